@@ -1,0 +1,130 @@
+"""An authenticated connection between an agent and the coordinator, on asyncio. Used by both ends.
+
+The proof itself is pure and lives in authentication.py; this file moves its frames, under a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Generic, TypeVar
+
+import msgspec
+
+from farandole.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
+from farandole.messages import Message
+from farandole.wire import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
+
+HANDSHAKE_DEADLINE_S = 5.0
+"""How long a stranger may take to prove the token."""
+
+UNREAD_LIMIT = 2 * AGENT_FRAME_LIMIT
+"""Bytes that may wait for a peer that does not read; beyond it the connection is given up."""
+
+T = TypeVar("T")
+
+
+class Channel(Generic[T]):
+    """Sends messages and receives messages of type T. One task receives; sending never blocks."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        session: Session,
+        decoder: msgspec.msgpack.Decoder[T],
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._session, self._decoder = session, decoder
+
+    def send(self, message: Message) -> None:
+        """Hand `message` to the kernel now, or as soon as it takes more. A broken connection is no error
+        here: `receive` tells it, to the one task that deals with it."""
+        if self._writer.is_closing():
+            return
+        self._writer.write(frame(self._session.seal(encode(message))))
+        if self._writer.transport.get_write_buffer_size() > UNREAD_LIMIT:
+            self._writer.transport.abort()
+
+    async def receive(self) -> T:
+        """The next message. Raises ConnectionError when the other side is gone, ProtocolError or
+        AuthenticationError when it said what it must not say; the channel is to be closed after any."""
+        sealed = await _read_frame(self._reader, AGENT_FRAME_LIMIT + MAC_BYTES)
+        return decode(self._decoder, self._session.open(sealed))
+
+    def close(self) -> None:
+        """Close the connection once everything sent so far is out. Idempotent."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Close the connection now; what is not out yet is dropped. Idempotent."""
+        self._writer.transport.abort()
+
+
+async def connect(
+    host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]
+) -> Channel[T]:
+    """Dial a listener and prove the token to each other.
+
+    Raises ConnectionError when nobody listens, hangs up (as a listener does on a wrong token) or takes longer
+    than the deadline; AuthenticationError when the listener does not know the token; ProtocolError when it
+    speaks another protocol or another version of it.
+    """
+    try:
+        return await asyncio.wait_for(_dial(host, port, token, job_id, decoder), HANDSHAKE_DEADLINE_S)
+    except asyncio.TimeoutError:
+        raise ConnectionError(f"{host}:{port} did not answer within {HANDSHAKE_DEADLINE_S:g} s") from None
+
+
+async def accept(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    token: bytes,
+    job_id: str,
+    decoder: msgspec.msgpack.Decoder[T],
+) -> Channel[T]:
+    """The listener's side of `connect`, with the same errors. The connection is closed after any of them."""
+    try:
+        handshake = _shake_hands(reader, writer, Handshake(Role.LISTENER, token, job_id))
+        session = await asyncio.wait_for(handshake, HANDSHAKE_DEADLINE_S)
+    except asyncio.TimeoutError:
+        writer.transport.abort()
+        raise ConnectionError(f"no proof of the token within {HANDSHAKE_DEADLINE_S:g} s") from None
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return Channel(reader, writer, session, decoder)
+
+
+async def _dial(
+    host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]
+) -> Channel[T]:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        session = await _shake_hands(reader, writer, Handshake(Role.DIALER, token, job_id))
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return Channel(reader, writer, session, decoder)
+
+
+async def _shake_hands(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: Handshake
+) -> Session:
+    # A message must not wait for the acknowledgement of the one before it.
+    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    said = handshake.begin()
+    while True:
+        if said is not None:
+            writer.write(frame(said))
+        if handshake.session is not None:
+            return handshake.session
+        said = handshake.receive(await _read_frame(reader, HANDSHAKE_FRAME_LIMIT))
+
+
+async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
+    try:
+        prefix = await reader.readexactly(LENGTH.size)
+        return await reader.readexactly(frame_length(prefix, limit))
+    except asyncio.IncompleteReadError:
+        raise ConnectionError("the other side closed the connection") from None
