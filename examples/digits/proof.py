@@ -1,0 +1,112 @@
+"""Reads the workers' records and proves, or disproves, that every sample was trained exactly once an epoch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """What became of the samples: per epoch, ids that were lost and ids that were repeated."""
+
+    complete: int
+    lost: dict[int, list[int]]
+    repeated: dict[int, list[int]]
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.lost and not self.repeated
+
+
+class Proof:
+    """All records of one job.
+
+    A step may have been begun more than once. The attempt that stands is the one of the highest generation in
+    which some worker applied it: whoever applied it in a lower one is gone, and took its state along.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.records: list[Record] = []
+        for path in sorted(folder.glob("worker-*.jsonl")):
+            # The last line of a worker that was killed may be cut short; what it announces never happened.
+            lines = path.read_bytes().split(b"\n")
+            self.records += [json.loads(line) for line in lines[:-1]]
+        self._standing: dict[int, int] = {}
+        for record in self.records:
+            if "after" in record:
+                step, generation = record["after"], record["generation"]
+                self._standing[step] = max(generation, self._standing.get(step, 0))
+
+    def epochs(self, samples: int) -> Epochs:
+        """Compare what was trained in each epoch with the data set {0, ..., samples - 1}."""
+        trained: dict[int, Counter[int]] = defaultdict(Counter)
+        for record in self.records:
+            if "before" in record and self._standing.get(record["before"]) == record["generation"]:
+                trained[record["epoch"]].update(record["ids"])
+        everything = range(samples)
+        lost = {e: [i for i in everything if i not in ids] for e, ids in trained.items()}
+        repeated = {e: [i for i, times in ids.items() if times > 1] for e, ids in trained.items()}
+        return Epochs(
+            complete=len(trained),
+            lost={epoch: ids for epoch, ids in lost.items() if ids},
+            repeated={epoch: ids for epoch, ids in repeated.items() if ids},
+        )
+
+    def steps(self) -> int:
+        """Optimizer steps that stand."""
+        return len(self._standing)
+
+    def redone(self) -> int:
+        """Attempts at a step that did not stand: begun, and done again in a later generation."""
+        begun = {(r["before"], r["generation"]) for r in self.records if "before" in r}
+        return sum(1 for step, generation in begun if self._standing.get(step) != generation)
+
+    def first_steps(self, generation: int, pids: set[int]) -> dict[int, int]:
+        """For each of the processes, the clock at its first applied step at or above a generation."""
+        first: dict[int, int] = {}
+        for record in self.records:
+            if "after" in record and record["generation"] >= generation and record["pid"] in pids:
+                first[record["pid"]] = min(record["ns"], first.get(record["pid"], record["ns"]))
+        return first
+
+    def pauses_at(self, generation: int) -> list[float]:
+        """Milliseconds between the last applied step before a generation and the first one in it, for each
+        process that took part in both."""
+        pauses = []
+        for after in self._applied().values():
+            before = [r["ns"] for r in after if r["generation"] < generation]
+            since = [r["ns"] for r in after if r["generation"] >= generation]
+            if before and since:
+                pauses.append((min(since) - max(before)) / 1e6)
+        return pauses
+
+    def median_step_ms(self) -> float:
+        """Between two applied steps of one process in one generation."""
+        gaps = [
+            (b["ns"] - a["ns"]) / 1e6
+            for after in self._applied().values()
+            for a, b in zip(after, after[1:], strict=False)
+            if a["generation"] == b["generation"]
+        ]
+        return statistics.median(gaps)
+
+    def generations(self) -> dict[int, int]:
+        """Size by generation, of those that trained."""
+        return {r["generation"]: r["size"] for r in self.records if "after" in r}
+
+    def ends(self) -> list[Record]:
+        return [record for record in self.records if "end" in record]
+
+    def _applied(self) -> dict[int, list[Record]]:
+        by_pid: dict[int, list[Record]] = defaultdict(list)
+        for record in self.records:
+            if "after" in record:
+                by_pid[record["pid"]].append(record)
+        return by_pid

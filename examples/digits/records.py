@@ -1,0 +1,62 @@
+"""What each worker trained, written down by the worker itself: one line before and one after each step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import farandole as fd
+
+
+class Records:
+    """One file for each worker process. Each line is one write(2), so it survives a kill -9 right after it.
+
+    {"before": step, "epoch", "generation", "ids", ...}   about to compute these samples
+    {"after": step, ...}                                  the optimizer step is applied
+    {"end": step, "accuracy", "parameters", ...}          the elastic function has returned
+
+    Every line has the process, its rank and size, and the monotonic clock of the machine in nanoseconds.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._file: int | None = None
+        if folder is not None:
+            path = Path(folder) / f"worker-{os.getpid()}.jsonl"
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def before_step(self, state: fd.elastic.TorchState) -> None:
+        if self._file is not None:
+            self._write({"before": state.step, "epoch": state.loader.epoch, "ids": state.loader.indices})
+
+    def after_step(self, state: fd.elastic.TorchState) -> None:
+        if self._file is not None:
+            self._write({"after": state.step - 1})
+
+    def at_end(self, state: fd.elastic.TorchState, accuracy: float, last_epoch: int) -> None:
+        if self._file is not None:
+            digest = hashlib.sha256()
+            for parameter in state.model.parameters():
+                digest.update(parameter.detach().numpy().tobytes())
+            self._write(
+                {
+                    "end": state.step,
+                    "accuracy": accuracy,
+                    "scheduler_last_epoch": last_epoch,
+                    "parameters": digest.hexdigest(),
+                }
+            )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        record |= {
+            "pid": os.getpid(),
+            "rank": fd.rank(),
+            "size": fd.size(),
+            "generation": fd.generation(),
+            "ns": time.monotonic_ns(),
+        }
+        os.write(self._file, json.dumps(record).encode() + b"\n")

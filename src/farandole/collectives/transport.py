@@ -1,0 +1,50 @@
+"""What a transport must do. One transport belongs to one generation; optim, state and worker use it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Transport(Protocol):
+    """Collectives of one generation. All ranks call the same operations in the same order.
+
+    Every operation may raise PeerLost (a connection failed) or GenerationEnded (abort() was called);
+    after either, every later call raises too, and nothing touches the caller's tensors any more once the
+    call has returned or raised. CollectiveMismatch: this rank's neighbour is in another operation.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
+        """Sum a contiguous CPU tensor over all ranks, in place, with the same bits on every rank.
+
+        `note` (same length on all ranks) rides along without a message of its own; returns the notes of
+        all ranks, by rank. A tensor may be empty.
+        """
+        ...
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank. Lengths may differ. For small things (kilobytes)."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite a contiguous CPU tensor with rank `source`'s (same shape and dtype everywhere)."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """From any thread: make the operation in flight, and every later one, raise within 5 ms."""
+        ...
+
+    def close(self) -> None:
+        """Release sockets and memory. Idempotent."""
+        ...

@@ -1,0 +1,38 @@
+"""The process's view of the current generation; rank(), the optimizer and the run loop read it here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farandole.collectives.transport import Transport
+from farandole.errors import NotInitialized
+from farandole.membership import GenerationId, Placement
+
+
+@dataclass(frozen=True)
+class World:
+    """One generation as this worker sees it."""
+
+    id: GenerationId
+    placement: Placement
+    transport: Transport
+
+
+_current: World | None = None
+
+
+def enter(world: World | None) -> None:
+    """Make `world` the current one; None after shutdown()."""
+    global _current
+    _current = world
+
+
+def current() -> World:
+    """The current world. Raises NotInitialized before init() and after shutdown()."""
+    if _current is None:
+        raise NotInitialized("Farandole has not been initialized; call farandole.init() first")
+    return _current
+
+
+def is_entered() -> bool:
+    return _current is not None

@@ -1,0 +1,221 @@
+"""What worker, agent and coordinator say to each other. Typed, validated on arrival, never pickled.
+
+A worker talks with its agent only; the agent carries the worker's messages to the coordinator inside
+`FromWorker` and the coordinator's answers back. Every message that speaks of a membership carries the
+number of its generation, so that old news can be told from new (protocol: fencing).
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from farandole.membership import Address, GenerationId, Peer, Placement
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class's name is the tag on the wire."""
+
+
+# Worker -> agent (-> coordinator) --------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a worker: it called `init()` and listens for its peers at `address`."""
+
+    worker: str
+    secret: str  # given to the worker by its agent; not carried further
+    pid: int
+    version: int
+    address: Address
+
+
+class Elastic(Message):
+    """The main thread entered an elastic function: a member is recoverable from now on;
+    a worker that is no member yet asks to be admitted and is READY for any generation."""
+
+
+class Ready(Message):
+    """The main thread is quiescent: no collective of an older generation can touch its memory any more."""
+
+    number: int
+
+
+class Synced(Message):
+    """The state of this worker equals the source's in generation `number`: it is a holder now."""
+
+    number: int
+
+
+class LinkBroken(Message):
+    """A hint, never a verdict: a data connection of generation `number` failed."""
+
+    number: int
+    peer: str
+    direction: str  # "send" | "receive" | "connect"
+    detail: str
+
+
+class Failed(Message):
+    """User code raised. `summary` is the exception's last line, `traceback` the whole text."""
+
+    summary: str
+    traceback: str
+
+
+class Finished(Message):
+    """The elastic function returned on this worker, in generation `number`."""
+
+    number: int
+
+
+class Leaving(Message):
+    """This worker was asked to leave (SIGTERM) and does so at the next boundary."""
+
+
+WorkerMessage: TypeAlias = Hello | Elastic | Ready | Synced | LinkBroken | Failed | Finished | Leaving
+
+
+# Coordinator -> agent -> worker ----------------------------------------------------------------------
+
+
+class Newcomer(Message):
+    """Answer to a Hello while the job runs already: this worker is a world of one until it is admitted."""
+
+
+class Abort(Message):
+    """A fault: whatever runs in a generation below `number` must end now. Answer: Ready(number)."""
+
+    number: int
+    reason: str
+
+
+class Prepare(Message):
+    """A planned change: move to generation `number` at a boundary that all members agree on.
+    Answer, once there: Ready(number). An Abort with a higher number cancels it."""
+
+    number: int
+    reason: str
+
+
+class Start(Message):
+    """Generation `id` begins. To each member its own place and its neighbours on the ring.
+
+    founding  nobody holds state yet: rank 0's is everybody's
+    data_key  proves both ends of the data connections of this generation; derived by the agent from the
+              job token, never sent over a network
+    """
+
+    id: GenerationId
+    placement: Placement
+    previous: Peer
+    next: Peer
+    founding: bool
+    data_key: bytes = b""
+
+
+class Released(Message):
+    """Every member of generation `number` has finished: the elastic function may return."""
+
+    number: int
+
+
+class Left(Message):
+    """The others go on without this worker; it may exit."""
+
+
+class Stop(Message):
+    """The job ends; `reason` says why. The worker exits."""
+
+    reason: str
+
+
+ToWorker: TypeAlias = Newcomer | Abort | Prepare | Start | Released | Left | Stop
+
+
+# Agent -> coordinator --------------------------------------------------------------------------------
+
+
+class AgentHello(Message):
+    """First message of an agent, after both proved the job token."""
+
+    agent: str
+    host: str
+    slots: int
+    version: int
+
+
+class FromWorker(Message):
+    """A worker's message, carried by its agent."""
+
+    worker: str
+    message: WorkerMessage
+
+
+class WorkerExited(Message):
+    """A worker's process is gone and reaped; its process group was killed.
+    `exit_code` as subprocess gives it: negative for a signal. `last_lines`: the end of its stderr."""
+
+    worker: str
+    exit_code: int
+    last_lines: tuple[str, ...] = ()
+
+
+class SpawnFailed(Message):
+    """A worker's process could not be started at all."""
+
+    worker: str
+    error: str
+
+
+class Beat(Message):
+    """The agent is alive."""
+
+    sequence: int
+
+
+AgentMessage: TypeAlias = AgentHello | FromWorker | WorkerExited | SpawnFailed | Beat
+
+
+# Coordinator -> agent --------------------------------------------------------------------------------
+
+
+class Spawn(Message):
+    """Start a worker in this slot."""
+
+    worker: str
+    slot: int
+
+
+class Kill(Message):
+    """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
+
+    worker: str
+    grace_s: float
+    reason: str
+
+
+class TellWorkers(Message):
+    """The same message to several workers of this agent."""
+
+    workers: tuple[str, ...]
+    message: ToWorker
+
+
+class StartWorkers(Message):
+    """One START for each member of the generation that lives on this agent."""
+
+    starts: dict[str, Start]
+
+
+class JobEnded(Message):
+    """The job is over; the agent ends what is left of its workers and goes."""
+
+    exit_code: int
+    reason: str
+
+
+ToAgent: TypeAlias = Spawn | Kill | TellWorkers | StartWorkers | JobEnded

@@ -1,0 +1,1 @@
+"""From gradient to step."""

@@ -1,0 +1,82 @@
+"""The step header: integers that ride on the last reduction of a step and prove that all ranks did the same.
+
+Without it, a rank that skipped a bad batch would add the gradient of another batch, unnoticed. Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from farandole.errors import CollectiveMismatch
+
+_LAYOUT = struct.Struct("<8q")
+SIZE = _LAYOUT.size
+
+
+@dataclass(frozen=True)
+class StepHeader:
+    """What one rank says about the step it reduces.
+
+    generation  number of its generation
+    step        decided steps before this one
+    plan        digest of the reduced parameters (shapes and dtypes), 63 bits
+    epoch, start, stop  the ticket; all -1 without a loader of ours
+    samples     real samples of this rank's share
+    prepared    number of the planned generation it holds; 0 for none
+    """
+
+    generation: int
+    step: int
+    plan: int
+    epoch: int
+    start: int
+    stop: int
+    samples: int
+    prepared: int
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(
+            self.generation,
+            self.step,
+            self.plan,
+            self.epoch,
+            self.start,
+            self.stop,
+            self.samples,
+            self.prepared,
+        )
+
+    @classmethod
+    def unpack(cls, note: bytes) -> StepHeader:
+        return cls(*_LAYOUT.unpack(note))
+
+
+_SAME_EVERYWHERE = {
+    "generation": "generation",
+    "step": "step counter",
+    "plan": "model (number, shapes or dtypes of the parameters)",
+    "epoch": "epoch",
+    "start": "first sample of the global batch",
+    "stop": "end of the global batch",
+}
+
+
+def check(headers: list[StepHeader]) -> None:
+    """Raise CollectiveMismatch, alike on every rank, unless all headers belong to one step."""
+    first = headers[0]
+    for field, meaning in _SAME_EVERYWHERE.items():
+        values = [getattr(header, field) for header in headers]
+        if any(value != values[0] for value in values):
+            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise CollectiveMismatch(
+                f"workers reduced different steps: they differ in {meaning} ({by_rank}). Every worker must "
+                f"run the loop body once for each batch it gets, with the same model; nothing was applied"
+            )
+    if first.epoch >= 0:
+        counted = sum(header.samples for header in headers)
+        if counted != first.stop - first.start:
+            raise CollectiveMismatch(
+                f"step {first.step}: the workers' shares hold {counted} samples, the global batch "
+                f"[{first.start}, {first.stop}) holds {first.stop - first.start}; nothing was applied"
+            )

@@ -1,0 +1,54 @@
+"""Questions that the layers below ask the run loop, which sits above them. Main thread only."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class RunLoop(Protocol):
+    """The elastic run loop, as optimizer and loader see it."""
+
+    def can_repeat(self) -> bool:
+        """Whether a fault in the step in flight can be absorbed: the loader will hand out its batch again."""
+        ...
+
+    def steps_decided(self) -> int:
+        """The step counter."""
+        ...
+
+    def prepared(self) -> int:
+        """Number of the planned generation this worker holds a PREPARE for; 0 for none."""
+        ...
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        """Take note of what every rank holds: a planned change is agreed when all hold the same."""
+        ...
+
+
+_run_loop: RunLoop | None = None
+
+
+def install(run_loop: RunLoop | None) -> None:
+    """The run loop enters (or, with None, leaves) an elastic function."""
+    global _run_loop
+    _run_loop = run_loop
+
+
+def can_repeat() -> bool:
+    return _run_loop is not None and _run_loop.can_repeat()
+
+
+def steps_decided() -> int:
+    """The step counter; 0 outside an elastic function, where nobody counts."""
+    return _run_loop.steps_decided() if _run_loop is not None else 0
+
+
+def prepared() -> int:
+    """For the step header; 0 outside an elastic function."""
+    return _run_loop.prepared() if _run_loop is not None else 0
+
+
+def agree(prepared_by_rank: list[int]) -> None:
+    """From the headers of all ranks, in order of rank."""
+    if _run_loop is not None:
+        _run_loop.agree(prepared_by_rank)

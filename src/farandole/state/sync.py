@@ -1,0 +1,135 @@
+"""Everyone agrees on the state: progress is compared, and whoever is behind copies from the source rank."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from farandole.collectives.transport import Transport
+from farandole.errors import FatalError, PeerLost
+from farandole.membership import Progress
+from farandole.state import packing, streaming
+from farandole.state.torch_state import TorchState
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How one rank enters a sync.
+
+    is_holder   whether its state may be anybody's source
+    progress    how far it is
+    digest      of its large state: tensors, names, shapes
+    small       bytes of its small state: (skeleton, tensors)
+    large       bytes of its large state: (skeleton, tensors)
+    """
+
+    is_holder: bool
+    progress: Progress
+    digest: bytes
+    small: tuple[int, int]
+    large: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did. `behind`: ranks that copied the large state; `copied_bytes`: what each of them received."""
+
+    source: int
+    behind: tuple[int, ...]
+    copied_bytes: int
+
+
+def choose_source(standings: list[Standing], founding: bool) -> int:
+    """The lowest rank among the holders with the highest progress; rank 0 when nobody can hold state yet."""
+    if founding:
+        return 0
+    holders = [rank for rank, standing in enumerate(standings) if standing.is_holder]
+    if not holders:
+        raise FatalError("no worker holds the state of the job; it would have to start over, and does not")
+    return max(holders, key=lambda rank: (standings[rank].progress, -rank))
+
+
+def is_behind(standing: Standing, source: Standing) -> bool:
+    """Whether a rank has to copy the large state."""
+    return (
+        not standing.is_holder
+        or standing.progress.step != source.progress.step
+        or standing.digest != source.digest
+    )
+
+
+def synchronize(state: TorchState, transport: Transport, founding: bool) -> SyncReport:
+    """Make the state of all ranks equal to the source's. All ranks of a generation call it.
+
+    The small state has been captured (state.capture()). Copies arrive in staging memory, are checked, and only
+    then take the place of the old state: a source that dies in the middle leaves everyone as they were.
+    Raises PeerLost or GenerationEnded for that, with this rank's state unharmed.
+    """
+    small, large = state.captured(), packing.pack(state.large())
+    mine = Standing(
+        is_holder=state.is_holder,
+        progress=state.progress,
+        digest=_digest(state.large(), large.tensors),
+        small=(len(small.skeleton), streaming.total_bytes(small.tensors)),
+        large=(len(large.skeleton), streaming.total_bytes(large.tensors)),
+    )
+    packed = transport.all_gather(msgspec.msgpack.encode(mine))
+    standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
+    source = choose_source(standings, founding)
+    wanted = standings[source]
+    behind = tuple(
+        rank for rank, each in enumerate(standings) if rank != source and is_behind(each, wanted)
+    )
+    new_small = _receive(transport, source, small, wanted.small, needed=True)
+    new_large = None
+    if behind:
+        new_large = _receive(transport, source, large, wanted.large, needed=transport.rank in behind)
+    if transport.rank != source:
+        if new_large is not None:
+            _check(new_large, wanted, transport, source)
+            state.is_holder = False  # torn from the first byte until the last
+            state.load_large(new_large)
+        state.load_small(new_small)
+        state.capture()
+    state.is_holder = True
+    return SyncReport(source, behind, sum(wanted.large) if behind else 0)
+
+
+def _receive(
+    transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool
+) -> Any:
+    """Broadcast one packed value from `source`; the value in staging memory where it is needed, else None."""
+    skeleton = torch.empty(sizes[0], dtype=torch.uint8)
+    if transport.rank == source:
+        skeleton.copy_(torch.frombuffer(bytearray(mine.skeleton), dtype=torch.uint8))
+    transport.broadcast(skeleton, source)
+    if transport.rank == source:
+        streaming.broadcast_all(transport, mine.tensors, sizes[1], source)
+        return None
+    if not needed:
+        streaming.broadcast_all(transport, None, sizes[1], source)
+        return None
+    value, room = packing.make_room(skeleton.numpy().tobytes())
+    streaming.broadcast_all(transport, room, sizes[1], source)
+    return value
+
+
+def _check(received: dict[str, Any], wanted: Standing, transport: Transport, source: int) -> None:
+    if _digest(received, packing.pack(received).tensors) != wanted.digest:
+        raise PeerLost("sync", 0, source, "the state arrived damaged: its digest differs from the source's")
+
+
+def _digest(large: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
+    """Of contents and structure. Not of the skeleton's bytes: equal values may be pickled differently."""
+    structure = {
+        "parameters": {name: list(group) for name, group in large["parameters"].items()},
+        "optimizer": {
+            index: sorted((key, repr(value)) for key, value in entry.items() if not torch.is_tensor(value))
+            for index, entry in large["optimizer"].items()
+        },
+    }
+    text = repr(sorted((name, repr(part)) for name, part in structure.items()))
+    return hashlib.blake2b(text.encode() + streaming.digest(tensors), digest_size=16).digest()

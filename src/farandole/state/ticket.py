@@ -1,0 +1,67 @@
+"""The samples of one global batch, as one worker was handed them: the atomic unit of progress. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One global batch, positions [start, stop) of the epoch's order, seen from one rank.
+
+    epoch        number of the epoch, from 0
+    start, stop  positions of the global batch in the epoch's order; stop - start samples in all
+    low, high    positions of this rank's share; empty for a ghost batch
+    micro_batches  how many times the loop body runs for this ticket, the same on every rank
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    low: int
+    high: int
+    micro_batches: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank's share."""
+        return self.high - self.low
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of the whole global batch."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One run of the loop body: a micro-batch of a ticket.
+
+    low, high  positions of the real samples of this micro-batch; equal for a ghost
+    index      which micro-batch of the ticket, from 0
+    """
+
+    ticket: Ticket
+    low: int
+    high: int
+    index: int = 0
+
+    @property
+    def samples(self) -> int:
+        return self.high - self.low
+
+    @property
+    def is_ghost(self) -> bool:
+        """Real samples are in the tensors, so that the loop body runs, but they do not count."""
+        return self.low == self.high
+
+    @property
+    def is_last(self) -> bool:
+        """The micro-batch whose backward pass reduces the gradients."""
+        return self.index == self.ticket.micro_batches - 1
+
+    @property
+    def weight(self) -> float:
+        """Factor for the gradient of this micro-batch's mean loss, so that the sum over all ranks and
+        micro-batches is the gradient of the global batch's mean loss."""
+        return self.samples / self.ticket.global_samples

@@ -1,0 +1,1 @@
+"""For tests, ours and our users': worlds without processes or sockets."""

@@ -1,0 +1,234 @@
+"""A worker's line to its agent. A background thread listens, so that orders are heard while the main thread
+computes or waits in a collective; the main thread asks here what it has to do."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from farandole import wire
+from farandole.clock import now_s
+from farandole.env import WorkerEnv
+from farandole.errors import JobEnded
+from farandole.fork_safety import close_at_fork
+from farandole.membership import Address
+from farandole.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Hello,
+    Leaving,
+    Left,
+    Newcomer,
+    Prepare,
+    Released,
+    Start,
+    Stop,
+    ToWorker,
+    WorkerMessage,
+)
+
+_FRAME_LIMIT = 1 << 20
+_SLICE_S = 1.0  # waits are cut into slices, so that signals and the end of the job are seen
+
+
+class Link:
+    """One connection to the agent, from init() to shutdown().
+
+    Orders are kept, newest first: `ordered` is the number of the newest ABORT, `prepared` that of the newest
+    PREPARE which no ABORT has overtaken. `on_abort(number, reason)` runs on the link's thread and must end
+    whatever the main thread is blocked in.
+    """
+
+    def __init__(self, env: WorkerEnv, on_abort: Callable[[int, str], None]) -> None:
+        self._on_abort = on_abort
+        self._changed = threading.Condition()
+        self._send_lock = threading.Lock()
+        self.ordered = 0
+        self.prepared = 0
+        self.abort_reason = ""
+        self.is_newcomer = False
+        self._start: Start | None = None
+        self._released = 0
+        self._has_left = False
+        self._stop_reason: str | None = None
+        self._socket = _dial(env.agent_address)
+        close_at_fork(self._socket)
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+            close_at_fork(end)
+        self._pid = os.getpid()
+        self._closing = False
+        self._thread = threading.Thread(target=self._listen, name="farandole-link", daemon=True)
+
+    def open(self, env: WorkerEnv, address: Address) -> None:
+        """Say Hello, and start to listen. `address`: where this worker's peers can reach it."""
+        self.send(Hello(env.worker, env.secret, os.getpid(), PROTOCOL_VERSION, address))
+        self._thread.start()
+
+    def send(self, message: WorkerMessage) -> None:
+        """Tell the coordinator, through the agent. Never blocks for long: both ends are on this machine."""
+        with self._send_lock:
+            try:
+                self._socket.sendall(wire.frame(wire.encode(message)))
+            except OSError:
+                return  # The listening thread sees the same end and acts on it.
+
+    def ask_to_leave(self) -> None:
+        """For a signal handler: the link's thread says Leaving, since the main thread may hold the lock."""
+        with_wakeup = self._wake_write
+        try:
+            with_wakeup.send(b"L")
+        except BlockingIOError:
+            pass
+
+    def wait_for_start(self, above: int) -> Start | int:
+        """Block until there is a START, or an ABORT with a number above `above` (then that number).
+
+        Bounded by the coordinator, which ends the job when it can not go on. Raises JobEnded, and SystemExit
+        once this worker may leave.
+        """
+        with self._changed:
+            while True:
+                self._raise_if_over()
+                if self._start is not None and self._start.id.number >= self.ordered:
+                    start, self._start = self._start, None
+                    return start
+                if self.ordered > above:
+                    return self.ordered
+                self._changed.wait(_SLICE_S)
+
+    def wait_for_admission(self) -> Start | None:
+        """Block until the job's first START; None for a newcomer, which is admitted later."""
+        with self._changed:
+            while True:
+                self._raise_if_over()
+                if self._start is not None:
+                    start, self._start = self._start, None
+                    return start
+                if self.is_newcomer:
+                    return None
+                self._changed.wait(_SLICE_S)
+
+    def wait_for_abort(self, above: int) -> int:
+        """Block until an ABORT with a number above `above`: after a failed collective, which is only a hint."""
+        with self._changed:
+            while True:
+                self._raise_if_over()
+                if self.ordered > above:
+                    return self.ordered
+                self._changed.wait(_SLICE_S)
+
+    def wait_for_release(self, number: int) -> bool:
+        """Block until everybody has finished generation `number` (True), or it was aborted (False)."""
+        with self._changed:
+            while True:
+                if self._released >= number:
+                    return True
+                self._raise_if_over()
+                if self.ordered > number:
+                    return False
+                self._changed.wait(_SLICE_S)
+
+    def raise_if_over(self) -> None:
+        """Raise JobEnded or SystemExit when there is nothing left to do for this worker."""
+        with self._changed:
+            self._raise_if_over()
+
+    def close(self) -> None:
+        """Hang up. What was said before still arrives. Idempotent."""
+        self._closing = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        if self._thread.is_alive():
+            self._thread.join(_SLICE_S)
+        for each in (self._socket, self._wake_read, self._wake_write):
+            each.close()
+
+    def _raise_if_over(self) -> None:
+        if self._stop_reason is not None:
+            raise JobEnded(self._stop_reason)
+        if self._has_left:
+            raise SystemExit(0)
+
+    # The link's thread -----------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        buffer = wire.FrameBuffer(_FRAME_LIMIT)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(_SLICE_S):
+                    if key.fileobj is self._wake_read:
+                        self._wake_read.recv(16)
+                        self.send(Leaving())
+                        continue
+                    data = self._receive()
+                    if not data:
+                        self._on_hangup()
+                        return
+                    for payload in buffer.feed(data):
+                        self._obey(wire.decode(wire.TO_WORKER, payload))
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(1 << 16)
+        except OSError:
+            return b""
+
+    def _obey(self, message: ToWorker) -> None:
+        with self._changed:
+            if isinstance(message, Abort):
+                if message.number <= self.ordered:
+                    return
+                self.ordered, self.abort_reason, self.prepared = message.number, message.reason, 0
+                self._on_abort(message.number, message.reason)
+            elif isinstance(message, Prepare):
+                self.prepared = message.number if message.number > self.ordered else 0
+            elif isinstance(message, Start):
+                self._start, self.prepared = message, 0
+            elif isinstance(message, Released):
+                self._released = message.number
+            elif isinstance(message, Newcomer):
+                self.is_newcomer = True
+            elif isinstance(message, Left):
+                self._has_left = True
+            elif isinstance(message, Stop):
+                self._stop_reason = message.reason
+                self._on_abort(sys.maxsize, message.reason)
+            self._changed.notify_all()
+
+    def _on_hangup(self) -> None:
+        """The agent is gone, and nobody is left to say who is in the job: no worker may outlive it."""
+        if self._closing or os.getpid() != self._pid:
+            return
+        print("farandole: the agent of this worker is gone; ending the worker", file=sys.stderr, flush=True)
+        if os.getpgrp() == os.getpid() or os.getsid(0) == os.getpgrp():
+            os.killpg(os.getpgrp(), signal.SIGKILL)  # its loader workers too
+        os._exit(1)
+
+
+def _dial(address: str, timeout_s: float = 10.0) -> socket.socket:
+    """Connect to the agent's unix socket; an address that begins with @ is abstract (no file)."""
+    path: str | bytes = b"\0" + address[1:].encode() if address.startswith("@") else address
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    begin = now_s()
+    try:
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise JobEnded(
+            f"the agent of this worker does not answer at {address} ({error}, {now_s() - begin:.1f} s); a script "
+            f"that outlives its `farandole run` cannot call init() again"
+        ) from error
+    connection.settimeout(None)
+    return connection

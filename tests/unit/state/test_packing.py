@@ -1,0 +1,39 @@
+"""Values as bytes plus tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from farandole.state import packing
+
+
+def test_a_nested_value_comes_back_with_its_tensors() -> None:
+    value = {"a": [torch.arange(6).reshape(2, 3), "text"], "b": (1.5, {"c": torch.tensor(True)})}
+    packed = packing.pack(value)
+    again = packing.unpack(packing.Packed(packed.skeleton, [tensor.clone() for tensor in packed.tensors]))
+    assert torch.equal(again["a"][0], value["a"][0])
+    assert again["a"][1] == "text"
+    assert again["b"][0] == 1.5
+    assert bool(again["b"][1]["c"])
+
+
+def test_tensors_do_not_travel_in_the_skeleton() -> None:
+    assert len(packing.pack({"big": torch.zeros(1_000_000)}).skeleton) < 1_000
+
+
+def test_a_tensor_that_appears_twice_is_one_tensor_again() -> None:
+    shared = torch.ones(3)
+    packed = packing.pack([shared, shared])
+    assert len(packed.tensors) == 1
+    first, second = packing.unpack(packed)
+    assert first is second
+
+
+def test_room_for_a_value_is_filled_in_place() -> None:
+    packed = packing.pack({"x": torch.arange(4), "y": torch.ones(2, 2, dtype=torch.bfloat16), "z": 3})
+    value, room = packing.make_room(packed.skeleton)
+    assert [(t.shape, t.dtype) for t in room] == [(t.shape, t.dtype) for t in packed.tensors]
+    for empty, tensor in zip(room, packed.tensors, strict=True):
+        empty.copy_(tensor)
+    assert torch.equal(value["x"], torch.arange(4))
+    assert value["z"] == 3

@@ -1,0 +1,186 @@
+"""Agreeing on the state, in worlds of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.errors import FatalError, PeerLost
+from farandole.membership import Progress
+from farandole.state import streaming
+from farandole.state.sync import Standing, choose_source, synchronize
+from farandole.state.torch_state import TorchState
+from farandole.testing.thread_world import ThreadTransport, ThreadWorld
+
+
+class Position:
+    """A loader that only knows where it is."""
+
+    def __init__(self) -> None:
+        self.epoch = self.cursor = 0
+
+    def commit(self, ticket: Any) -> None:
+        self.cursor = ticket.stop
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "cursor": self.cursor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.cursor = state["epoch"], state["cursor"]
+
+    def set_world(self, rank: int, size: int) -> None:
+        pass
+
+
+def trained_state(seed: int, steps: int) -> TorchState:
+    """A model with BatchNorm and Adam after some steps of its own."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    state = TorchState(model=model, optimizer=optimizer, loader=Position(), scheduler=scheduler, best=float(seed))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    state.step = steps
+    state.loader.cursor = 8 * steps
+    return state
+
+
+def content(state: TorchState) -> Any:
+    """Everything of a state, as comparable values."""
+    large = state.large()
+    return (
+        state.progress,
+        streaming.digest(list(large["parameters"]["model"].values())),
+        {i: {k: torch.as_tensor(v).tolist() for k, v in e.items()} for i, e in large["optimizer"].items()},
+        {name: buffer.tolist() for name, buffer in state.model.named_buffers()},
+        [group["lr"] for group in state.optimizer.param_groups],
+        state.scheduler.state_dict(),
+        state.best,
+    )
+
+
+def sync_all(states: list[TorchState], world: ThreadWorld, founding: bool) -> list[Any]:
+    for state in states:
+        state.capture()
+
+    def call(transport: ThreadTransport) -> Any:
+        return synchronize(states[transport.rank], transport, founding)
+
+    return world.run(call)
+
+
+def test_at_the_start_everybody_gets_the_state_of_rank_0() -> None:
+    states = [trained_state(seed, 0) for seed in range(3)]
+    wanted = content(states[0])
+    reports = sync_all(states, ThreadWorld(3), founding=True)
+    assert [content(state) for state in states] == [wanted] * 3
+    assert [report.source for report in reports] == [0, 0, 0]
+    assert all(state.is_holder for state in states)
+
+
+def test_the_highest_progress_wins_and_a_newcomer_is_never_the_source() -> None:
+    newcomer, behind, ahead = trained_state(1, 0), trained_state(2, 3), trained_state(3, 4)
+    behind.is_holder = ahead.is_holder = True
+    wanted = content(ahead)
+    reports = sync_all([newcomer, behind, ahead], ThreadWorld(3), founding=False)
+    assert [content(state) for state in (newcomer, behind, ahead)] == [wanted] * 3
+    assert reports[0].source == 2
+    assert reports[0].behind == (0, 1)
+
+
+def test_equal_workers_copy_only_the_small_state() -> None:
+    states = [trained_state(5, 2), trained_state(5, 2)]
+    states[1].best = 99.0
+    states[1].model[1].running_mean.fill_(7.0)
+    for state in states:
+        state.is_holder = True
+    wanted = content(states[0])
+    reports = sync_all(states, ThreadWorld(2), founding=False)
+    assert reports[0].behind == ()
+    assert content(states[1]) == wanted
+
+
+def test_equal_counters_with_different_weights_are_noticed() -> None:
+    states = [trained_state(5, 2), trained_state(5, 2)]
+    for state in states:
+        state.is_holder = True
+    with torch.no_grad():
+        states[1].model[0].weight[0, 0] += 1e-3
+    wanted = content(states[0])
+    reports = sync_all(states, ThreadWorld(2), founding=False)
+    assert reports[0].behind == (1,)
+    assert content(states[1]) == wanted
+
+
+@pytest.mark.parametrize("collective", range(6))
+def test_a_source_that_dies_in_the_middle_leaves_the_others_as_they_were(collective: int) -> None:
+    """Collectives of a sync: standings, small skeleton, small data, large skeleton, large data."""
+    ahead, behind, newcomer = trained_state(1, 4), trained_state(2, 3), trained_state(3, 0)
+    ahead.is_holder = behind.is_holder = True
+    world = ThreadWorld(3)
+    world.kill(rank=0, before=collective)
+    before, target = content(behind), content(ahead)
+    results = sync_all([ahead, behind, newcomer], world, founding=False)
+    if collective < 5:
+        assert isinstance(results[1], PeerLost)
+        assert content(behind) == before
+        assert behind.is_holder
+        assert not newcomer.is_holder
+        again = sync_all([behind, newcomer], ThreadWorld(2), founding=False)
+        assert again[0].source == 0
+        assert content(newcomer) == content(behind) == before
+    else:  # a sync has no sixth collective: it was through
+        assert content(behind) == content(newcomer) == target
+
+
+def test_a_different_model_is_refused_by_name_and_nothing_changes() -> None:
+    first, second = trained_state(1, 0), trained_state(2, 0)
+    second.model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+    results = sync_all([first, second], ThreadWorld(2), founding=True)
+    assert "model.0.weight" in str(results[1])
+
+
+def standing(step: int, is_holder: bool = True, epoch: int = 0) -> Standing:
+    return Standing(is_holder, Progress(step=step, epoch=epoch), b"", (0, 0), (0, 0))
+
+
+def test_the_source_is_the_lowest_rank_among_the_highest() -> None:
+    assert choose_source([standing(3), standing(4), standing(4)], founding=False) == 1
+    assert choose_source([standing(4), standing(4, epoch=1)], founding=False) == 1
+    assert choose_source([standing(9, is_holder=False), standing(1)], founding=False) == 1
+
+
+def test_without_a_holder_nothing_starts_over_silently() -> None:
+    with pytest.raises(FatalError, match="no worker holds the state"):
+        choose_source([standing(0, is_holder=False)] * 2, founding=False)
+
+
+def test_many_tensors_of_odd_sizes_pass_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 7)
+    source = [torch.arange(5, dtype=torch.int16), torch.empty(0), torch.tensor(3.5), torch.randn(3, 3)]
+    targets = [torch.zeros_like(tensor) for tensor in source]
+    size = streaming.total_bytes(source)
+
+    def call(transport: ThreadTransport) -> None:
+        mine = [source, targets, None][transport.rank]
+        streaming.broadcast_all(transport, mine, size, 0)
+
+    assert ThreadWorld(3).run(call) == [None] * 3
+    assert all(torch.equal(a, b) for a, b in zip(source, targets, strict=True))
+
+
+def test_putting_back_undoes_what_an_aborted_pass_moved() -> None:
+    state = trained_state(4, 2)
+    state.capture()
+    before = content(state)
+    state.model.train()(torch.randn(8, 3))
+    state.best = 5.0
+    assert content(state) != before
+    state.put_back()
+    assert content(state) == before
