@@ -1,130 +1,105 @@
 """The main job of Farandole, to watch: three workers train, one is killed, one joins, nothing is lost.
 
 Starts `farandole run -np 3` on examples/digits/train.py, kills a worker with SIGKILL a third through an epoch,
-waits for its replacement to join, and proves from the workers' own records what happened.
+lets its replacement join, and proves from the workers' own records what happened.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from proof import Proof
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import RunningJob
 
-HERE = Path(__file__).parent
-SAMPLES = 1437  # images in the training set; see train.digits()
-KILL_IN_EPOCH = 3
+SCRIPT = Path(__file__).parent / "train.py"
+SAMPLES = 1437  # images in the training set; see digits() in train.py
+STEPS_PER_EPOCH = 60
 WANTED_ACCURACY = 0.97
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Who was killed, when (monotonic nanoseconds), in which generation, and who was left."""
+
+    pid: int
+    at_ns: int
+    generation: int
+    survivors: set[int]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--kill-in-epoch", type=int, default=3, help="from 0; early, so that the join is seen")
     parser.add_argument("--num-workers", type=int, default=0, help="loader processes of each worker")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="farandole-demo-") as folder:
-        return _demo(Path(folder), options.epochs, options.num_workers)
-
-
-def _demo(folder: Path, epochs: int, num_workers: int) -> int:
-    command = [sys.executable, "-m", "farandole", "run", "-np", "3", sys.executable, str(HERE / "train.py")]
-    command += ["--epochs", str(epochs), "--num-workers", str(num_workers), "--records", str(folder)]
+    arguments = ["--epochs", str(options.epochs), "--num-workers", str(options.num_workers)]
     say("training on 1,437 handwritten digits with 3 workers; one of them will be killed in a moment")
-    job = subprocess.Popen(command)
-    killer = Killer(folder)
-    thread = threading.Thread(target=killer.run, daemon=True)
-    thread.start()
-    try:
-        exit_code = job.wait(timeout=300)
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):
-        job.send_signal(signal.SIGINT)
-        job.wait()
-        raise
-    killer.stop.set()
-    thread.join()
-    if exit_code != 0 or killer.victim is None:
-        say(f"the job ended with exit code {exit_code}; victim: {killer.victim}")
-        return exit_code or 1
-    return _summary(Proof(folder), epochs, killer)
+    with (
+        tempfile.TemporaryDirectory(prefix="farandole-demo-") as folder,
+        RunningJob(["-np", "3"], SCRIPT, arguments, Path(folder)) as job,
+    ):
+        try:
+            kill = kill_one(job, options.kill_in_epoch)
+            exit_code = job.wait(timeout_s=300)
+        except KeyboardInterrupt:
+            return 130
+        if exit_code != 0:
+            say(f"the job ended with exit code {exit_code}")
+            return exit_code
+        return summary(Proof(Path(folder)), options.epochs, kill)
 
 
-class Killer:
-    """Watches the records, and kills one worker a third through an epoch."""
+def kill_one(job: RunningJob, epoch: int) -> Kill:
+    """Kill rank 1 a third through an epoch."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.stop = threading.Event()
-        self.victim: int | None = None
-        self.killed_ns = 0
-        self.generation = 0
-        self.survivors: set[int] = set()
+    def is_due(latest: dict[int, dict[str, Any]]) -> bool:
+        step = latest[1].get("before", 0) if len(latest) == 3 else 0
+        return bool(step // STEPS_PER_EPOCH >= epoch and step % STEPS_PER_EPOCH >= STEPS_PER_EPOCH // 3)
 
-    def run(self) -> None:
-        while not self.stop.wait(0.002):
-            latest = self._latest()
-            chosen = [r for r in latest if r["rank"] == 1 and "before" in r]
-            if len(latest) < 3 or not chosen or chosen[0]["epoch"] < KILL_IN_EPOCH:
-                continue
-            if chosen[0]["before"] % 60 < 20:  # 60 steps an epoch
-                continue
-            self.victim, self.generation = chosen[0]["pid"], chosen[0]["generation"]
-            self.survivors = {r["pid"] for r in latest} - {self.victim}
-            self.killed_ns = time.monotonic_ns()
-            os.kill(self.victim, signal.SIGKILL)
-            say(f"kill -9 {self.victim} (rank 1), in epoch {chosen[0]['epoch'] + 1}")
-            return
-
-    def _latest(self) -> list[dict[str, int]]:
-        """The newest complete record of each worker."""
-        latest = []
-        for path in self._folder.glob("worker-*.jsonl"):
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - 4096))
-                lines = file.read().split(b"\n")
-            if len(lines) > 2:
-                latest.append(json.loads(lines[-2]))
-        return latest
+    latest = job.wait_until(is_due, timeout_s=120)
+    victim = latest[1]["pid"]
+    at_ns = job.kill(victim)
+    say(f"kill -9 {victim}, which is rank 1, at step {latest[1]['before']}: a third through an epoch")
+    return Kill(victim, at_ns, latest[1]["generation"], {latest[rank]["pid"] for rank in (0, 2)})
 
 
-def _summary(proof: Proof, epochs: int, killer: Killer) -> int:
-    result = proof.epochs(SAMPLES)
-    ends = proof.ends()
-    first = proof.first_steps(killer.generation + 1, killer.survivors)
-    recovery = sorted((ns - killer.killed_ns) / 1e6 for ns in first.values())
-    sizes = proof.generations()
-    joined = [g for g, size in sizes.items() if g > killer.generation and size == 3]
+def summary(proof: Proof, epochs: int, kill: Kill) -> int:
+    result, ends, sizes = proof.epochs(SAMPLES), proof.ends(), proof.generations()
+    first = proof.first_steps(kill.generation + 1, kill.survivors)
+    recovery = sorted((ns - kill.at_ns) / 1e6 for ns in first.values())
+    joined = [g for g, size in sizes.items() if g > kill.generation and size == 3]
+    pauses = proof.pauses_at(joined[0]) if joined else []
     checks = {
-        "every sample of every epoch trained exactly once": result.is_exact and result.complete == epochs,
+        "every sample of every epoch was trained exactly once": result.is_exact and result.complete == epochs,
         "the survivors went on, in the same processes": len(recovery) == 2,
-        "a worker joined": bool(joined),
-        "all workers end with the same parameters": len({end["parameters"] for end in ends}) == 1,
-        "scheduler and step counter agree": all(e["scheduler_last_epoch"] == e["end"] for e in ends),
-        f"test accuracy >= {WANTED_ACCURACY:.0%}": all(e["accuracy"] >= WANTED_ACCURACY for e in ends),
+        "a worker joined while the others trained": bool(joined),
+        "all workers ended with the same parameters": len(ends) == 3 and len({e["parameters"] for e in ends}) == 1,
+        "the scheduler took as many steps as the optimizer": all(e["scheduler_last_epoch"] == e["end"] for e in ends),
+        f"test accuracy is at least {WANTED_ACCURACY:.0%}": all(e["accuracy"] >= WANTED_ACCURACY for e in ends),
     }
     print()
     say("what happened, from the workers' own records:")
-    say(f"  epochs x samples         {result.complete} x {SAMPLES:,}, {proof.steps():,} steps")
-    say(f"  samples lost             {sum(map(len, result.lost.values()))}")
-    say(f"  samples repeated         {sum(map(len, result.repeated.values()))}")
+    say(f"  trained                  {result.complete} epochs of {SAMPLES:,} samples in {proof.steps():,} steps")
+    say(f"  samples lost, repeated   {count(result.lost)}, {count(result.repeated)}")
     say(f"  steps redone             {proof.redone()}")
     say(f"  median step              {proof.median_step_ms():.1f} ms")
-    say(f"  kill -9 -> next step     {', '.join(f'{ms:.0f} ms' for ms in recovery)}")
-    if joined:
-        pauses = ", ".join(f"{ms:.0f} ms" for ms in proof.pauses_at(joined[0]))
-        say(f"  pause when one joined    {pauses}")
-    say(f"  workers by generation    {' -> '.join(str(size) for size in sizes.values())}")
-    say(f"  test accuracy            {min((e['accuracy'] for e in ends), default=0.0):.2%}")
+    say(f"  kill -9 to next step     {', '.join(f'{ms:.0f} ms' for ms in recovery)} (each survivor)")
+    say(f"  pause at the join        {', '.join(f'{ms:.0f} ms' for ms in pauses)} (each survivor)")
+    say(f"  workers by generation    {' -> '.join(str(sizes[number]) for number in sorted(sizes))}")
+    say(f"  test accuracy            {min((end['accuracy'] for end in ends), default=0.0):.2%}")
     for what, holds in checks.items():
         say(f"  {'yes' if holds else 'NO '}  {what}")
     return 0 if all(checks.values()) else 1
+
+
+def count(ids_by_epoch: dict[int, list[int]]) -> int:
+    return sum(len(ids) for ids in ids_by_epoch.values())
 
 
 def say(text: str) -> None:

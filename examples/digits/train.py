@@ -10,10 +10,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from records import Records
 from sklearn.datasets import load_digits
 
 import farandole as fd
+from farandole.testing.records import Records
 
 
 def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
@@ -95,7 +95,7 @@ def main() -> None:
         return accuracy(model, test_set)
 
     result = train(state)
-    records.at_end(state, result, scheduler.last_epoch)
+    records.at_end(state, accuracy=result, scheduler_last_epoch=scheduler.last_epoch)
     if fd.rank() == 0:
         print(f"test accuracy {result:.2%} after {state.step} steps", flush=True)
 

@@ -20,6 +20,8 @@ class Loader(Protocol):
 
     epoch: int
     cursor: int
+    seed: int
+    boundary: Any  # the run loop puts itself here (data/boundary.py)
 
     def commit(self, ticket: Ticket) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...

@@ -3,6 +3,7 @@ computes or waits in a collective; the main thread asks here what it has to do."
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -74,18 +75,17 @@ class Link:
     def send(self, message: WorkerMessage) -> None:
         """Tell the coordinator, through the agent. Never blocks for long: both ends are on this machine."""
         with self._send_lock:
-            try:
+            with contextlib.suppress(OSError):  # the listening thread sees the same end and acts on it
                 self._socket.sendall(wire.frame(wire.encode(message)))
-            except OSError:
-                return  # The listening thread sees the same end and acts on it.
 
     def ask_to_leave(self) -> None:
         """For a signal handler: the link's thread says Leaving, since the main thread may hold the lock."""
-        with_wakeup = self._wake_write
-        try:
-            with_wakeup.send(b"L")
-        except BlockingIOError:
-            pass
+        with contextlib.suppress(BlockingIOError):
+            self._wake_write.send(b"L")
+
+    def is_over(self) -> bool:
+        """Whether the job has ended, or this worker has left it."""
+        return self._stop_reason is not None or self._has_left
 
     def wait_for_start(self, above: int) -> Start | int:
         """Block until there is a START, or an ABORT with a number above `above` (then that number).
@@ -143,10 +143,8 @@ class Link:
     def close(self) -> None:
         """Hang up. What was said before still arrives. Idempotent."""
         self._closing = True
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         if self._thread.is_alive():
             self._thread.join(_SLICE_S)
         for each in (self._socket, self._wake_read, self._wake_write):
@@ -211,7 +209,7 @@ class Link:
         if self._closing or os.getpid() != self._pid:
             return
         print("farandole: the agent of this worker is gone; ending the worker", file=sys.stderr, flush=True)
-        if os.getpgrp() == os.getpid() or os.getsid(0) == os.getpgrp():
+        if os.getsid(0) == os.getpgrp():  # the agent gave this worker a session of its own
             os.killpg(os.getpgrp(), signal.SIGKILL)  # its loader workers too
         os._exit(1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 import signal
 import struct
 import threading
@@ -12,11 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-import torch
-
 from farandole.collectives import world
-from farandole.data.permutation import mix
 from farandole.errors import CollectiveMismatch, RecoverableError
 from farandole.messages import Elastic, Finished, Synced
 from farandole.state import boundary, step
@@ -24,6 +19,7 @@ from farandole.state.sync import synchronize
 from farandole.state.torch_state import TorchState
 from farandole.worker import context
 from farandole.worker.job import Job
+from farandole.worker.randomness import reseed
 from farandole.worker.recovery import regroup
 
 P = ParamSpec("P")
@@ -161,10 +157,8 @@ class _RunLoop:
         state = self._state
         state.boundary += 1
         state.capture()
-        seed = mix(getattr(state.loader, "seed", 0), state.step, world.current().placement.rank)
-        torch.manual_seed(seed >> 1)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        seed = state.loader.seed if state.loader is not None else 0
+        reseed(seed, state.step, world.current().placement.rank)
 
     def _regroup(self) -> None:
         """From a fault or an agreed change to the same state on all members of the next generation."""

@@ -17,7 +17,7 @@ class Records:
 
     {"before": step, "epoch", "generation", "ids", ...}   about to compute these samples
     {"after": step, ...}                                  the optimizer step is applied
-    {"end": step, "accuracy", "parameters", ...}          the elastic function has returned
+    {"end": step, "parameters": hash, ...}                the elastic function has returned
 
     Every line has the process, its rank and size, and the monotonic clock of the machine in nanoseconds.
     """
@@ -36,19 +36,12 @@ class Records:
         if self._file is not None:
             self._write({"after": state.step - 1})
 
-    def at_end(self, state: fd.elastic.TorchState, accuracy: float, last_epoch: int) -> None:
+    def at_end(self, state: fd.elastic.TorchState, **more: float) -> None:
         if self._file is not None:
             digest = hashlib.sha256()
             for parameter in state.model.parameters():
                 digest.update(parameter.detach().numpy().tobytes())
-            self._write(
-                {
-                    "end": state.step,
-                    "accuracy": accuracy,
-                    "scheduler_last_epoch": last_epoch,
-                    "parameters": digest.hexdigest(),
-                }
-            )
+            self._write({"end": state.step, "parameters": digest.hexdigest(), **more})
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None

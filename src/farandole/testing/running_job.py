@@ -1,0 +1,94 @@
+"""A real `farandole run` whose workers write records, and that a test, benchmark or demo does things to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_POLL_S = 0.002
+_STOP_S = 20.0
+
+
+class RunningJob:
+    """Starts `farandole run [flags] python script [arguments] --records folder`; ends it on leaving the `with`.
+
+    folder  an empty folder for the records (records.py)
+    output  where the job's output goes: None for this process's own, or a path
+    """
+
+    def __init__(
+        self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path, output: Path | None = None
+    ) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(script), *arguments]
+        with contextlib.ExitStack() as files:
+            sink = files.enter_context(output.open("wb")) if output is not None else None
+            self.process = subprocess.Popen(
+                [*command, "--records", str(folder)], stdout=sink, stderr=subprocess.STDOUT if sink else None
+            )
+
+    def __enter__(self) -> RunningJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        return self.process.wait(timeout_s)
+
+    def latest(self) -> dict[int, dict[str, Any]]:
+        """The newest complete record of each worker process of the newest generation, by rank."""
+        records = []
+        for path in self.folder.glob("worker-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 8192))
+                lines = file.read().split(b"\n")
+            if len(lines) > 2:  # the first may be cut off at its start, the last one is not complete yet
+                records.append(json.loads(lines[-2]))
+        newest = max((record["generation"] for record in records), default=0)
+        return {record["rank"]: record for record in records if record["generation"] == newest}
+
+    def wait_until(
+        self, condition: Callable[[dict[int, dict[str, Any]]], bool], timeout_s: float
+    ) -> dict[int, dict[str, Any]]:
+        """The first latest() that fulfils the condition. Raises TimeoutError, also when the job ends first."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            latest = self.latest()
+            if condition(latest):
+                return latest
+            time.sleep(_POLL_S)
+        raise TimeoutError(f"not reached; exit code {self.process.poll()}, latest records: {self.latest()}")
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a worker; the monotonic clock in nanoseconds right before."""
+        now = time.monotonic_ns()
+        os.kill(pid, number)
+        return now
+
+
+def all_training(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
+    """Whether `size` workers of one generation have each applied a step in it."""
+
+    def condition(latest: dict[int, dict[str, Any]]) -> bool:
+        return len(latest) == size and all(record["size"] == size for record in latest.values())
+
+    return condition
