@@ -1,0 +1,32 @@
+"""Who is in a job. `decide` is the whole coordinator; sockets, processes and clocks are a shell around it."""
+
+from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
+from farandole.coordinator.inputs import (
+    AgentConnected,
+    AgentLost,
+    AgentTold,
+    Input,
+    ScaleRequested,
+    StopRequested,
+    Tick,
+)
+from farandole.coordinator.job import Job, new_job
+from farandole.coordinator.transitions import decide, next_deadline
+
+__all__ = [
+    "Action",
+    "AgentConnected",
+    "AgentLost",
+    "AgentTold",
+    "EndJob",
+    "Input",
+    "Job",
+    "Log",
+    "ScaleRequested",
+    "SendAgent",
+    "StopRequested",
+    "Tick",
+    "decide",
+    "new_job",
+    "next_deadline",
+]

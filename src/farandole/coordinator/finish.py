@@ -1,0 +1,48 @@
+"""From the first Finished on: when all members said it they are released, and their exits are awaited."""
+
+from __future__ import annotations
+
+from farandole.coordinator import words
+from farandole.coordinator.draft import Draft
+from farandole.coordinator.job import Worker
+from farandole.events import TrainingFinished
+from farandole.messages import Released
+
+
+def finished(draft: Draft, worker: Worker, number: int) -> None:
+    """Count it, unless an abort or this worker's own READY overtook it: it will finish again then."""
+    job = draft.job
+    is_running = job.change is None or job.change.is_planned
+    if not is_running or job.is_released or not job.is_member(worker.name):
+        return
+    if job.generation is not None and number == job.generation.number and worker.ready <= number:
+        draft.change_worker(worker.name, finished=number)
+        draft.change(is_finishing=True)
+
+
+def release_if_all_finished(draft: Draft) -> None:
+    """Everybody has finished in the same generation: let go, and stop those who were never admitted."""
+    job, generation = draft.job, draft.job.generation
+    members = job.survivors()
+    if generation is None or len(members) < len(generation.members):
+        return
+    if not all(job.has_finished(worker) for worker in members):
+        return
+    draft.tell(generation.members, Released(generation.number))
+    draft.log(TrainingFinished(generation.number, generation.members))
+    draft.change(is_released=True, change=None, losses=())
+    for worker in job.newcomers():
+        draft.kill(worker.name, job.config.grace_s, "the training finished without it")
+
+
+def advance(draft: Draft) -> None:
+    """End the job once every member's process is gone."""
+    job = draft.job
+    if job.survivors():
+        return
+    if job.losses:
+        failures = "; ".join(loss.sentence for loss in job.losses)
+        draft.end(1, f"The training was finished by all workers, but afterwards {failures}.")
+    else:
+        count = len(job.generation.members) if job.generation else 0
+        draft.end(0, f"{words.counted(count, 'worker')} finished the training.")

@@ -1,0 +1,56 @@
+"""What can happen to a job: the inputs of `decide`. The coordinator's shell makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from farandole.messages import AgentMessage
+
+
+@dataclass(frozen=True)
+class AgentConnected:
+    """An agent proved the job token and offers `slots` slots on `host`. A lost one may come back, empty."""
+
+    agent: str
+    host: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class AgentLost:
+    """The agent is gone for good, and all its workers with it."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AgentTold:
+    """A message of a connected agent. Messages of one agent arrive in the order it sent them."""
+
+    agent: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A person wants the job to end: first with grace, then `now`."""
+
+    now: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ScaleRequested:
+    """From now on the job should have `size` workers."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Nothing happened, but `next_deadline` has passed."""
+
+
+Input: TypeAlias = AgentConnected | AgentLost | AgentTold | StopRequested | ScaleRequested | Tick

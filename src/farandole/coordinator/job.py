@@ -1,0 +1,214 @@
+"""All that the coordinator knows about its job: values, and questions about them. `decide` uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from farandole.config import JobConfig
+from farandole.membership import Address, GenerationId
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """Room for one worker: the `index`-th of an agent."""
+
+    agent: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Agent:
+    """`order` counts the agents as they joined. A lost one stays known, and may come back with empty slots."""
+
+    name: str
+    host: str
+    slots: int
+    order: int
+    is_connected: bool = True
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """How the job uses a slot.
+
+    is_open       the job wants a worker here
+    restarts      how often a lost worker was replaced
+    is_held_back  the last worker raised an exception, or ended well: no other one before the remaining
+                  members have shown, by being READY, that they go on without it
+    """
+
+    is_open: bool = True
+    restarts: int = 0
+    is_held_back: bool = False
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker whose process is not known to be gone.
+
+    address      where its peers find it; None until it called init()
+    is_elastic   its main thread entered an elastic function
+    ready        last generation number for which it is quiescent
+    synced       last generation in which it confirmed the state; above 0 it is a holder
+    finished     last generation in which its elastic function returned
+    is_leaving   it goes at the next boundary
+    has_left     it was told that the others go on without it: no member any more
+    raised       last line of the exception that ends it
+    kill_at_s    a worker whose code raised is killed if it still lives then
+    killed_for   why it was killed
+    """
+
+    name: str
+    slot: Slot
+    address: Address | None = None
+    is_elastic: bool = False
+    ready: int = 0
+    synced: int = 0
+    finished: int = 0
+    is_leaving: bool = False
+    has_left: bool = False
+    raised: str | None = None
+    kill_at_s: float | None = None
+    killed_for: str | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The membership that was started last; `members` by rank."""
+
+    id: GenerationId
+    members: tuple[str, ...]
+
+    @property
+    def number(self) -> int:
+        return self.id.number
+
+
+@dataclass(frozen=True)
+class Change:
+    """A regroup that was announced to the members and has not started yet.
+
+    is_planned     announced by PREPARE: the running generation goes on until a boundary. Once announced it is
+                   never taken back, since a member may have left the old generation already: it ends with
+                   START, or with an ABORT of a higher number.
+    began_s        when the first fault, or the plan, happened
+    short_since_s  since when there have been fewer workers than min_np
+    """
+
+    number: int
+    is_planned: bool
+    began_s: float
+    short_since_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A member that was lost since the last START (after the release: that failed). `sentence` says how."""
+
+    sentence: str
+    raised: str | None = None
+
+
+@dataclass(frozen=True)
+class LinkTrouble:
+    """Reports of failed connections between members that both live.
+
+    hints       pairs of workers, reported in the running generation
+    deadline_s  when a report that no exit has explained counts
+    retries     generations with unchanged members that were started for such reports, in a row
+    """
+
+    hints: frozenset[tuple[str, str]] = frozenset()
+    deadline_s: float | None = None
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The job is over but for the exits of its last workers, which are waited for until `deadline_s`."""
+
+    exit_code: int
+    reason: str
+    deadline_s: float
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, as its coordinator knows it. Mappings are never changed in place.
+
+    target         workers wanted: -np, less those that left, or what a person asked for later
+    workers        by name, in the order in which they were started; names are never used again
+    spawned        workers started so far
+    number         highest generation number announced so far; numbers are never used again
+    is_elastic     some worker entered an elastic function: losses are survived
+    was_synced     some worker confirmed the state: no generation starts from nothing any more
+    is_finishing   some member's elastic function returned: nobody is admitted any more
+    is_released    all members have finished and were told so
+    losses         members lost since the last START
+    plain_exits    workers that exited with code 0 and never called init()
+    """
+
+    config: JobConfig
+    job_id: str
+    incarnation: int
+    target: int
+    agents: Mapping[str, Agent] = field(default_factory=dict)
+    slots: Mapping[Slot, SlotUse] = field(default_factory=dict)
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    spawned: int = 0
+    number: int = 0
+    generation: Generation | None = None
+    change: Change | None = None
+    is_elastic: bool = False
+    was_synced: bool = False
+    is_finishing: bool = False
+    is_released: bool = False
+    losses: tuple[Loss, ...] = ()
+    plain_exits: tuple[str, ...] = ()
+    links: LinkTrouble = LinkTrouble()
+    start_deadline_s: float | None = None
+    ending: Ending | None = None
+
+    def is_member(self, name: str) -> bool:
+        """Whether the worker belongs to the generation that was started last."""
+        return self.generation is not None and name in self.generation.members
+
+    def survivors(self) -> list[Worker]:
+        """Members of the last generation that are still with us, by rank."""
+        members = self.generation.members if self.generation else ()
+        known = (self.workers.get(name) for name in members)
+        return [worker for worker in known if worker is not None and not worker.has_left]
+
+    def candidates(self) -> list[Worker]:
+        """Workers that wait to be admitted, READY for any generation, in the order of their slots."""
+        waiting = [worker for worker in self.newcomers() if worker.is_elastic and worker.raised is None]
+        return sorted(waiting, key=self.slot_order)
+
+    def newcomers(self) -> list[Worker]:
+        """Workers that are no members and may become some, however far they are."""
+        members = frozenset(self.generation.members if self.generation else ())
+        return [
+            worker
+            for name, worker in self.workers.items()
+            if not (name in members or worker.has_left or worker.is_leaving or worker.killed_for)
+        ]
+
+    def has_finished(self, worker: Worker) -> bool:
+        """Whether a member has returned from its elastic function and waits for the others.
+        READY for a later generation takes it back."""
+        number = self.generation.number if self.generation else 0
+        return worker.finished == number > 0 and worker.ready <= number
+
+    def slot_order(self, worker: Worker) -> tuple[int, int]:
+        """Sorting by this brings workers of one host together."""
+        return self.agents[worker.slot.agent].order, worker.slot.index
+
+    def host_of(self, worker: Worker) -> str:
+        return self.agents[worker.slot.agent].host
+
+
+def new_job(config: JobConfig, job_id: str, incarnation: int = 1) -> Job:
+    """A job that waits for its first agent."""
+    return Job(config=config, job_id=job_id, incarnation=incarnation, target=config.num_proc)

@@ -1,0 +1,154 @@
+"""What happens when a worker dies, or an agent with all its workers. Then regroup.py makes a generation.
+
+before generation 1   killed by a signal: replaced; anything else ends the job
+a static script       exit code 0: one worker is done; anything else ends the job
+an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
+                      others: replaced, or they had left anyway
+after the release     exit code 0: done; anything else is reported and makes the job fail
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from farandole.coordinator import regroup, slots, words
+from farandole.coordinator.draft import Draft
+from farandole.coordinator.inputs import AgentLost
+from farandole.coordinator.job import Job, Loss, Worker
+from farandole.events import AgentWasLost, WorkerEnded, WorkerLost
+from farandole.messages import SpawnFailed, WorkerExited
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A worker whose process is gone. `how` follows "it"; no exit code: not started, or agent lost."""
+
+    worker: Worker
+    how: str
+    exit_code: int | None = None
+    last_lines: tuple[str, ...] = ()
+
+    def sentence(self, job: Job) -> str:
+        raised = f", having raised {self.worker.raised}" if self.worker.raised else ""
+        return f"{words.worker_name(job, self.worker)} {self.how}{raised}"
+
+
+def worker_gone(draft: Draft, worker: Worker, message: WorkerExited | SpawnFailed) -> None:
+    """One process is gone and reaped."""
+    if isinstance(message, SpawnFailed):
+        gone = Gone(worker, f"could not be started: {message.error}")
+    else:
+        how = words.exit_in_words(message.exit_code)
+        if worker.killed_for:
+            how = f"was stopped because {worker.killed_for}, and {how}"
+        gone = Gone(worker, how, message.exit_code, message.last_lines)
+    _gone(draft, [gone])
+
+
+def agent_lost(draft: Draft, input: AgentLost) -> None:
+    """All workers of the agent are lost at once, in one regroup; their slots are gone with it."""
+    agent = draft.job.agents.get(input.agent)
+    if agent is None or not agent.is_connected:
+        return
+    draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_connected=False)})
+    for slot in [slot for slot in draft.job.slots if slot.agent == agent.name]:
+        slots.close(draft, slot)
+    workers = [worker for worker in draft.job.workers.values() if worker.slot.agent == agent.name]
+    draft.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
+    _gone(draft, [Gone(worker, f"was lost with agent {agent.name}") for worker in workers])
+    if not any(agent.is_connected for agent in draft.job.agents.values()):
+        draft.end(1, f"Agent {agent.name} was the last one and is lost: {input.reason}.")
+
+
+def _gone(draft: Draft, gone: list[Gone]) -> None:
+    draft.forget(one.worker.name for one in gone)
+    unexpected = []
+    for one in gone:
+        # A worker that left, or that was stopped before it became a member, ends as it likes.
+        expected = one.worker.has_left or (one.worker.killed_for and not draft.job.is_member(one.worker.name))
+        if expected:
+            draft.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
+        else:
+            unexpected.append(one)
+    if draft.job.generation is None:
+        _before_generation_1(draft, unexpected)
+    elif draft.job.is_released:
+        _after_release(draft, unexpected)
+    elif draft.job.is_elastic:
+        _elastic(draft, unexpected)
+    else:
+        _static(draft, unexpected)
+
+
+def _elastic(draft: Draft, gone: list[Gone]) -> None:
+    losses = []
+    for one in gone:
+        _log_loss(draft, one)
+        if draft.job.is_member(one.worker.name):
+            losses.append(Loss(one.sentence(draft.job), one.worker.raised))
+            if one.worker.raised:
+                # If all raise the same, nobody is restarted: wait for the others to prove well (regroup.py).
+                draft.change_slot(one.worker.slot, is_held_back=True)
+    if losses:
+        draft.change(losses=(*draft.job.losses, *losses))
+        regroup.abort(draft, "; ".join(loss.sentence for loss in losses))
+
+
+def _static(draft: Draft, gone: list[Gone]) -> None:
+    for one in gone:
+        if not draft.job.is_member(one.worker.name):
+            _log_loss(draft, one)
+        elif one.exit_code == 0:
+            _log_end(draft, one)
+            draft.change_slot(one.worker.slot, is_held_back=True)
+        else:
+            _log_loss(draft, one)
+            code = one.exit_code if one.exit_code and one.exit_code > 0 else 1
+            draft.end(
+                code,
+                f"{one.sentence(draft.job)}. No worker had entered an elastic function, so the "
+                "others cannot go on without it: wrap the training in an elastic function to survive this.",
+            )
+    if not draft.job.survivors():
+        draft.end(0, "All workers exited with code 0.")
+
+
+def _before_generation_1(draft: Draft, gone: list[Gone]) -> None:
+    for one in gone:
+        sentence, called = one.sentence(draft.job), one.worker.address is not None
+        if one.exit_code == 0 and not called:
+            _log_end(draft, one)
+            draft.change_slot(one.worker.slot, is_held_back=True)
+            draft.change(plain_exits=(*draft.job.plain_exits, one.worker.name))
+            continue
+        _log_loss(draft, one)
+        when = "while it waited in init() for the other workers" if called else "before it called init()"
+        if one.exit_code is not None and one.exit_code >= 0:
+            draft.end(one.exit_code or 1, f"{sentence} {when}; a start that fails is not repeated.")
+        elif one.exit_code is None and draft.job.agents[one.worker.slot.agent].is_connected:
+            draft.end(1, f"{sentence}.")
+        elif one.exit_code is not None and slots.restarts_left(draft.job, one.worker.slot) == 0:
+            draft.end(
+                1,
+                f"{sentence} {when}, and its slot's restart budget is used up "
+                f"(--restarts {draft.job.config.restarts}).",
+            )
+
+
+def _after_release(draft: Draft, gone: list[Gone]) -> None:
+    for one in gone:
+        if one.exit_code == 0 or not draft.job.is_member(one.worker.name):
+            _log_end(draft, one)
+        else:
+            _log_loss(draft, one)
+            draft.change(losses=(*draft.job.losses, Loss(one.sentence(draft.job), one.worker.raised)))
+
+
+def _log_loss(draft: Draft, one: Gone) -> None:
+    worker = one.worker
+    left = slots.restarts_left(draft.job, worker.slot)
+    draft.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
+
+
+def _log_end(draft: Draft, one: Gone) -> None:
+    draft.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))

@@ -1,0 +1,170 @@
+"""From one generation to the next: ABORT or PREPARE, all READY, START. For all that changes who is in.
+
+A fault ends the running generation at once (`abort`). A change without a fault, somebody joins or leaves,
+waits for a boundary (`_plan`). Either way the next generation starts when every survivor has said READY for
+its number (`_try_start`), with whoever is wanted at that moment; nobody that answered is left waiting.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from farandole.coordinator import assignment, slots, words
+from farandole.coordinator.draft import Draft
+from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
+from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
+from farandole.membership import GenerationId
+from farandole.messages import Abort, Left, Prepare, Start, StartWorkers
+
+
+def abort(draft: Draft, reason: str) -> None:
+    """A fault: end the running generation, or the regroup under way, with a number that all must answer."""
+    old, number = draft.job.change, draft.job.number + 1
+    change = Change(number, is_planned=False, began_s=draft.now_s)
+    if old is not None and not old.is_planned:
+        change = replace(change, began_s=old.began_s, short_since_s=old.short_since_s)
+    draft.change(number=number, change=change)
+    draft.change(links=LinkTrouble(retries=draft.job.links.retries))
+    survivors = tuple(worker.name for worker in draft.job.survivors())
+    draft.tell(survivors, Abort(number, reason))
+    draft.log(RegroupBegan(number, reason, survivors))
+
+
+def end_if_hopeless(draft: Draft) -> None:
+    """End a job in which no further generation can ever start."""
+    reason = _why_hopeless(draft.job)
+    if reason is not None:
+        draft.end(1, reason)
+
+
+def advance(draft: Draft) -> None:
+    """Plan a change if one is wanted, and start the next generation if everybody is ready for it."""
+    if draft.job.change is None:
+        _plan(draft)
+    if draft.job.change is not None:
+        _try_start(draft, draft.job.change)
+
+
+def wanted_members(job: Job) -> list[Worker]:
+    """Who should be in the next generation, by rank, as far as is known now."""
+    survivors = job.survivors()
+    staying = [worker for worker in survivors if not worker.is_leaving]
+    if job.was_synced and not any(worker.synced for worker in staying) and (staying or job.newcomers()):
+        # Somebody has to hand the state over: the first holder that leaves stays for one more generation.
+        keeper = next((worker.name for worker in survivors if worker.synced), None)
+        staying = [worker for worker in survivors if not worker.is_leaving or worker.name == keeper]
+    if job.is_finishing and len(staying) >= job.config.min_np:
+        return staying
+    room = max(0, (job.config.max_np or job.target) - len(staying))
+    return [*staying, *job.candidates()[:room]]
+
+
+def start(draft: Draft, members: Sequence[Worker]) -> None:
+    """START: give every member its place and its neighbours in the next generation."""
+    job = draft.job
+    change = job.change or Change(job.number + 1, is_planned=True, began_s=draft.now_s)
+    number = change.number
+    id = GenerationId(1, job.incarnation, number, f"{job.job_id}-{number}")
+    addresses = [(worker.name, worker.address) for worker in members]
+    places = assignment.placements([job.host_of(worker) for worker in members])
+    neighbours = assignment.ring([(name, address) for name, address in addresses if address is not None])
+    starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
+    for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
+        starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, founding=not job.was_synced)
+    for agent, of_agent in starts.items():
+        draft.send(agent, StartWorkers(of_agent))
+    names = tuple(worker.name for worker in members)
+    draft.change(number=number, generation=Generation(id, names), change=None, losses=())
+    draft.change(links=LinkTrouble(retries=job.links.retries))
+    draft.log(GenerationStarted(number, names, not job.was_synced, draft.now_s - change.began_s))
+
+
+def shortage_deadline(job: Job) -> float | None:
+    """When a job that has too few workers gives up."""
+    if job.change is None or job.change.short_since_s is None:
+        return None
+    return job.change.short_since_s + job.config.elastic_timeout_s
+
+
+def _plan(draft: Draft) -> None:
+    """Announce a generation with those who came, without those who leave, at the members' next boundary.
+
+    Only members inside an elastic function can agree on a boundary; and members that have finished will not.
+    """
+    job = draft.job
+    members, wanted = job.survivors(), wanted_members(job)
+    if any(not worker.is_elastic or job.has_finished(worker) for worker in members):
+        return
+    joining = [worker.name for worker in wanted if worker not in members]
+    leaving = [worker.name for worker in members if worker not in wanted]
+    if not joining and not leaving:
+        return
+    does = [f"{words.listed(who)} {verb}" for who, verb in ((joining, "join"), (leaving, "leave")) if who]
+    number, reason = job.number + 1, ", ".join(does)
+    draft.change(number=number, change=Change(number, is_planned=True, began_s=draft.now_s))
+    draft.tell((worker.name for worker in members), Prepare(number, reason))
+    draft.log(ChangePlanned(number, reason))
+
+
+def _try_start(draft: Draft, change: Change) -> None:
+    survivors = draft.job.survivors()
+    busy = [worker for worker in survivors if worker.ready != change.number]
+    if busy:
+        if not change.is_planned:
+            _note_shortage(draft, change)
+        elif len(busy) < len(survivors) and all(draft.job.has_finished(worker) for worker in busy):
+            # The ready ones wait for START, the others for the ready ones to finish: only a fault resolves it.
+            abort(
+                draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary"
+            )
+        return
+    wanted = wanted_members(draft.job)
+    going = [worker.name for worker in survivors if worker not in wanted]
+    draft.tell(going, Left())
+    for name in going:
+        draft.change_worker(name, has_left=True)
+    if not wanted and not draft.job.newcomers() and going:
+        draft.end(1, f"The last worker left ({words.listed(going)}) before the training was finished.")
+        return
+    slots.release_held_back(draft)
+    if wanted and len(wanted) >= draft.job.config.min_np:
+        start(draft, wanted)
+    else:
+        _note_shortage(draft, change)
+
+
+def _note_shortage(draft: Draft, change: Change) -> None:
+    """Begin to wait for more workers, or give up waiting."""
+    config, present = draft.job.config, len(wanted_members(draft.job))
+    if present >= config.min_np:
+        draft.change(change=replace(change, short_since_s=None))
+    elif change.short_since_s is None:
+        draft.change(change=replace(change, short_since_s=draft.now_s))
+        draft.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
+    elif draft.now_s >= change.short_since_s + config.elastic_timeout_s:
+        draft.end(
+            1,
+            f"Training needs {words.counted(config.min_np, 'worker')} (--min-np) and had {present} for "
+            f"{draft.now_s - change.short_since_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g}): "
+            f"{words.why_not_refilled(draft.job)}.",
+        )
+
+
+def _why_hopeless(job: Job) -> str | None:
+    """Why no further generation can ever start, if so. A job never silently starts again at step 0."""
+    survivors = job.survivors()
+    raised = [loss for loss in job.losses if loss.raised]
+    how = "; ".join(loss.sentence for loss in job.losses)
+    if not survivors and raised:
+        if len({loss.raised for loss in job.losses}) == 1:
+            return (
+                f"All remaining workers raised the same: {raised[0].raised}. Restarting them would not help."
+            )
+        return f"No worker is left: {how}."
+    if job.was_synced and not any(worker.synced for worker in survivors):
+        return f"The state of the job is lost: no worker that held it is left ({how})."
+    if not survivors and not job.newcomers():
+        return f"No worker is left ({how}), and none can be started: {words.why_not_refilled(job)}."
+    return None

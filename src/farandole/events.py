@@ -1,0 +1,297 @@
+"""Everything worth logging, one frozen dataclass per kind: for log, status page, metrics and tests alike."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+Level: TypeAlias = Literal["info", "warning"]
+Field: TypeAlias = str | int | float | bool | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. `level` says how loud, `line()` says it to a person, `fields()` to a program."""
+
+    level: ClassVar[Level] = "info"
+
+    def line(self) -> str:
+        """One sentence without a full stop, for the log."""
+        raise NotImplementedError
+
+    def fields(self) -> dict[str, Field]:
+        """The event's name and values, ready for JSON."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class AgentJoined(Event):
+    agent: str
+    host: str
+    slots: int
+
+    def line(self) -> str:
+        return f"agent {self.agent} on {self.host} joined with {_count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class AgentWasLost(Event):
+    agent: str
+    reason: str
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        workers = ", ".join(self.workers) or "none"
+        return f"agent {self.agent} is lost with its workers ({workers}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class WorkerSpawned(Event):
+    """`restart` is 0 for the first worker of a slot."""
+
+    worker: str
+    slot: int
+    host: str
+    restart: int
+    restarts: int
+
+    def line(self) -> str:
+        again = f", restart {self.restart} of {self.restarts}" if self.restart else ""
+        return f"starting {self.worker} in slot {self.slot} on {self.host}{again}"
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    """`last_lines` is the end of the worker's stderr, as far as its agent had it."""
+
+    worker: str
+    slot: int
+    how: str
+    restarts_left: int
+    last_lines: tuple[str, ...] = ()
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        left = f"{_count(self.restarts_left, 'restart')} left for its slot"
+        return f"lost {self.worker} (slot {self.slot}): it {self.how}; {left}"
+
+
+@dataclass(frozen=True)
+class WorkerEnded(Event):
+    """The end of a worker that nobody waits for: it finished, or it left, or it was not needed."""
+
+    worker: str
+    slot: int
+    how: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) {self.how}"
+
+
+@dataclass(frozen=True)
+class UserCodeFailed(Event):
+    worker: str
+    summary: str
+    traceback: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} raised {self.summary}\n{self.traceback}".rstrip()
+
+
+@dataclass(frozen=True)
+class RegroupBegan(Event):
+    """A fault ended the running generation; `number` is the one that comes next."""
+
+    number: int
+    reason: str
+    survivors: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        who = ", ".join(self.survivors) or "nobody"
+        return f"regrouping for generation {self.number} with {who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ChangePlanned(Event):
+    """Members were asked to move to generation `number` at their next boundary."""
+
+    number: int
+    reason: str
+
+    def line(self) -> str:
+        return f"generation {self.number} is planned: {self.reason}"
+
+
+@dataclass(frozen=True)
+class GenerationStarted(Event):
+    """`workers` by rank. `regroup_s`: from the fault or the plan to START; 0 for the first generation."""
+
+    number: int
+    workers: tuple[str, ...]
+    founding: bool
+    regroup_s: float
+
+    def line(self) -> str:
+        after = f" after {1000 * self.regroup_s:.0f} ms" if self.regroup_s else ""
+        who = f"{_count(len(self.workers), 'worker')}: {', '.join(self.workers)}"
+        return f"generation {self.number} starts{after} with {who}"
+
+
+@dataclass(frozen=True)
+class TooFewWorkers(Event):
+    """Survivors wait, ready to go on, until enough others have come."""
+
+    number: int
+    present: int
+    min_np: int
+    timeout_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"generation {self.number} needs {_count(self.min_np, 'worker')} and has {self.present}; "
+            f"waiting for up to {self.timeout_s:g} s (--elastic-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class LinksDistrusted(Event):
+    """Connections between living workers kept failing; these workers are stopped to get rid of them."""
+
+    number: int
+    links: tuple[str, ...]
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"connections failed again in generation {self.number} ({', '.join(self.links)}); "
+            f"stopping {', '.join(self.workers)}"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerLeaves(Event):
+    worker: str
+    slot: int
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) was asked to leave and does so at the next boundary"
+
+
+@dataclass(frozen=True)
+class ScaleChanged(Event):
+    old: int
+    new: int
+
+    def line(self) -> str:
+        return f"the job is asked to go from {self.old} to {_count(self.new, 'worker')}"
+
+
+@dataclass(frozen=True)
+class ScaleRefused(Event):
+    size: int
+    low: int
+    high: int | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        limits = f"at least {self.low} (--min-np)"
+        if self.high is not None:
+            limits += f" and at most {self.high} (--max-np)"
+        return f"a job of {self.size} workers was asked for and refused: it must have {limits}"
+
+
+@dataclass(frozen=True)
+class TrainingFinished(Event):
+    number: int
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        return f"all {_count(len(self.workers), 'worker')} of generation {self.number} have finished training"
+
+
+@dataclass(frozen=True)
+class ConnectionRefused(Event):
+    """Somebody dialed the coordinator and did not prove the token, or did not speak the protocol."""
+
+    who: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"refused a connection from {self.who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class CoordinatorStalled(Event):
+    """The coordinator itself was late: silence in that time says nothing about anybody."""
+
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the coordinator stood still for {self.stalled_s:.2f} s; all time limits are extended by that"
+
+
+@dataclass(frozen=True)
+class JobEnds(Event):
+    exit_code: int
+    reason: str
+
+    def line(self) -> str:
+        return f"the job ends with exit code {self.exit_code}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ConnectionRefused(Event):
+    """Somebody connected and did not say, or prove, what is needed to be served. The job is unharmed."""
+
+    who: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"refused a connection from {self.who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class CoordinatorStalled(Event):
+    """The coordinator could not run for a while; its deadlines are put off by as much."""
+
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the coordinator could not run for {self.stalled_s:.1f} s; all deadlines are put off by that"
+
+
+@dataclass(frozen=True)
+class CoordinatorLost(Event):
+    """An agent without its coordinator ends its workers."""
+
+    agent: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"agent {self.agent} lost the coordinator and ends its workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class StoppedWorkerKilled(Event):
+    """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed for it."""
+
+    worker: str
+    budget_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} was stopped by a signal for {self.budget_s:g} s; it is killed"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
