@@ -215,29 +215,6 @@ class TrainingFinished(Event):
 
 
 @dataclass(frozen=True)
-class ConnectionRefused(Event):
-    """Somebody dialed the coordinator and did not prove the token, or did not speak the protocol."""
-
-    who: str
-    reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"refused a connection from {self.who}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class CoordinatorStalled(Event):
-    """The coordinator itself was late: silence in that time says nothing about anybody."""
-
-    stalled_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"the coordinator stood still for {self.stalled_s:.2f} s; all time limits are extended by that"
-
-
-@dataclass(frozen=True)
 class JobEnds(Event):
     exit_code: int
     reason: str

@@ -19,7 +19,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Agent:
-    """`order` counts the agents as they joined. A lost one stays known, and may come back with empty slots."""
+    """`order` counts the agents as they joined. A lost one stays known, and may come back empty."""
 
     name: str
     host: str

@@ -91,7 +91,7 @@ def shortage_deadline(job: Job) -> float | None:
 def _plan(draft: Draft) -> None:
     """Announce a generation with those who came, without those who leave, at the members' next boundary.
 
-    Only members inside an elastic function can agree on a boundary; and members that have finished will not.
+    Only members inside an elastic function can agree on a boundary; those that have finished will not.
     """
     job = draft.job
     members, wanted = job.survivors(), wanted_members(job)

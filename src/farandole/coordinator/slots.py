@@ -11,7 +11,7 @@ from farandole.messages import Spawn
 
 
 def agent_connected(draft: Draft, input: AgentConnected) -> None:
-    """An agent that was lost may come back: it ended its old workers, and takes its place with empty slots."""
+    """An agent that was lost may come back: it ended its old workers, so its slots are empty."""
     agents = draft.job.agents
     known = agents.get(input.agent)
     if (known is not None and known.is_connected) or input.slots < 0:
