@@ -1,0 +1,235 @@
+"""The coordinator's shell: what agents say and what the clock says in, `decide`, messages to agents out.
+launch/local.py runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from farandole.channel import HANDSHAKE_DEADLINE_S, Channel, accept
+from farandole.clock import now_s
+from farandole.config import JobConfig
+from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
+from farandole.coordinator.inputs import (
+    AgentConnected,
+    AgentLost,
+    AgentTold,
+    Input,
+    ScaleRequested,
+    StopRequested,
+    Tick,
+)
+from farandole.coordinator.job import new_job
+from farandole.coordinator.liveness import JobClock, Silence
+from farandole.coordinator.transitions import decide, next_deadline
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
+from farandole.events import ConnectionRefused, CoordinatorStalled, Event
+from farandole.membership import Address
+from farandole.messages import AgentHello, AgentMessage, Beat
+from farandole.wire import AGENT_MESSAGES
+
+STRANGERS_LIMIT = 512
+"""Connections that may be busy proving the token at the same time."""
+
+_SHORTEST_WAIT_S = 0.001
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: the exit code for the command line, and why."""
+
+    exit_code: int
+    reason: str
+
+
+class Coordinator:
+    """`await start()`, then `await run()`; call everything else on their event loop.
+
+    The end of an agent's connection is silence like any other: it is lost after the detection budget. One that
+    dials again under the same name has ended its old workers (an agent does, when its connection ends) and
+    takes its place empty.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        token: bytes,
+        *,
+        job_id: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_event: Callable[[Event], None],
+        clock: Callable[[], float] = now_s,
+    ) -> None:
+        self._config, self._token, self._job_id = config, token, job_id
+        self._host, self._port = host, port
+        self._on_event = on_event
+        self._job = new_job(config, job_id)
+        self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
+        self._silence = Silence(config.detection_budget_s)
+        self._channels: dict[str, Channel[AgentMessage]] = {}
+        self._strangers: set[asyncio.Task[None]] = set()
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when that cannot be, for example because the port is in use."""
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        try:
+            self._server = await asyncio.start_server(self._on_connection, self._host, self._port)
+        except OSError as error:
+            raise ConfigError(
+                f"the coordinator cannot listen on {self._host} port {self._port}: {error.strerror}; "
+                "choose another --port, or leave it out to get a free one"
+            ) from error
+        self._look()
+
+    @property
+    def address(self) -> Address:
+        """Where agents dial."""
+        return Address(*self._server.sockets[0].getsockname()[:2])
+
+    async def run(self) -> Outcome:
+        """Serve until the job has ended and its agents have hung up (they get the grace period and one
+        detection budget for that). Cancelling it hangs up on everybody."""
+        try:
+            outcome = await self._outcome
+            self._server.close()
+            if self._conversations:
+                patience_s = self._config.grace_s + self._config.detection_budget_s
+                await asyncio.wait(self._conversations, timeout=patience_s)
+            return outcome
+        finally:
+            self._close()
+
+    def request_stop(self, now: bool, reason: str) -> None:
+        """End the job: with grace for the workers, or at once."""
+        self._decide(StopRequested(now, reason))
+
+    def scale(self, size: int) -> None:
+        """Ask for `size` workers."""
+        self._decide(ScaleRequested(size))
+
+    # Deciding ---------------------------------------------------------------------------------------------
+
+    def _decide(self, happened: Input) -> None:
+        self._notice_stall()
+        try:
+            self._job, actions = decide(self._job, happened, self._clock.now_s())
+            deadline_s = next_deadline(self._job)
+        except Exception as error:  # a fault of our own must end the run, not just one connection's task
+            if not self._outcome.done():
+                self._outcome.set_exception(error)
+            return
+        for action in actions:
+            self._do(action)
+        self._set_tick(deadline_s)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, SendAgent):
+            if (channel := self._channels.get(action.agent)) is not None:
+                channel.send(action.message)
+        elif isinstance(action, Log):
+            self._on_event(action.event)
+        elif isinstance(action, EndJob) and not self._outcome.done():
+            self._outcome.set_result(Outcome(action.exit_code, action.reason))
+
+    def _set_tick(self, deadline_s: float | None) -> None:
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+            self._tick_timer = None
+        if deadline_s is not None and not self._outcome.done():
+            delay_s = max(deadline_s - self._clock.now_s(), _SHORTEST_WAIT_S)
+            self._tick_timer = self._loop.call_later(delay_s, self._decide, Tick())
+
+    def _notice_stall(self) -> None:
+        if stalled_s := self._clock.notice_stall():
+            self._on_event(CoordinatorStalled(stalled_s))
+
+    def _look(self) -> None:
+        """Look for agents that went silent, and come back."""
+        self._notice_stall()
+        for agent, silent_s in self._silence.look(self._clock.now_s()).items():
+            self._lose(agent, f"nothing was heard of it for {silent_s:.2f} s")
+        self._clock.expect_look(self._silence.look_every_s)
+        self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
+
+    def _lose(self, agent: str, reason: str) -> None:
+        self._silence.forget(agent)
+        if (channel := self._channels.pop(agent, None)) is not None:
+            channel.abort()
+        self._decide(AgentLost(agent, reason))
+
+    # Connections: a stranger's until the token is proved and AgentHello said, then an agent's --------------
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
+        if len(self._strangers) >= STRANGERS_LIMIT:
+            writer.transport.abort()
+            self._on_event(ConnectionRefused(who, f"{STRANGERS_LIMIT} others are proving the token just now"))
+            return
+        task = self._loop.create_task(self._converse(reader, writer, who))
+        self._strangers.add(task)
+        task.add_done_callback(self._strangers.discard)
+        task.add_done_callback(self._conversations.discard)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
+        try:
+            channel = await accept(reader, writer, self._token, self._job_id, AGENT_MESSAGES)
+            try:
+                await self._serve(channel)
+            finally:
+                channel.abort()
+        except (AuthenticationError, ProtocolError) as error:
+            self._on_event(ConnectionRefused(who, str(error)))
+        except ConnectionError as error:
+            if asyncio.current_task() in self._strangers:
+                self._on_event(ConnectionRefused(who, str(error)))
+
+    async def _serve(self, channel: Channel[AgentMessage]) -> None:
+        hello = await _receive_hello(channel)
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.discard(task)
+        self._conversations.add(task)
+        if hello.agent in self._silence:
+            self._lose(hello.agent, "it dialed again")
+        self._channels[hello.agent] = channel
+        self._silence.heard(hello.agent, self._clock.now_s())
+        self._decide(AgentConnected(hello.agent, hello.host, hello.slots))
+        try:
+            while True:
+                self._hear(hello.agent, channel, await channel.receive())
+        finally:
+            if self._channels.get(hello.agent) is channel:
+                del self._channels[hello.agent]
+
+    def _hear(self, agent: str, channel: Channel[AgentMessage], message: AgentMessage) -> None:
+        if self._channels.get(agent) is not channel:
+            return  # Old news: the agent was given up, or has dialed again.
+        if isinstance(message, AgentHello):
+            raise ProtocolError(f"agent {agent} said AgentHello twice")
+        self._silence.heard(agent, self._clock.now_s())
+        if not isinstance(message, Beat):
+            self._decide(AgentTold(agent, message))
+
+    def _close(self) -> None:
+        self._server.close()
+        for timer in (self._look_timer, self._tick_timer):
+            if timer is not None:
+                timer.cancel()
+        for task in self._strangers | self._conversations:
+            task.cancel()
+
+
+async def _receive_hello(channel: Channel[AgentMessage]) -> AgentHello:
+    try:
+        message = await asyncio.wait_for(channel.receive(), HANDSHAKE_DEADLINE_S)
+    except asyncio.TimeoutError:
+        raise ConnectionError(f"it did not say AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
+    if not isinstance(message, AgentHello):
+        raise ProtocolError(f"it said {type(message).__name__} before AgentHello")
+    return message

@@ -1,0 +1,97 @@
+"""The worker processes of one agent, from spawn to reaped. Used by agent.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from farandole.launch.guard import Guard
+from farandole.launch.output import OutputSink
+from farandole.launch.process import WorkerProcess, spawn
+
+_REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the memory first
+
+
+class WorkerProcesses:
+    """`on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process group killed,
+    `on_spawn_failed(worker, error)` when it could not be started at all.
+
+    Everything is called on one thread, which has to live as long as the processes: the kernel ends them with
+    the thread that spawned them.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        sink: OutputSink,
+        on_exit: Callable[[str, int, tuple[str, ...]], None],
+        on_spawn_failed: Callable[[str, str], None],
+    ) -> None:
+        self._command, self._sink = list(command), sink
+        self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
+        self._guard = Guard()
+        self._running: dict[str, WorkerProcess] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._grace_s: dict[str, float] = {}  # of those that are to end, also while they are being spawned
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """Be ready to spawn."""
+        self._guard.start()
+
+    def pids(self) -> dict[str, int]:
+        """The processes that run and have not been asked to end, by worker."""
+        return {name: process.pid for name, process in self._running.items() if name not in self._grace_s}
+
+    def spawn(self, worker: str, environment: Mapping[str, str]) -> None:
+        """Start the command in this environment. Its end, or that it could not start, is called back."""
+        life = asyncio.create_task(self._live(worker, dict(environment)))
+        self._lives[worker] = life
+        life.add_done_callback(partial(self._on_life_over, worker))
+
+    def kill(self, worker: str, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
+        if worker not in self._lives:
+            return  # Old news: it has ended already.
+        self._grace_s[worker] = grace_s
+        if (process := self._running.get(worker)) is None:
+            return  # It is being spawned; _live does it.
+        if grace_s > 0:
+            process.terminate(grace_s)
+        else:
+            process.kill()
+
+    def kill_all(self, grace_s: float) -> None:
+        """`kill` each of them."""
+        for worker in list(self._lives):
+            self.kill(worker, grace_s)
+
+    async def end(self, grace_s: float) -> None:
+        """End all that still run; nothing is left then."""
+        self.kill_all(grace_s)
+        if self._lives:
+            await asyncio.wait(self._lives.values(), timeout=grace_s + _REAP_DEADLINE_S)
+        self._guard.stop()
+
+    async def _live(self, worker: str, environment: dict[str, str]) -> None:
+        try:
+            process = await spawn(self._command, environment, partial(self._sink.line, worker))
+        except OSError as error:
+            self._on_spawn_failed(worker, str(error))
+            return
+        self._guard.watch(process.pid)
+        self._running[worker] = process
+        if (grace_s := self._grace_s.get(worker)) is not None:
+            self.kill(worker, grace_s)
+        exit_code = await process.wait()
+        del self._running[worker]
+        self._on_exit(worker, exit_code, process.last_lines)
+        self._guard.release(process.pid)
+        self._sink.closed(worker)
+
+    def _on_life_over(self, worker: str, life: asyncio.Task[None]) -> None:
+        del self._lives[worker]
+        self._grace_s.pop(worker, None)
+        if not life.cancelled() and (error := life.exception()) is not None and not self.broken.done():
+            self.broken.set_exception(error)  # a fault of our own; whoever serves the job has to hear of it

@@ -1,0 +1,161 @@
+"""Where the workers of one agent connect: a unix socket that serves only processes of the same user which also
+know the secret of their worker. Used by agent.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from farandole.errors import AuthenticationError, FatalError, ProtocolError
+from farandole.launch.worker_connection import WorkerConnection
+from farandole.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
+from farandole.wire import WORKER_MESSAGES, decode, encode, frame
+
+HELLO_DEADLINE_S = 5.0
+"""How long a process may be connected before it has said which worker it is."""
+
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class WorkerServer:
+    """Listens from `start` to `stop` at `address`.
+
+    `on_message(worker, message)` gets every valid message, the Hello first and without its secret;
+    `on_refused(who, reason)` is told of each connection that was ended for what was said or left unsaid.
+    """
+
+    def __init__(
+        self, on_message: Callable[[str, WorkerMessage], None], on_refused: Callable[[str, str], None]
+    ) -> None:
+        self.address = ""
+        self._on_message, self._on_refused = on_message, on_refused
+        self._secrets: dict[str, str] = {}
+        self._connections: dict[str, WorkerConnection] = {}
+        self._strangers: dict[WorkerConnection, asyncio.TimerHandle] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._directory: str | None = None
+
+    def start(self) -> None:
+        """Listen. An abstract address needs no file, so a killed agent leaves nothing behind; where the system
+        has none (macOS) it is a file in a directory that only this user can enter."""
+        if sys.platform == "linux":
+            self.address = f"@farandole-{secrets.token_hex(16)}"
+            self._listener.bind(b"\0" + self.address[1:].encode())
+        else:
+            self._directory = tempfile.mkdtemp(prefix="farandole-")
+            self.address = os.path.join(self._directory, "agent")
+            self._listener.bind(self.address)
+        self._listener.setblocking(False)
+        self._listener.listen(128)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def expect(self, worker: str) -> str:
+        """A new secret with which the process of `worker` may connect."""
+        self._secrets[worker] = secrets.token_hex(32)
+        return self._secrets[worker]
+
+    def tell(self, workers: Iterable[str], message: ToWorker) -> None:
+        """Write `message` to each of these workers that is connected. The others miss it for good: the answer
+        to a Hello carries what a worker has to know."""
+        data = frame(encode(message))
+        for worker in workers:
+            if (connection := self._connections.get(worker)) is not None:
+                connection.write(data)
+
+    def dismiss(self, worker: str) -> None:
+        """The process of `worker` has ended: hand on what it said last, then hang up for good."""
+        if (connection := self._connections.get(worker)) is not None:
+            connection.read_rest()
+            connection.close()
+        self._connections.pop(worker, None)
+        self._secrets.pop(worker, None)
+
+    def stop(self) -> None:
+        """Hang up on everybody and listen no more. Idempotent."""
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        for deadline in self._strangers.values():
+            deadline.cancel()
+        for connection in [*self._connections.values(), *self._strangers]:
+            connection.close()
+        self._connections.clear()
+        self._strangers.clear()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # A connection is a stranger's until its Hello, then a worker's ----------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connected, _ = self._listener.accept()
+            if _is_of_another_user(connected):
+                connected.close()
+                self._on_refused("a process of another user", "it may not talk to this agent")
+                return
+            stranger = WorkerConnection(connected, self._on_payload, self._on_end)
+            self._strangers[stranger] = asyncio.get_running_loop().call_later(
+                HELLO_DEADLINE_S, self._give_up, stranger
+            )
+
+    def _on_payload(self, connection: WorkerConnection, payload: bytes) -> None:
+        message = decode(WORKER_MESSAGES, payload)
+        if connection.worker is None:
+            message = self._admit(connection, message)
+        elif isinstance(message, Hello):
+            raise ProtocolError("it said Hello twice")
+        assert connection.worker is not None
+        self._on_message(connection.worker, message)
+
+    def _admit(self, stranger: WorkerConnection, message: WorkerMessage) -> Hello:
+        """The worker's Hello, fit to be carried further."""
+        if not isinstance(message, Hello):
+            raise ProtocolError(f"it said {type(message).__name__} before Hello")
+        if message.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"it speaks version {message.version} of the protocol, its agent {PROTOCOL_VERSION}; "
+                "install the same version of Farandole for both"
+            )
+        secret = self._secrets.get(message.worker)
+        if secret is None or not hmac.compare_digest(secret.encode(), message.secret.encode()):
+            raise AuthenticationError(f"it does not know the secret of worker {message.worker}")
+        if message.worker in self._connections:
+            # A child that inherited the environment must not take the place of its parent.
+            raise ProtocolError(f"worker {message.worker} is connected already")
+        self._strangers.pop(stranger).cancel()
+        self._connections[message.worker] = stranger
+        stranger.worker = message.worker
+        return msgspec.structs.replace(message, secret="")
+
+    def _give_up(self, stranger: WorkerConnection) -> None:
+        stranger.close()
+        self._on_end(stranger, ProtocolError(f"it did not say Hello within {HELLO_DEADLINE_S:g} s"))
+
+    def _on_end(self, connection: WorkerConnection, error: FatalError | None) -> None:
+        """The end of a stream says nothing about the process: whether that lives, its exit alone tells."""
+        if (deadline := self._strangers.pop(connection, None)) is not None:
+            deadline.cancel()
+        if connection.worker is not None:
+            del self._connections[connection.worker]
+        if error is not None:
+            who = f"worker {connection.worker}" if connection.worker else "a process on the agent's socket"
+            self._on_refused(who, str(error))
+
+
+def _is_of_another_user(connected: socket.socket) -> bool:
+    """Abstract sockets have no permissions; where there is no way to ask, the directory's must do."""
+    if sys.platform != "linux":
+        return False
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    return bool(uid != os.getuid())
