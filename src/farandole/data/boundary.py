@@ -1,0 +1,28 @@
+"""What a loader asks at each boundary. The elastic run loop answers; without one, nobody has to be asked."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Boundary(Protocol):
+    """Where workers may regroup: between two batches, and between two epochs."""
+
+    def reach(self) -> None:
+        """A batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
+        ...
+
+    def reach_epoch_end(self) -> bool:
+        """This worker is through with an epoch. True: so are all, and the epoch's number advances. False:
+        there was a regroup instead, and the loader's epoch and cursor are what the workers agreed on."""
+        ...
+
+
+class SoloBoundary:
+    """The boundary of a worker without an elastic run loop."""
+
+    def reach(self) -> None:
+        pass
+
+    def reach_epoch_end(self) -> bool:
+        return True
