@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farandole.coordinator import words
 from farandole.coordinator.draft import Draft
-from farandole.coordinator.job import Worker
+from farandole.coordinator.job import LinkTrouble, Worker
 from farandole.events import TrainingFinished
 from farandole.messages import Released
 
@@ -30,7 +30,7 @@ def release_if_all_finished(draft: Draft) -> None:
         return
     draft.tell(generation.members, Released(generation.number))
     draft.log(TrainingFinished(generation.number, generation.members))
-    draft.change(is_released=True, change=None, losses=())
+    draft.change(is_released=True, change=None, losses=(), links=LinkTrouble())
     for worker in job.newcomers():
         draft.kill(worker.name, job.config.grace_s, "the training finished without it")
 

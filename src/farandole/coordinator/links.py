@@ -24,10 +24,13 @@ MOST_RETRIES = 2
 
 
 def link_broken(draft: Draft, reporter: Worker, hint: LinkBroken) -> None:
-    """Remember a report about the running generation; an abort, or one of the two being gone, explains it."""
+    """Remember a report about the running generation; an abort, or one of the two being gone, explains it.
+
+    A static script cannot regroup: there the failed collective raises, which ends the reporter soon enough.
+    """
     job = draft.job
-    is_running = job.change is None or job.change.is_planned
-    if job.generation is None or hint.number != job.generation.number or not is_running or job.is_released:
+    is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
+    if job.generation is None or hint.number != job.generation.number or not is_running:
         return
     survivors = {worker.name: worker for worker in job.survivors()}
     peer = survivors.get(hint.peer)

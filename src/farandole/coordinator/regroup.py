@@ -57,8 +57,8 @@ def wanted_members(job: Job) -> list[Worker]:
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name == keeper]
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
-    room = max(0, (job.config.max_np or job.target) - len(staying))
-    return [*staying, *job.candidates()[:room]]
+    everybody = [*staying, *job.candidates()]
+    return everybody[: max(len(staying), job.config.max_np or len(everybody))]
 
 
 def start(draft: Draft, members: Sequence[Worker]) -> None:
@@ -91,7 +91,7 @@ def shortage_deadline(job: Job) -> float | None:
 def _plan(draft: Draft) -> None:
     """Announce a generation with those who came, without those who leave, at the members' next boundary.
 
-    Only members inside an elastic function can agree on a boundary; those that have finished will not.
+    Only members inside an elastic function agree on boundaries; those that have finished do not.
     """
     job = draft.job
     members, wanted = job.survivors(), wanted_members(job)

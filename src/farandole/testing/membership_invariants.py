@@ -1,0 +1,198 @@
+"""What must hold of every decision of a coordinator, whatever happens. Used by simulated_job.py.
+
+Keeps its own books, from inputs and actions alone, so that it shares no mistake with the code it watches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from farandole.config import JobConfig
+from farandole.coordinator import (
+    Action,
+    AgentConnected,
+    AgentLost,
+    AgentTold,
+    EndJob,
+    Input,
+    ScaleRequested,
+    SendAgent,
+)
+from farandole.messages import (
+    Abort,
+    Elastic,
+    FromWorker,
+    Hello,
+    Kill,
+    Leaving,
+    Left,
+    Prepare,
+    Ready,
+    Released,
+    Spawn,
+    SpawnFailed,
+    Start,
+    StartWorkers,
+    Synced,
+    TellWorkers,
+    WorkerExited,
+)
+
+
+class MembershipInvariants:
+    """Call `watch` with each input and the actions it led to. Raises AssertionError when a rule is broken."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self.slot_of: dict[str, tuple[str, int]] = {}  # of workers not known to be gone
+        self.members: tuple[str, ...] = ()
+        self.number = 0
+        self.announced = 0
+        self.ended: EndJob | None = None
+        self.failed_after_release = False
+        self._hosts: dict[str, str] = {}
+        self._told: dict[str, int] = {}  # newest ABORT or PREPARE each worker was sent
+        self._ready: dict[str, int] = {}
+        self._said_hello: set[str] = set()
+        self._elastic: set[str] = set()
+        self._holders: set[str] = set()
+        self._was_synced = False
+        self._left: set[str] = set()
+        self._released = False
+        self._spawned: set[str] = set()
+        self._spawns: Counter[tuple[str, int]] = Counter()
+        self._reopenings = 0
+
+    def watch(self, happened: Input, actions: list[Action]) -> None:
+        """One decision."""
+        assert self.ended is None or actions == [], f"actions after the end: {actions}"
+        self._hear(happened)
+        starts: dict[str, Start] = {}
+        for action in actions:
+            assert self.ended is None, f"{action} after EndJob"
+            if isinstance(action, SendAgent):
+                match action.message:
+                    case Spawn(worker, slot):
+                        self._check_spawn(action.agent, worker, slot)
+                    case TellWorkers(workers, message):
+                        for worker in workers:
+                            self._check_told(action.agent, worker, message)
+                    case StartWorkers(some):
+                        assert all(self.slot_of[worker][0] == action.agent for worker in some)
+                        starts |= some
+                    case Kill(worker):
+                        assert worker in self.slot_of, f"killing {worker}, which is gone"
+            elif isinstance(action, EndJob):
+                assert action.reason.strip().endswith("."), f"no whole sentence: {action.reason}"
+                self.ended = action
+        if starts:
+            self._check_start(starts)
+
+    def _hear(self, happened: Input) -> None:
+        match happened:
+            case AgentConnected(agent, host):
+                self._hosts.setdefault(agent, host)
+            case AgentLost(agent):
+                self._forget([worker for worker, slot in self.slot_of.items() if slot[0] == agent])
+                self._reopenings += 1
+            case ScaleRequested():
+                self._reopenings += 1
+            case AgentTold(_, WorkerExited(worker, code)):
+                if self._released and worker in self.members and code != 0 and worker in self.slot_of:
+                    self.failed_after_release = True
+                self._forget([worker])
+            case AgentTold(_, SpawnFailed(worker)):
+                self._forget([worker])
+            case AgentTold(_, FromWorker(worker, said)) if worker in self.slot_of:
+                match said:
+                    case Hello():
+                        self._said_hello.add(worker)
+                    case Elastic():
+                        self._elastic.add(worker)
+                    case Ready(number):
+                        self._ready[worker] = max(number, self._ready.get(worker, 0))
+                    case Synced(number) if number == self.number and worker in self.members:
+                        self._holders.add(worker)
+                        self._was_synced = True
+                    case Leaving():
+                        self._reopenings += 1
+
+    def _forget(self, workers: list[str]) -> None:
+        for worker in workers:
+            self.slot_of.pop(worker, None)
+            self._holders.discard(worker)
+
+    def _check_spawn(self, agent: str, worker: str, slot: int) -> None:
+        assert worker not in self._spawned, f"{worker} was used twice"
+        assert (agent, slot) not in self.slot_of.values(), f"two workers in slot {slot} of {agent}"
+        self._spawned.add(worker)
+        self.slot_of[worker] = (agent, slot)
+        self._spawns[agent, slot] += 1
+        budget = 1 + self._config.restarts + self._reopenings
+        assert self._spawns[agent, slot] <= budget, f"slot {slot} of {agent} restarted too often"
+        assert not self._released, f"{worker} was started after the release"
+
+    def _check_told(self, agent: str, worker: str, message: object) -> None:
+        assert self.slot_of.get(worker, ("",))[0] == agent, f"{worker} is not with {agent} (any more)"
+        assert worker not in self._left or type(message).__name__ == "Stop", f"{worker} had left"
+        if isinstance(message, Abort | Prepare):
+            assert worker in self.members, f"{message} to {worker}, which is no member"
+            assert message.number > self.number, f"{message} is not above generation {self.number}"
+            assert message.number > self._told.get(worker, 0), f"{worker} was told {message} before"
+            self._told[worker] = message.number
+            self.announced = max(self.announced, message.number)
+        elif isinstance(message, Released):
+            assert worker in self.members and message.number == self.number
+            self._released = True
+        elif isinstance(message, Left):
+            # A member goes only when it, too, is quiescent: its peers may still read what it sent.
+            assert worker not in self.members or self._ready.get(worker, 0) == self._told.get(worker)
+            self._left.add(worker)
+
+    def _check_start(self, starts: dict[str, Start]) -> None:
+        by_rank = sorted(starts, key=lambda worker: starts[worker].placement.rank)
+        ids = {start.id for start in starts.values()}
+        assert len(ids) == 1, f"one START with different identities: {ids}"
+        number = ids.pop().number
+        assert number > self.number and number >= self.announced, f"{number} after {self.number}"
+        for worker in by_rank:
+            assert worker in self.slot_of and worker in self._said_hello, f"START to {worker}, which is gone"
+            assert worker not in self._left, f"START to {worker}, which has left"
+            if self.number > 0:
+                was_member = worker in self.members
+                is_ready = self._ready.get(worker) == number if was_member else worker in self._elastic
+                assert is_ready, f"START {number} to {worker}, which is not READY for it"
+        for worker in self.members:
+            assert worker in starts or worker not in self.slot_of or worker in self._left, (
+                f"{worker} forgotten"
+            )
+        assert len(starts) >= (self._config.min_np if self.number else 1)
+        assert self._config.max_np is None or len(starts) <= self._config.max_np
+        self._check_state(starts)
+        self._check_places(by_rank, starts)
+        survivors = [worker for worker in self.members if worker in starts]
+        assert by_rank[: len(survivors)] == survivors or not self.members, "survivors must keep their order"
+        self.number, self.members = number, tuple(by_rank)
+
+    def _check_state(self, starts: dict[str, Start]) -> None:
+        founding = {start.founding for start in starts.values()}
+        assert founding == {not self._was_synced}, f"founding={founding} though was_synced={self._was_synced}"
+        if self._was_synced:
+            assert self._holders.intersection(starts), "a generation without a holder"
+
+    def _check_places(self, by_rank: list[str], starts: dict[str, Start]) -> None:
+        size = len(by_rank)
+        local: defaultdict[str, list[str]] = defaultdict(list)
+        for worker in by_rank:
+            local[self._hosts[self.slot_of[worker][0]]].append(worker)
+        for rank, worker in enumerate(by_rank):
+            start, mates = starts[worker], local[self._hosts[self.slot_of[worker][0]]]
+            place = start.placement
+            assert (place.rank, place.size) == (rank, size)
+            assert (place.local_rank, place.local_size) == (mates.index(worker), len(mates))
+            across = [others[place.local_rank] for others in local.values() if len(others) > place.local_rank]
+            assert place.cross_size == len(across)
+            assert place.cross_rank == sorted(across, key=by_rank.index).index(worker)
+            assert (start.previous.worker, start.previous.rank) == (by_rank[rank - 1], (rank - 1) % size)
+            following = (rank + 1) % size
+            assert (start.next.worker, start.next.rank) == (by_rank[following], following)

@@ -1,0 +1,246 @@
+"""A whole job in one thread, without processes, sockets or waiting. For property tests and benchmarks.
+
+The coordinator's decisions are the real ones; agents and workers are simulated, with random delays and faults.
+The same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from farandole.config import JobConfig
+from farandole.coordinator import (
+    AgentConnected,
+    AgentLost,
+    AgentTold,
+    EndJob,
+    Input,
+    Job,
+    ScaleRequested,
+    SendAgent,
+    StopRequested,
+    Tick,
+    decide,
+    new_job,
+    next_deadline,
+)
+from farandole.messages import (
+    AgentMessage,
+    FromWorker,
+    Kill,
+    LinkBroken,
+    Spawn,
+    SpawnFailed,
+    StartWorkers,
+    TellWorkers,
+    ToAgent,
+    WorkerExited,
+    WorkerMessage,
+)
+from farandole.testing.membership_invariants import MembershipInvariants
+from farandole.testing.simulated_worker import SimulatedWorker
+
+_LONGEST_RUN_S = 1e6
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What the simulated script and machines are like; probabilities from 0 to 1.
+
+    is_elastic       the script enters an elastic function
+    calls_init       it calls init()
+    agrees           members agree on boundaries as real ones do; else each decides for itself, which the
+                     coordinator must survive as well
+    hangs, crashes   how often a start hangs, or fails with an exit code
+    fails_late       how often a released worker ends badly
+    """
+
+    is_elastic: bool = True
+    calls_init: bool = True
+    agrees: bool = True
+    hangs: float = 0.0
+    crashes: float = 0.0
+    fails_late: float = 0.0
+
+
+class SimulatedJob:
+    """`connect()` agents, schedule faults with `after(delay_s, ...)`, then `run()` until nothing moves any more."""
+
+    def __init__(self, config: JobConfig, seed: int, habits: Habits | None = None) -> None:
+        self.random = random.Random(seed)
+        self.habits = habits or Habits()
+        self.job: Job = new_job(config, f"job{seed}")
+        self.invariants = MembershipInvariants(config)
+        self.now_s = 0.0
+        self.history: list[tuple[float, Input]] = []
+        self.workers: dict[str, SimulatedWorker] = {}  # every one that ever was
+        self.members_of: dict[int, tuple[str, ...]] = {}
+        self.agreed: dict[int, int | str] = {}  # by generation: the planned number agreed on, or "finish"
+        self.bad_links: set[frozenset[str]] = set()
+        self.is_training_over = False
+        self.end: EndJob | None = None
+        self._agents: set[str] = set()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._last_arrival: dict[tuple[str, str], float] = {}
+
+    # Time ------------------------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, do: Callable[[], None]) -> None:
+        """Schedule something."""
+        self._sequence += 1
+        heapq.heappush(self._events, (self.now_s + delay_s, self._sequence, do))
+
+    def in_order(self, connection: tuple[str, str], do: Callable[[], None]) -> None:
+        """Schedule an arrival: after a random delay, never before an earlier one on the same connection."""
+        arrival_s = max(self.now_s + self.delay_s(), self._last_arrival.get(connection, 0.0))
+        self._last_arrival[connection] = arrival_s
+        self.after(arrival_s - self.now_s, do)
+
+    def delay_s(self) -> float:
+        """Mostly under a millisecond, sometimes a tenth of a second."""
+        return 10 ** self.random.uniform(-4.0, -3.0 if self.random.random() < 0.8 else -0.7)
+
+    def run(self) -> None:
+        """Until nothing is under way and the coordinator waits for nothing."""
+        while self.now_s < _LONGEST_RUN_S:
+            deadline_s = next_deadline(self.job)
+            if self._events and (deadline_s is None or self._events[0][0] <= deadline_s):
+                at_s, _, do = heapq.heappop(self._events)
+                self.now_s = max(self.now_s, at_s)
+                do()
+            elif deadline_s is not None:
+                self.now_s = max(self.now_s, deadline_s)
+                self.feed(Tick())
+                after_s = next_deadline(self.job)
+                assert after_s is None or after_s > self.now_s, (
+                    "a Tick at the deadline must move the deadline"
+                )
+            else:
+                return
+        raise AssertionError("the job never comes to rest")
+
+    def feed(self, happened: Input) -> None:
+        """One decision, watched, and carried out."""
+        self.history.append((self.now_s, happened))
+        self.job, actions = decide(self.job, happened, self.now_s)
+        self.invariants.watch(happened, actions)
+        for action in actions:
+            if isinstance(action, SendAgent):
+                self._note_starts(action.message)
+                agent, message = action.agent, action.message
+                self.in_order(
+                    ("down", agent), lambda agent=agent, message=message: self._obey(agent, message)
+                )
+            elif isinstance(action, EndJob):
+                self.end = action
+
+    # Agents ----------------------------------------------------------------------------------------------
+
+    def connect(self, agent: str, slots: int, host: str | None = None) -> None:
+        """An agent joins."""
+        self._agents.add(agent)
+        self.feed(AgentConnected(agent, host or f"host-of-{agent}", slots))
+
+    def lose_agent(self, agent: str) -> None:
+        """A host loses its power."""
+        if agent in self._agents:
+            self._agents.discard(agent)
+            for worker in self.alive():
+                if worker.agent == agent:
+                    worker.is_alive = False
+            self.feed(AgentLost(agent, "its host is silent"))
+
+    def tell(self, agent: str, message: AgentMessage) -> None:
+        """From an agent to the coordinator."""
+
+        def arrive() -> None:
+            if agent in self._agents:
+                self.feed(AgentTold(agent, message))
+
+        self.in_order(("up", agent), arrive)
+
+    def say(self, worker: SimulatedWorker, message: WorkerMessage) -> None:
+        """From a worker through its agent to the coordinator."""
+        carried = FromWorker(worker.name, message)
+        self.in_order(("up", worker.name), lambda: self.tell(worker.agent, carried))
+
+    def exit(self, worker: SimulatedWorker, exit_code: int) -> None:
+        """A worker's process ends. Its last words and its exit may reach the agent in either order."""
+        if worker.is_alive:
+            worker.is_alive = False
+            self.after(self.delay_s(), lambda: self.tell(worker.agent, WorkerExited(worker.name, exit_code)))
+            for peer in self.peers_of(worker):
+                if self.random.random() < 0.7:
+                    hint = LinkBroken(peer.current, worker.name, "receive", "end of file")
+                    self.say(peer, hint)
+
+    def _obey(self, agent: str, message: ToAgent) -> None:
+        if agent not in self._agents:
+            return
+        match message:
+            case Spawn(name, slot):
+                worker = self.workers[name] = SimulatedWorker(self, name, agent, slot)
+                if self.random.random() < self.habits.crashes / 4:
+                    worker.is_alive = False
+                    self.tell(agent, SpawnFailed(name, "no such file"))
+                else:
+                    worker.boot()
+            case Kill(name, grace_s):
+                self._kill(name, grace_s)
+            case TellWorkers(names, told):
+                for name in names:
+                    self._pass_on(name, told)
+            case StartWorkers(starts):
+                for name, start in starts.items():
+                    self._pass_on(name, start)
+
+    def _pass_on(self, name: str, message: object) -> None:
+        worker = self.workers[name]
+        self.in_order(("down", name), lambda: worker.hear(message) if worker.is_alive else None)
+
+    def _kill(self, name: str, grace_s: float) -> None:
+        worker = self.workers[name]
+        delay_s = self.random.uniform(0.0, grace_s) if grace_s else 0.0
+        self.after(delay_s, lambda: self.exit(worker, -15 if grace_s else -9))
+
+    def _note_starts(self, message: ToAgent) -> None:
+        if isinstance(message, StartWorkers):
+            number = self.job.generation.number if self.job.generation else 0
+            self.members_of[number] = self.job.generation.members if self.job.generation else ()
+
+    # Who is there ----------------------------------------------------------------------------------------
+
+    def alive(self) -> list[SimulatedWorker]:
+        return [worker for worker in self.workers.values() if worker.is_alive]
+
+    def peers_of(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
+        """Living neighbours of a worker on the ring of its generation."""
+        members = self.members_of.get(worker.current, ())
+        if worker.name not in members:
+            return []
+        place = members.index(worker.name)
+        around = {members[place - 1], members[(place + 1) % len(members)]} - {worker.name}
+        return [self.workers[name] for name in sorted(around) if self.workers[name].is_alive]
+
+    def members_in(self, number: int) -> list[SimulatedWorker]:
+        """Members of a generation, if all of them live and are in it; else nothing."""
+        members = [self.workers[name] for name in self.members_of.get(number, ())]
+        return members if all(each.is_alive and each.is_in(number) for each in members) else []
+
+    # Faults ----------------------------------------------------------------------------------------------
+
+    def finish_training(self) -> None:
+        """From now on the workers' elastic functions return."""
+        self.is_training_over = True
+        for worker in self.alive():
+            worker.look()
+
+    def scale(self, size: int) -> None:
+        self.feed(ScaleRequested(size))
+
+    def stop(self, now: bool = False) -> None:
+        self.feed(StopRequested(now, "Stopped by Ctrl-C."))

@@ -1,0 +1,214 @@
+"""Random schedules of faults through the coordinator's real decisions: rules hold at every step, and it ends well."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farandole.config import JobConfig
+from farandole.coordinator import AgentConnected, AgentLost, AgentTold, StopRequested, Tick, decide, new_job
+from farandole.coordinator.inputs import Input, ScaleRequested
+from farandole.membership import Address
+from farandole.messages import (
+    AgentMessage,
+    Beat,
+    Elastic,
+    Failed,
+    Finished,
+    FromWorker,
+    Hello,
+    Leaving,
+    LinkBroken,
+    Ready,
+    SpawnFailed,
+    Synced,
+    WorkerExited,
+    WorkerMessage,
+)
+from farandole.testing.membership_invariants import MembershipInvariants
+from farandole.testing.simulated_job import Habits, SimulatedJob
+
+SCHEDULES = 2400
+BATCH = 200
+
+
+def random_config(dice: random.Random) -> JobConfig:
+    num_proc = dice.randint(1, 5)
+    return JobConfig(
+        num_proc=num_proc,
+        min_np=dice.randint(1, num_proc) if dice.random() < 0.5 else 1,
+        max_np=dice.choice([None, num_proc, num_proc + 1]),
+        restarts=dice.choice([0, 1, 3]),
+        elastic_timeout_s=30.0,
+        start_timeout_s=20.0,
+    )
+
+
+def random_habits(dice: random.Random) -> Habits:
+    rough = dice.random() < 0.3
+    return Habits(
+        is_elastic=dice.random() < 0.95,
+        agrees=dice.random() < 0.7,
+        hangs=0.03 if rough else 0.0,
+        crashes=0.05 if rough else 0.0,
+        fails_late=0.05 if rough else 0.0,
+    )
+
+
+def hurt(world: SimulatedJob) -> None:
+    """One random fault, or a planned change."""
+    dice, alive = world.random, world.alive()
+    victim = dice.choice(alive) if alive else None
+    kind = dice.randrange(100)
+    if kind < 4:
+        world.scale(dice.randint(1, 6))
+    elif kind < 5:
+        world.stop()
+    elif kind < 7:
+        world.lose_agent(dice.choice(["a", "b"]))
+    elif kind < 11:
+        for worker in alive:
+            worker.fail("ValueError: on every rank")
+    elif victim is None:
+        return
+    elif kind < 40:
+        world.exit(victim, dice.choice([-9, -9, -9, -11, 0, 1, 3]))
+    elif kind < 50:
+        victim.fail("ValueError: only here", exits=dice.random() < 0.8)
+    elif kind < 70:
+        victim.leave()
+    elif kind < 85:
+        for peer in world.peers_of(victim)[:1]:
+            world.bad_links.add(frozenset((victim.name, peer.name)))
+            world.say(victim, LinkBroken(victim.current, peer.name, "send", "reset"))
+    else:
+        other = dice.choice(alive)
+        world.say(victim, LinkBroken(dice.randint(0, 9), other.name, "send", "nothing of the kind"))
+
+
+def random_world(seed: int) -> SimulatedJob:
+    dice = random.Random(seed)
+    world = SimulatedJob(random_config(dice), seed, random_habits(dice))
+    slots = world.job.config.num_proc + dice.randint(0, 2)
+    if dice.random() < 0.3:
+        world.connect("a", (slots + 1) // 2)
+        world.after(dice.uniform(0, 1), lambda: world.connect("b", slots // 2 + 1))
+    else:
+        world.connect("a", slots)
+    for _ in range(dice.randint(0, 7)):
+        # Faults come in bursts: the interesting ones hit a regroup that is under way.
+        at_s = dice.uniform(0.2, 3.0)
+        for _ in range(dice.randint(1, 3)):
+            world.after(at_s, lambda: hurt(world))
+            at_s += 10 ** dice.uniform(-4, -0.5)
+    if dice.random() < 0.3:
+        world.after(dice.uniform(1.0, 3.5), world.finish_training)
+    return world
+
+
+def check_at_rest(world: SimulatedJob) -> None:
+    """Nothing moves and no deadline is set: the job has ended, or all who can train do, and nobody waits."""
+    if world.end is not None:
+        assert not world.job.workers or world.job.config.grace_s, "workers outlive the job"
+        return
+    job, generation = world.job, world.job.generation
+    if all(worker.hangs for worker in world.alive()):
+        return  # No worker ever called init(): for all the coordinator knows, a plain script at work.
+    assert generation is not None, "neither started nor ended"
+    assert job.change is None, f"a change that nobody completes: {job.change}"
+    members = [world.workers[name] for name in generation.members]
+    stuck_newcomers = [w for w in world.alive() if w.name not in generation.members and not w.hangs]
+    if world.habits.is_elastic:
+        assert all(each.is_alive and each.is_in(generation.number) for each in members)
+        assert all(each.synced == generation.number for each in members)
+        assert not stuck_newcomers, f"never admitted: {[w.name for w in stuck_newcomers]}"
+        assert not any(worker.is_leaving for worker in job.workers.values()), (
+            "asked to leave, and never let go"
+        )
+        assert len(members) >= job.config.min_np
+
+
+def check_schedule(seed: int) -> SimulatedJob:
+    world = random_world(seed)
+    try:
+        world.run()
+        check_at_rest(world)
+        if world.end is None:
+            world.finish_training()
+            world.run()
+        assert world.end or not world.job.generation, "the training is over and the job is not"
+        if world.end is None:
+            return world
+        if world.job.is_released:
+            assert (world.end.exit_code == 0) == (
+                not world.invariants.failed_after_release
+            ) or world.job.losses
+    except AssertionError as error:
+        recent = "\n".join(f"{at_s:10.4f} {happened}" for at_s, happened in world.history[-60:])
+        raise AssertionError(f"seed {seed}: {error}\n{recent}\n{world.job}") from error
+    return world
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
+def test_every_random_schedule_keeps_the_rules_and_comes_to_a_good_end(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        check_schedule(seed)
+
+
+def test_the_schedules_reach_the_cases_they_are_meant_for() -> None:
+    """A simulator that never gets anywhere would pass every test."""
+    worlds = [check_schedule(seed) for seed in range(300)]
+    ends = [world.end for world in worlds if world.end is not None]
+    reasons = " ".join(end.reason for end in ends)
+    assert sum(end.exit_code == 0 for end in ends) > 60
+    for words in (
+        "raised the same",
+        "state of the job is lost",
+        "--elastic-timeout",
+        "--start-timeout",
+        "Ctrl-C",
+        "last worker left",
+        "elastic function",
+        "restart budget",
+    ):
+        assert words in reasons, words
+    assert max(world.invariants.number for world in worlds) >= 8
+
+
+def random_input(dice: random.Random) -> Input:
+    """Any input at all, mostly nonsense."""
+    worker, agent, number = f"w{dice.randrange(5)}", dice.choice("ab"), dice.randrange(6)
+    said: list[WorkerMessage] = [
+        Hello(worker, "", 1, 1, Address("127.0.0.1", 1)),
+        Elastic(),
+        Ready(number),
+        Synced(number),
+        LinkBroken(number, f"w{dice.randrange(5)}", "send", ""),
+        Failed("ValueError: x", ""),
+        Finished(number),
+        Leaving(),
+    ]
+    messages: list[AgentMessage] = [FromWorker(worker, dice.choice(said))] * 12
+    messages += [WorkerExited(worker, dice.choice([0, 1, -9, -99])), SpawnFailed(worker, ""), Beat(1)]
+    inputs: list[Input] = [AgentTold(agent, dice.choice(messages)) for _ in range(40)]
+    inputs += [AgentConnected(agent, f"host-{agent}", dice.randint(0, 4)), Tick(), ScaleRequested(number)]
+    inputs += (
+        [AgentLost(agent, "fuzz"), StopRequested(dice.random() < 0.1, "Fuzz.")] if dice.random() < 0.1 else []
+    )
+    return dice.choice(inputs)
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_no_order_of_inputs_breaks_a_rule_or_raises(first: int) -> None:
+    for seed in range(first, first + 250):
+        dice = random.Random(seed)
+        config = random_config(dice)
+        job, invariants, now_s = new_job(config, "fuzz"), MembershipInvariants(config), 0.0
+        for happened in (AgentConnected("a", "host-a", 3), *(random_input(dice) for _ in range(150))):
+            now_s += dice.choice([0.0, 0.01, 1.0])
+            job, actions = decide(job, happened, now_s)
+            try:
+                invariants.watch(happened, actions)
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}: {error}") from error
