@@ -103,7 +103,7 @@ class Coordinator:
                 await asyncio.wait(self._conversations, timeout=patience_s)
             return outcome
         finally:
-            self._close()
+            await self._close()
 
     def request_stop(self, now: bool, reason: str) -> None:
         """End the job: with grace for the workers, or at once."""
@@ -120,9 +120,8 @@ class Coordinator:
         try:
             self._job, actions = decide(self._job, happened, self._clock.now_s())
             deadline_s = next_deadline(self._job)
-        except Exception as error:  # a fault of our own must end the run, not just one connection's task
-            if not self._outcome.done():
-                self._outcome.set_exception(error)
+        except Exception as error:
+            self._fail(error)
             return
         for action in actions:
             self._do(action)
@@ -136,6 +135,11 @@ class Coordinator:
             self._on_event(action.event)
         elif isinstance(action, EndJob) and not self._outcome.done():
             self._outcome.set_result(Outcome(action.exit_code, action.reason))
+
+    def _fail(self, error: BaseException) -> None:
+        """A fault of our own ends the run, not only the connection or the timer that met it."""
+        if not self._outcome.done():
+            self._outcome.set_exception(error)
 
     def _set_tick(self, deadline_s: float | None) -> None:
         if self._tick_timer is not None:
@@ -173,8 +177,13 @@ class Coordinator:
             return
         task = self._loop.create_task(self._converse(reader, writer, who))
         self._strangers.add(task)
-        task.add_done_callback(self._strangers.discard)
-        task.add_done_callback(self._conversations.discard)
+        task.add_done_callback(self._on_conversation_over)
+
+    def _on_conversation_over(self, task: asyncio.Task[None]) -> None:
+        self._strangers.discard(task)
+        self._conversations.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
         try:
@@ -216,13 +225,15 @@ class Coordinator:
         if not isinstance(message, Beat):
             self._decide(AgentTold(agent, message))
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         self._server.close()
         for timer in (self._look_timer, self._tick_timer):
             if timer is not None:
                 timer.cancel()
-        for task in self._strangers | self._conversations:
+        talking = self._strangers | self._conversations
+        for task in talking:
             task.cancel()
+        await asyncio.gather(*talking, return_exceptions=True)
 
 
 async def _receive_hello(channel: Channel[AgentMessage]) -> AgentHello:

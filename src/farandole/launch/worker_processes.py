@@ -15,10 +15,7 @@ _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the 
 
 class WorkerProcesses:
     """`on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process group killed,
-    `on_spawn_failed(worker, error)` when it could not be started at all.
-
-    Everything is called on one thread, which has to live as long as the processes: the kernel ends them with
-    the thread that spawned them.
+    `on_spawn_failed(worker, error)` when it could not be started at all. Made and used on one event loop.
     """
 
     def __init__(
@@ -33,8 +30,10 @@ class WorkerProcesses:
         self._guard = Guard()
         self._running: dict[str, WorkerProcess] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
+        self._callers: dict[str, int] = {}
         self._grace_s: dict[str, float] = {}  # of those that are to end, also while they are being spawned
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends with the error when this class failed itself; its workers may be unwatched then."""
 
     def start(self) -> None:
         """Be ready to spawn."""
@@ -50,6 +49,10 @@ class WorkerProcesses:
         self._lives[worker] = life
         life.add_done_callback(partial(self._on_life_over, worker))
 
+    def called_init(self, worker: str, pid: int) -> None:
+        """`pid`, often that of the worker's process itself, called init(): it is the one to get a SIGTERM."""
+        self._callers[worker] = pid
+
     def kill(self, worker: str, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
         if worker not in self._lives:
@@ -57,10 +60,7 @@ class WorkerProcesses:
         self._grace_s[worker] = grace_s
         if (process := self._running.get(worker)) is None:
             return  # It is being spawned; _live does it.
-        if grace_s > 0:
-            process.terminate(grace_s)
-        else:
-            process.kill()
+        process.terminate(grace_s, self._callers.get(worker))
 
     def kill_all(self, grace_s: float) -> None:
         """`kill` each of them."""
@@ -88,10 +88,12 @@ class WorkerProcesses:
         del self._running[worker]
         self._on_exit(worker, exit_code, process.last_lines)
         self._guard.release(process.pid)
+        await process.wait_for_output()
         self._sink.closed(worker)
 
     def _on_life_over(self, worker: str, life: asyncio.Task[None]) -> None:
         del self._lives[worker]
+        self._callers.pop(worker, None)
         self._grace_s.pop(worker, None)
         if not life.cancelled() and (error := life.exception()) is not None and not self.broken.done():
             self.broken.set_exception(error)  # a fault of our own; whoever serves the job has to hear of it

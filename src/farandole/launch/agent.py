@@ -1,0 +1,179 @@
+"""The agent of one host: spawns workers when told to, says when they have ended, and carries messages between
+them and the coordinator. launch/local.py runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from farandole.authentication import derive_data_key
+from farandole.channel import Channel, connect
+from farandole.clock import now_s
+from farandole.env import worker_environment
+from farandole.errors import AuthenticationError, ProtocolError
+from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
+from farandole.launch.output import OutputSink
+from farandole.launch.stopped import StoppedWatch, is_stopped
+from farandole.launch.worker_processes import WorkerProcesses
+from farandole.launch.worker_server import WorkerServer
+from farandole.membership import Address
+from farandole.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    Beat,
+    FromWorker,
+    Hello,
+    JobEnded,
+    Kill,
+    Spawn,
+    SpawnFailed,
+    StartWorkers,
+    Stop,
+    TellWorkers,
+    ToAgent,
+    WorkerExited,
+    WorkerMessage,
+)
+from farandole.wire import TO_AGENT
+
+LONGEST_BEAT_S = 0.5
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent has to know.
+
+    slots               workers that this host has room for
+    command             what each worker runs
+    environment         what a worker's environment begins with; the agent adds what init() needs
+    detection_budget_s  how long a worker may be stopped; the agent beats at least five times in it
+    grace_s             from SIGTERM to SIGKILL when the job ends
+    """
+
+    name: str
+    host: str
+    slots: int
+    coordinator: Address
+    job_id: str
+    token: bytes = field(repr=False)
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(repr=False)
+    detection_budget_s: float
+    grace_s: float
+
+
+class Agent:
+    """Made and run on one event loop: `await run()`. When that returns or raises, no worker is left."""
+
+    def __init__(self, config: AgentConfig, sink: OutputSink, on_event: Callable[[Event], None]) -> None:
+        self._config, self._sink, self._on_event = config, sink, on_event
+        self._server = WorkerServer(self._on_message, self._on_refused)
+        self._processes = WorkerProcesses(config.command, sink, self._on_exit, self._on_spawn_failed)
+        self._is_stopping = False
+
+    async def run(self) -> None:
+        """Serve the job until it has ended or the coordinator is gone. Raises what `connect` raises."""
+        config = self._config
+        address = config.coordinator
+        self._channel: Channel[ToAgent] = await connect(
+            address.host, address.port, config.token, config.job_id, TO_AGENT
+        )
+        self._channel.send(AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION))
+        self._server.start()
+        self._processes.start()
+        obedience, beats, watch = (
+            asyncio.create_task(each) for each in (self._obey(), self._beat(), self._kill_stopped())
+        )
+        try:
+            ends = (obedience, watch, self._processes.broken)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+        finally:
+            await self._processes.end(config.grace_s)
+            for task in (obedience, beats, watch):
+                task.cancel()
+            self._server.stop()
+            self._channel.close()
+
+    def kill_workers(self) -> None:
+        """End all workers at once, also those that are in their grace period."""
+        self._processes.kill_all(grace_s=0.0)
+
+    # From the coordinator ---------------------------------------------------------------------------------
+
+    async def _obey(self) -> None:
+        """Do what the coordinator says, until the job ends. Then the workers hear it, and have their grace."""
+        try:
+            while not isinstance(order := await self._channel.receive(), JobEnded):
+                self._do(order)
+            reason = order.reason
+        except (ConnectionError, AuthenticationError, ProtocolError) as error:
+            self._on_event(CoordinatorLost(self._config.name, str(error)))
+            reason = f"the coordinator is gone: {error}"
+        self._is_stopping = True
+        self._server.tell(self._processes.pids(), Stop(reason))
+
+    def _do(self, order: ToAgent) -> None:
+        if isinstance(order, TellWorkers):
+            self._server.tell(order.workers, order.message)
+            self._is_stopping |= isinstance(order.message, Stop)
+        elif isinstance(order, StartWorkers):
+            self._start_workers(order)
+        elif isinstance(order, Spawn):
+            secret = self._server.expect(order.worker)
+            added = worker_environment(self._server.address, order.worker, secret, order.slot)
+            self._processes.spawn(order.worker, {**self._config.environment, **added})
+        elif isinstance(order, Kill):
+            self._processes.kill(order.worker, order.grace_s)
+
+    def _start_workers(self, order: StartWorkers) -> None:
+        for worker, start in order.starts.items():
+            data_key = derive_data_key(self._config.token, start.id)
+            self._server.tell([worker], msgspec.structs.replace(start, data_key=data_key))
+        for worker, start in order.starts.items():
+            self._sink.placed(worker, start.placement.rank)
+
+    # From the workers and their processes -----------------------------------------------------------------
+
+    def _on_message(self, worker: str, message: WorkerMessage) -> None:
+        if isinstance(message, Hello):
+            self._processes.called_init(worker, message.pid)
+        self._channel.send(FromWorker(worker, message))
+
+    def _on_refused(self, who: str, reason: str) -> None:
+        self._on_event(ConnectionRefused(who, reason))
+
+    def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...]) -> None:
+        self._server.dismiss(worker)  # first what it said last: Finished must not arrive after the exit
+        self._channel.send(WorkerExited(worker, exit_code, last_lines))
+
+    def _on_spawn_failed(self, worker: str, error: str) -> None:
+        self._server.dismiss(worker)
+        self._channel.send(SpawnFailed(worker, error))
+
+    # With the time ----------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        every_s = min(self._config.detection_budget_s / 5, LONGEST_BEAT_S)
+        sequence = 0
+        while True:
+            self._channel.send(Beat(sequence))
+            sequence += 1
+            await asyncio.sleep(every_s)
+
+    async def _kill_stopped(self) -> None:
+        """A stopped worker would hold up the others for ever. While the job ends it has its grace instead."""
+        budget_s = self._config.detection_budget_s
+        every_s = budget_s / 20
+        watch = StoppedWatch(limit_s=budget_s - 2 * every_s)
+        while True:
+            await asyncio.sleep(every_s)
+            looked = {worker: is_stopped(pid) for worker, pid in self._processes.pids().items()}
+            for worker in [] if self._is_stopping else watch.look(looked, now_s()):
+                self._on_event(StoppedWorkerKilled(worker, budget_s))
+                self._processes.kill(worker, grace_s=0.0)
