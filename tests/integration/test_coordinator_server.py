@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 import pytest
 
@@ -35,6 +36,8 @@ from tests.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
 JOB_ID = "job"
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Running:
@@ -88,11 +91,17 @@ async def serving(
         await running.close()
 
 
-async def receive(channel: Channel[ToAgent], kind: type[Message]) -> Message:
+async def receive(channel: Channel[ToAgent], kind: type[MessageT]) -> MessageT:
     """The next message, which has to be of this kind."""
     message = await asyncio.wait_for(channel.receive(), DEADLINE_S)
     assert isinstance(message, kind), message
     return message
+
+
+async def hear_out(channel: Channel[ToAgent]) -> None:
+    """Receive until there is an error."""
+    while True:
+        await asyncio.wait_for(channel.receive(), DEADLINE_S)
 
 
 async def assert_job_is_unharmed(running: Running) -> None:
@@ -104,8 +113,7 @@ def test_an_agent_that_proves_the_token_gets_workers_to_spawn() -> None:
     async def test() -> None:
         async with serving(JobConfig(num_proc=2)) as running:
             channel = await running.join(slots=2)
-            slots = {(await receive(channel, Spawn)).slot for _ in range(2)}  # type: ignore[attr-defined]
-            assert slots == {0, 1}
+            assert {(await receive(channel, Spawn)).slot for _ in range(2)} == {0, 1}
 
     run(test())
 
@@ -182,8 +190,7 @@ def test_an_agent_that_says_what_it_must_not_say_is_hung_up_on(said: Message, re
             channel.send(said)
             assert reason in (await refused).reason
             with pytest.raises(ConnectionError):
-                while True:
-                    await asyncio.wait_for(channel.receive(), DEADLINE_S)
+                await hear_out(channel)
 
     run(test())
 
@@ -239,7 +246,6 @@ def test_a_stop_is_told_to_the_agents_before_the_coordinator_goes() -> None:
         async with serving() as running:
             channel = await running.join()
             spawn = await receive(channel, Spawn)
-            assert isinstance(spawn, Spawn)
             running.coordinator.request_stop(now=False, reason="enough")
             channel.send(WorkerExited(spawn.worker, 0))
             while not isinstance(message := await channel.receive(), JobEnded):

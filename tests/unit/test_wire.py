@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,8 +12,27 @@ from hypothesis import strategies as st
 
 from farandole.errors import ProtocolError
 from farandole.membership import Address, GenerationId, Peer, Placement
-from farandole.messages import Abort, FromWorker, Hello, Message, Ready, Spawn, Start, StartWorkers, TellWorkers
-from farandole.wire import AGENT_MESSAGES, TO_AGENT, TO_WORKER, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
+from farandole.messages import (
+    Abort,
+    FromWorker,
+    Hello,
+    Message,
+    Ready,
+    Spawn,
+    Start,
+    StartWorkers,
+    TellWorkers,
+)
+from farandole.wire import (
+    AGENT_MESSAGES,
+    TO_AGENT,
+    TO_WORKER,
+    WORKER_MESSAGES,
+    FrameBuffer,
+    decode,
+    encode,
+    frame,
+)
 
 PEER = Peer("w1", 1, Address("127.0.0.1", 4000))
 START = Start(GenerationId(1, 1, 2, "n"), Placement(0, 2, 0, 2, 0, 1), PEER, PEER, founding=True)
@@ -50,7 +70,9 @@ def test_an_oversized_frame_is_refused_at_its_announcement() -> None:
         (TO_AGENT, StartWorkers({"w1": START})),
     ],
 )
-def test_a_message_arrives_as_it_was_sent(decoder: msgspec.msgpack.Decoder[Message], message: Message) -> None:
+def test_a_message_arrives_as_it_was_sent(
+    decoder: msgspec.msgpack.Decoder[Message], message: Message
+) -> None:
     assert decode(decoder, encode(message)) == message
 
 
@@ -59,7 +81,9 @@ def test_a_message_arrives_as_it_was_sent(decoder: msgspec.msgpack.Decoder[Messa
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"\x82\xa4type\xa5Ready\xa6number\xa2\xff\xfe", id="text that is no UTF-8"),
-        pytest.param(msgspec.msgpack.encode({"type": "Ready", "number": 1, "more": 2}), id="an unknown field"),
+        pytest.param(
+            msgspec.msgpack.encode({"type": "Ready", "number": 1, "more": 2}), id="an unknown field"
+        ),
         pytest.param(msgspec.msgpack.encode({"type": "Ready", "number": "1"}), id="a wrong type"),
         pytest.param(encode(Ready(1)) + b"\x00", id="a tail"),
         pytest.param(encode(Spawn("w1", 0)), id="a message of somebody else"),
@@ -72,7 +96,8 @@ def test_what_is_not_exactly_a_valid_message_is_refused(payload: bytes) -> None:
 
 @given(garbage=st.binary(max_size=200))
 def test_garbage_is_refused_with_a_protocol_error_and_nothing_else(garbage: bytes) -> None:
-    for decoder in (WORKER_MESSAGES, TO_WORKER, AGENT_MESSAGES, TO_AGENT):
+    decoders: list[msgspec.msgpack.Decoder[Any]] = [WORKER_MESSAGES, TO_WORKER, AGENT_MESSAGES, TO_AGENT]
+    for decoder in decoders:
         with contextlib.suppress(ProtocolError):
             decode(decoder, garbage)
     with contextlib.suppress(ProtocolError):

@@ -46,9 +46,9 @@ class Outcome:
 class Coordinator:
     """`await start()`, then `await run()`; call everything else on their event loop.
 
-    The end of an agent's connection is silence like any other: it is lost after the detection budget. One that
-    dials again under the same name has ended its old workers (an agent does, when its connection ends) and
-    takes its place empty.
+    The end of an agent's connection is silence like any other: the agent is lost after the detection budget.
+    One that dials again under the same name has ended its old workers (an agent does, when its connection
+    ends) and takes its place empty.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class Agent:
     # From the coordinator ---------------------------------------------------------------------------------
 
     async def _obey(self) -> None:
-        """Do what the coordinator says, until the job ends. Then the workers hear it, and have their grace."""
+        """Do what the coordinator says until the job ends. Then the workers hear it, and have their grace."""
         try:
             while not isinstance(order := await self._channel.receive(), JobEnded):
                 self._do(order)

@@ -19,8 +19,8 @@ _UNREAD_LIMIT = 4 * WORKER_FRAME_LIMIT
 
 class WorkerConnection:
     """`on_payload(connection, payload)` gets each frame and may raise a FatalError to refuse it.
-    `on_end(connection, error)` is called once, when the connection has ended by itself: `error` is None at the
-    end of the stream, otherwise what was wrong. The socket is closed by then."""
+    `on_end(connection, error)` is called once, when the connection has ended by itself: `error` is None at
+    the end of the stream, otherwise what was wrong. The socket is closed by then."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class WorkerConnection:
         self._loop.add_reader(self._socket, self._read)
 
     def write(self, data: bytes) -> None:
-        """Hand `data` to the kernel now, or as soon as it takes more. Ignored once the connection has ended."""
+        """Hand `data` to the kernel now, or as soon as it takes more. Does nothing once all has ended."""
         if not self._is_open:
             return
         waiting = bool(self._outgoing)

@@ -14,9 +14,9 @@ _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the 
 
 
 class WorkerProcesses:
-    """`on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process group killed,
-    `on_spawn_failed(worker, error)` when it could not be started at all. Made and used on one event loop.
-    """
+    """`on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process group was
+    killed, `on_spawn_failed(worker, error)` when it could not be started at all. Made and used on one event
+    loop."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Where the workers of one agent connect: a unix socket that serves only processes of the same user which also
-know the secret of their worker. Used by agent.py."""
+"""Where the workers of one agent connect: a unix socket that serves only processes of the same user which
+also know the secret of their worker. Used by agent.py."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class WorkerServer:
         self._directory: str | None = None
 
     def start(self) -> None:
-        """Listen. An abstract address needs no file, so a killed agent leaves nothing behind; where the system
-        has none (macOS) it is a file in a directory that only this user can enter."""
+        """Listen. An abstract address needs no file, so a killed agent leaves nothing behind; where the
+        system has none (macOS) it is a file in a directory that only this user can enter."""
         if sys.platform == "linux":
             self.address = f"@farandole-{secrets.token_hex(16)}"
             self._listener.bind(b"\0" + self.address[1:].encode())
