@@ -1,4 +1,4 @@
-"""Random schedules of faults through the coordinator's real decisions: rules hold at every step, and it ends well."""
+"""Random schedules of faults through the coordinator's decisions: every rule holds, and all ends well."""
 
 from __future__ import annotations
 

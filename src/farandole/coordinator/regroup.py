@@ -97,8 +97,7 @@ def _plan(draft: Draft) -> None:
     members, wanted = job.survivors(), wanted_members(job)
     if any(not worker.is_elastic or job.has_finished(worker) for worker in members):
         return
-    joining = [worker.name for worker in wanted if worker not in members]
-    leaving = [worker.name for worker in members if worker not in wanted]
+    joining, leaving = _missing_from(members, wanted), _missing_from(wanted, members)
     if not joining and not leaving:
         return
     does = [f"{words.listed(who)} {verb}" for who, verb in ((joining, "join"), (leaving, "leave")) if who]
@@ -115,13 +114,13 @@ def _try_start(draft: Draft, change: Change) -> None:
         if not change.is_planned:
             _note_shortage(draft, change)
         elif len(busy) < len(survivors) and all(draft.job.has_finished(worker) for worker in busy):
-            # The ready ones wait for START, the others for the ready ones to finish: only a fault resolves it.
+            # The ready ones wait for START, the others for them to finish: only a fault resolves it.
             abort(
                 draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary"
             )
         return
     wanted = wanted_members(draft.job)
-    going = [worker.name for worker in survivors if worker not in wanted]
+    going = _missing_from(wanted, survivors)
     draft.tell(going, Left())
     for name in going:
         draft.change_worker(name, has_left=True)
@@ -133,6 +132,11 @@ def _try_start(draft: Draft, change: Change) -> None:
         start(draft, wanted)
     else:
         _note_shortage(draft, change)
+
+
+def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]:
+    names = {worker.name for worker in some}
+    return [worker.name for worker in others if worker.name not in names]
 
 
 def _note_shortage(draft: Draft, change: Change) -> None:

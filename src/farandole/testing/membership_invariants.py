@@ -142,7 +142,8 @@ class MembershipInvariants:
             self._told[worker] = message.number
             self.announced = max(self.announced, message.number)
         elif isinstance(message, Released):
-            assert worker in self.members and message.number == self.number
+            assert worker in self.members, f"{worker} is released and is no member"
+            assert message.number == self.number
             self._released = True
         elif isinstance(message, Left):
             # A member goes only when it, too, is quiescent: its peers may still read what it sent.
@@ -154,9 +155,11 @@ class MembershipInvariants:
         ids = {start.id for start in starts.values()}
         assert len(ids) == 1, f"one START with different identities: {ids}"
         number = ids.pop().number
-        assert number > self.number and number >= self.announced, f"{number} after {self.number}"
+        assert number > self.number, f"generation {number} after {self.number}"
+        assert number >= self.announced, f"generation {number} though {self.announced} was announced"
         for worker in by_rank:
-            assert worker in self.slot_of and worker in self._said_hello, f"START to {worker}, which is gone"
+            assert worker in self.slot_of, f"START to {worker}, which is gone"
+            assert worker in self._said_hello, f"START to {worker}, which has no address"
             assert worker not in self._left, f"START to {worker}, which has left"
             if self.number > 0:
                 was_member = worker in self.members

@@ -1,7 +1,7 @@
 """A whole job in one thread, without processes, sockets or waiting. For property tests and benchmarks.
 
-The coordinator's decisions are the real ones; agents and workers are simulated, with random delays and faults.
-The same seed gives the same run.
+The coordinator's decisions are the real ones; agents and workers are simulated, with random delays and
+faults. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from farandole.config import JobConfig
 from farandole.coordinator import (
@@ -67,7 +68,7 @@ class Habits:
 
 
 class SimulatedJob:
-    """`connect()` agents, schedule faults with `after(delay_s, ...)`, then `run()` until nothing moves any more."""
+    """`connect()` agents, schedule faults with `after(delay_s, ...)`, then `run()` until nothing moves."""
 
     def __init__(self, config: JobConfig, seed: int, habits: Habits | None = None) -> None:
         self.random = random.Random(seed)
@@ -131,10 +132,7 @@ class SimulatedJob:
         for action in actions:
             if isinstance(action, SendAgent):
                 self._note_starts(action.message)
-                agent, message = action.agent, action.message
-                self.in_order(
-                    ("down", agent), lambda agent=agent, message=message: self._obey(agent, message)
-                )
+                self.in_order(("down", action.agent), partial(self._obey, action.agent, action.message))
             elif isinstance(action, EndJob):
                 self.end = action
 

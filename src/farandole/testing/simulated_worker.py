@@ -1,4 +1,4 @@
-"""A worker as the coordinator sees it: what it answers to orders, and when. The mirror of farandole.worker."""
+"""A worker as the coordinator sees it: what it answers to orders, and when. Mirrors farandole.worker."""
 
 from __future__ import annotations
 

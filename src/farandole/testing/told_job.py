@@ -1,4 +1,4 @@
-"""A coordinator's job that a test tells one thing after another, in a few words, and then asks what it decided."""
+"""A coordinator's job that a test tells one thing after another, and then asks what was decided."""
 
 from __future__ import annotations
 
