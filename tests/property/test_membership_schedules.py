@@ -50,7 +50,7 @@ def random_habits(dice: random.Random) -> Habits:
     return Habits(
         is_elastic=dice.random() < 0.95,
         agrees=dice.random() < 0.7,
-        hangs=0.03 if rough else 0.0,
+        hangs=0.1 if rough else 0.0,
         crashes=0.05 if rough else 0.0,
         fails_late=0.05 if rough else 0.0,
     )
@@ -199,13 +199,27 @@ def random_input(dice: random.Random) -> Input:
     return dice.choice(inputs)
 
 
+def sensible_beginning(dice: random.Random) -> list[Input]:
+    """Some words in the right order, so that nonsense hits every phase of a job."""
+    hello = [Hello(f"w{index}", "", 1, 1, Address("127.0.0.1", index + 1)) for index in range(5)]
+    said: list[FromWorker] = [FromWorker(each.worker, each) for each in hello]
+    for message in (Elastic(), Synced(1), Finished(1)):
+        said += [FromWorker(each.worker, message) for each in hello]
+    spoken = [AgentTold(agent, each) for each in said for agent in ("a", "b")]
+    return [AgentConnected("b", "host-b", 2), *spoken[: dice.randrange(len(spoken) + 1)]]
+
+
 @pytest.mark.parametrize("first", range(0, 1000, 250))
 def test_no_order_of_inputs_breaks_a_rule_or_raises(first: int) -> None:
     for seed in range(first, first + 250):
         dice = random.Random(seed)
         config = random_config(dice)
         job, invariants, now_s = new_job(config, "fuzz"), MembershipInvariants(config), 0.0
-        for happened in (AgentConnected("a", "host-a", 3), *(random_input(dice) for _ in range(150))):
+        for happened in (
+            AgentConnected("a", "host-a", 3),
+            *sensible_beginning(dice),
+            *(random_input(dice) for _ in range(150)),
+        ):
             now_s += dice.choice([0.0, 0.01, 1.0])
             job, actions = decide(job, happened, now_s)
             try:

@@ -97,25 +97,28 @@ class MembershipInvariants:
                 self._reopenings += 1
             case ScaleRequested():
                 self._reopenings += 1
-            case AgentTold(_, WorkerExited(worker, code)):
-                if self._released and worker in self.members and code != 0 and worker in self.slot_of:
+            case AgentTold(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):
+                if self._released and worker in self.members and code != 0:
                     self.failed_after_release = True
                 self._forget([worker])
-            case AgentTold(_, SpawnFailed(worker)):
+            case AgentTold(agent, SpawnFailed(worker)) if self._is_with(worker, agent):
                 self._forget([worker])
-            case AgentTold(_, FromWorker(worker, said)) if worker in self.slot_of:
+            case AgentTold(agent, FromWorker(worker, said)) if self._is_with(worker, agent):
                 match said:
                     case Hello():
                         self._said_hello.add(worker)
                     case Elastic():
                         self._elastic.add(worker)
-                    case Ready(number):
-                        self._ready[worker] = max(number, self._ready.get(worker, 0))
+                    case Ready(number) if number == self._told.get(worker):
+                        self._ready[worker] = number
                     case Synced(number) if number == self.number and worker in self.members:
                         self._holders.add(worker)
                         self._was_synced = True
                     case Leaving():
                         self._reopenings += 1
+
+    def _is_with(self, worker: str, agent: str) -> bool:
+        return worker in self.slot_of and self.slot_of[worker][0] == agent
 
     def _forget(self, workers: list[str]) -> None:
         for worker in workers:
@@ -133,7 +136,7 @@ class MembershipInvariants:
         assert not self._released, f"{worker} was started after the release"
 
     def _check_told(self, agent: str, worker: str, message: object) -> None:
-        assert self.slot_of.get(worker, ("",))[0] == agent, f"{worker} is not with {agent} (any more)"
+        assert self._is_with(worker, agent), f"{worker} is not with {agent} (any more)"
         assert worker not in self._left or type(message).__name__ == "Stop", f"{worker} had left"
         if isinstance(message, Abort | Prepare):
             assert worker in self.members, f"{message} to {worker}, which is no member"
@@ -147,7 +150,7 @@ class MembershipInvariants:
             self._released = True
         elif isinstance(message, Left):
             # A member goes only when it, too, is quiescent: its peers may still read what it sent.
-            assert worker not in self.members or self._ready.get(worker, 0) == self._told.get(worker)
+            assert worker not in self.members or self._ready.get(worker) == self._told.get(worker)
             self._left.add(worker)
 
     def _check_start(self, starts: dict[str, Start]) -> None:

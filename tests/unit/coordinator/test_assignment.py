@@ -1,0 +1,36 @@
+"""Ranks, local and cross ranks, neighbours."""
+
+from __future__ import annotations
+
+from farandole.coordinator.assignment import by_rank, free_slots, placements, ring
+from farandole.coordinator.job import Agent, Slot
+from farandole.membership import Address, Placement
+
+
+def test_survivors_keep_their_order_and_newcomers_come_behind() -> None:
+    assert by_rank(["w4", "w1"], ["w9", "w7"]) == ("w4", "w1", "w9", "w7")
+
+
+def test_local_and_cross_ranks_are_numbered_as_in_horovod() -> None:
+    a, b = placements(["a", "a", "b"]), placements(["b", "a", "b", "c"])
+    assert a == [Placement(0, 3, 0, 2, 0, 2), Placement(1, 3, 1, 2, 0, 1), Placement(2, 3, 0, 1, 1, 2)]
+    assert [(each.local_rank, each.cross_rank, each.cross_size) for each in b] == [
+        (0, 0, 3),
+        (0, 1, 3),
+        (1, 0, 1),
+        (0, 2, 3),
+    ]
+
+
+def test_each_rank_s_neighbours_are_the_ranks_beside_it_on_a_ring() -> None:
+    neighbours = ring([(f"w{rank}", Address("127.0.0.1", rank)) for rank in range(3)])
+    assert [(previous.rank, next.rank) for previous, next in neighbours] == [(2, 1), (0, 2), (1, 0)]
+
+
+def test_free_slots_come_host_by_host_and_only_of_connected_agents() -> None:
+    agents = [
+        Agent("b", "b", 1, order=1),
+        Agent("c", "c", 9, order=2, is_connected=False),
+        Agent("a", "a", 2, order=0),
+    ]
+    assert [*free_slots(agents, {Slot("a", 0)})] == [Slot("a", 1), Slot("b", 0)]
