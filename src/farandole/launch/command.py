@@ -1,0 +1,63 @@
+"""Whether the command of `farandole run` can work, before anything is started. Used by cli.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+
+from farandole.errors import ConfigError
+
+_PYTHON = re.compile(r"python[0-9.]*")
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+def checked(command: Sequence[str]) -> list[str]:
+    """The command to run in each worker: as it stands, except that a script that cannot be executed is given
+    to this Python (`train.py` becomes `python train.py`). Raises ConfigError when it cannot be found."""
+    if not command:
+        raise ConfigError("nothing to run; for example: farandole run -np 3 python train.py")
+    program = command[0]
+    if shutil.which(program) is None:
+        if program.endswith(".py") and os.path.isfile(program):
+            return [sys.executable, *command]
+        raise ConfigError(_why_not(program))
+    if _PYTHON.fullmatch(os.path.basename(program)):
+        script = python_script(command[1:])
+        if script is not None and not os.path.exists(script):
+            raise ConfigError(f"{script}: no such file (looked in {os.getcwd()})")
+    return list(command)
+
+
+def python_script(arguments: Sequence[str]) -> str | None:
+    """The script in the arguments of a Python interpreter; None for `-m module`, `-c code` and standard
+    input."""
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in _OPTIONS_WITH_VALUE:
+            next(rest, None)
+        elif argument.startswith("--"):
+            continue
+        elif not argument.startswith("-"):
+            return argument
+        elif argument == "-" or _gives_code(argument):
+            return None
+    return None
+
+
+def _gives_code(argument: str) -> bool:
+    """Whether these one-letter options have an m or c among them, as in `-um`, and not in a value, as in
+    -Wonce."""
+    return re.match(r"-[^WXmc]*[mc]", argument) is not None
+
+
+def _why_not(program: str) -> str:
+    if os.path.isdir(program):
+        return f"{program}: this is a directory, not a program"
+    if os.path.isfile(program) and os.path.dirname(program):
+        return f"{program}: it must be executable; try chmod +x {program}"
+    if os.path.dirname(program) or program.endswith(".py"):
+        return f"{program}: no such file (looked in {os.getcwd()})"
+    return f"{program}: no such command (looked in PATH)"

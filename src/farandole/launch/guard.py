@@ -1,0 +1,74 @@
+"""No worker outlives its agent: a small process that kills the workers' groups when the agent is gone, also
+after a kill -9 of the agent. Used by agent.py.
+
+PR_SET_PDEATHSIG would do less: it reaches a worker but not its loader processes, and fires when the thread
+that started the worker ends.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_SCRIPT = Path(__file__).with_name("guard_process.py")
+_STOP_S = 1.0
+
+
+class Guard:
+    """The agent's handle on its guard process. The calls do not block.
+
+    Should somebody kill the guard, the next call starts another one, which watches the same groups.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watched: set[int] = set()
+
+    def start(self) -> None:
+        """Start the guard. Its stdin is closed in all other children of this process, as Python does by
+        itself, so that only the end of this process ends the stream. Raises OSError when it cannot be
+        started."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C at the agent's terminal is not for the guard
+        )
+
+    def watch(self, pgid: int) -> None:
+        """Kill this process group when the agent is gone."""
+        self._watched.add(pgid)
+        self._say(f"watch {pgid}\n")
+
+    def release(self, pgid: int) -> None:
+        """Forget this process group; to be called when it was killed, before its number can be used again."""
+        self._watched.discard(pgid)
+        self._say(f"release {pgid}\n")
+
+    def stop(self) -> None:
+        """End the guard; nothing is killed. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.communicate(b"stop\n", timeout=_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _say(self, line: str) -> None:
+        process = self._process
+        assert process is not None, "start() comes first"
+        assert process.stdin is not None
+        try:
+            process.stdin.write(line.encode())
+        except BrokenPipeError:
+            process.stdin.close()
+            process.wait()
+            self.start()
+            for pgid in self._watched:
+                self._say(f"watch {pgid}\n")

@@ -1,0 +1,158 @@
+"""What the workers print, with the rank in front of each line; on request in files by rank too. Used by
+agent.py."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from farandole.clock import wall_time_s
+from farandole.launch.rank_files import RankFiles, make_writable
+from farandole.launch.tracebacks import TracebackFolder
+from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
+
+_COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: neighbours differ
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the workers' output goes beside the terminal, and how it looks there.
+
+    directory         for files by rank; made when it is missing. Raises ConfigError when it cannot be
+    written. prefix_timestamp  the local time in front of each line
+    rank_digits       ranks in names of files are padded with zeros to this many digits, as Horovod does
+    """
+
+    directory: Path | None = None
+    prefix_timestamp: bool = False
+    rank_digits: int = 1
+
+    def __post_init__(self) -> None:
+        if self.directory is not None:
+            make_writable(self.directory)
+
+
+class OutputSink:
+    """Shows the lines of all workers: `[2] loss 0.31` is from rank 2, `[w3] ...` from worker w3 before it has
+    a rank. Lines of stderr go to `stderr`; the streams are sys.stdout and sys.stderr unless given.
+
+    To be used on a running event loop; no call waits for the terminal or the disk. Trouble with either is
+    said once and does not stop the job.
+    """
+
+    def __init__(
+        self, options: OutputOptions, stdout: TextIO | None = None, stderr: TextIO | None = None
+    ) -> None:
+        stdout, stderr = stdout or sys.stdout, stderr or sys.stderr
+        self._options = options
+        self._streams = {"stdout": unbuffered(stdout), "stderr": unbuffered(stderr)}
+        self._is_coloured = {"stdout": stdout.isatty(), "stderr": stderr.isatty()}
+        self._ranks: dict[str, int] = {}
+        self._folder = TracebackFolder()
+        self._release_timer: asyncio.TimerHandle | None = None
+        self._console = BackgroundWriter("console output", self._write_console, self._on_console_dropped)
+        self._unwritable: set[str] = set()  # "stdout", "stderr", "files"
+        self._files = RankFiles(options.directory) if options.directory is not None else None
+        self._file_writer = (
+            BackgroundWriter("output files", self._write_file, self._on_file_dropped) if self._files else None
+        )
+
+    def placed(self, worker: str, rank: int) -> None:
+        """From now on the lines of `worker` are those of this rank."""
+        self._ranks[worker] = rank
+
+    def line(self, worker: str, stream: str, data: bytes) -> None:
+        """A line of "stdout" or "stderr", without its end."""
+        if self._file_writer is not None:
+            self._file_writer.put((self._folder_name(worker), stream), data + b"\n")
+        if stream == "stdout":
+            self._show(worker, stream, [data])
+            return
+        now_s = asyncio.get_running_loop().time()
+        self._show(worker, stream, self._folder.feed(worker, self._label(worker), data, now_s))
+        self._set_release_timer()
+
+    def closed(self, worker: str) -> None:
+        """The worker has ended and all its lines have come."""
+        self._show(worker, "stderr", self._folder.release(worker, self._label(worker)))
+        self._ranks.pop(worker, None)
+
+    def close(self) -> None:
+        """Show and write what is left; waits for that, but not for ever. Idempotent."""
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+        self._release_due(float("inf"))
+        if self._file_writer is not None and self._file_writer.close() and self._files is not None:
+            self._files.close()
+        self._console.close()
+
+    def _label(self, worker: str) -> str:
+        return f"[{self._ranks.get(worker, worker)}]"
+
+    def _folder_name(self, worker: str) -> str:
+        if worker not in self._ranks:
+            return worker
+        return f"rank.{self._ranks[worker]:0{self._options.rank_digits}d}"
+
+    def _show(self, worker: str, stream: str, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        label = self._label(worker)
+        if self._is_coloured[stream]:
+            label = f"\x1b[{_COLOURS[self._ranks.get(worker, 0) % len(_COLOURS)]}m{label}\x1b[0m"
+        if self._options.prefix_timestamp:
+            label = f"{datetime.fromtimestamp(wall_time_s()).isoformat(' ', 'milliseconds')} {label}"
+        prefix = label.encode() + b" "
+        self._console.put(stream, b"".join(prefix + line + b"\n" for line in lines))
+
+    # Tracebacks are held back for a moment ----------------------------------------------------------------
+
+    def _set_release_timer(self) -> None:
+        deadline_s = self._folder.next_deadline_s()
+        if deadline_s is not None and self._release_timer is None:
+            self._release_timer = asyncio.get_running_loop().call_at(deadline_s, self._on_release_timer)
+
+    def _on_release_timer(self) -> None:
+        self._release_timer = None
+        # The loop runs a timer up to one tick of its clock early.
+        self._release_due(asyncio.get_running_loop().time() + 0.001)
+        self._set_release_timer()
+
+    def _release_due(self, now_s: float) -> None:
+        for worker in self._folder.due(now_s):
+            self._show(worker, "stderr", self._folder.release(worker, self._label(worker)))
+
+    # In the writer threads --------------------------------------------------------------------------------
+
+    def _write_console(self, stream: str, data: bytes) -> None:
+        if stream in self._unwritable:
+            return
+        try:
+            write_all(self._streams[stream], data)
+        except OSError:  # `farandole run ... | head`, or the terminal is gone: nobody is left to be told
+            self._unwritable.add(stream)
+
+    def _on_console_dropped(self, dropped_bytes: int) -> None:
+        self._say(f"nobody read the output; {dropped_bytes} bytes of it were dropped")
+
+    def _write_file(self, target: tuple[str, str], data: bytes) -> None:
+        assert self._files is not None
+        if "files" in self._unwritable:
+            return
+        try:
+            self._files.append(*target, data)
+        except OSError as error:
+            self._unwritable.add("files")
+            self._say(
+                f"no more files are written to {self._options.directory} ({error.strerror}); the job goes on"
+            )
+
+    def _on_file_dropped(self, dropped_bytes: int) -> None:
+        self._say(f"the disk of --output-filename is too slow; {dropped_bytes} bytes were not written")
+
+    def _say(self, text: str) -> None:
+        self._console.put("stderr", f"{OWN_PREFIX}{text}\n".encode())

@@ -1,0 +1,222 @@
+"""One worker's process: start it, read what it prints, know of its exit at once, end it. Used by agent.py.
+
+A worker is the leader of a session and of a process group of its own. The group is killed the moment the
+leader has exited: forked loader processes hold copies of a dead worker's sockets, and its peers would not see
+the end of their connections before those are gone too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from farandole.launch.lines import LineSplitter
+
+LAST_LINES = 20
+"""So many lines of the end of a worker's stderr are kept for the report of its exit."""
+
+DRAIN_S = 0.5
+"""A process that escaped from the group can hold the pipes open for ever; nobody listens longer than this."""
+
+_READ_BYTES = 1 << 16
+_READS_AT_EXIT = 16  # a pipe holds 64 KiB; the bound is for an escaped process that never stops writing
+
+
+async def spawn(
+    argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[str, bytes], None]
+) -> WorkerProcess:
+    """Start a worker with exactly this environment (and PYTHONUNBUFFERED=1, unless it says otherwise: the
+    last words of a killed worker are the ones that matter).
+
+    `on_line(stream, line)` gets each line of "stdout" and "stderr", without its end, on the event loop.
+    Raises OSError when the process cannot be started.
+    """
+    popen = subprocess.Popen(
+        list(argv),
+        env={"PYTHONUNBUFFERED": "1", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    )
+    return WorkerProcess(popen, on_line)
+
+
+class WorkerProcess:
+    """Made by `spawn`, on a running event loop."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], on_line: Callable[[str, bytes], None]) -> None:
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        self.pid = popen.pid  # of the group's leader, and so the group's number too
+        self._popen, self._on_line = popen, on_line
+        self._loop = asyncio.get_running_loop()
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        self._stdout = _OutputPipe(popen.stdout, self._on_stdout)
+        self._stderr = _OutputPipe(popen.stderr, self._on_stderr)
+        _watch_exit(popen, self._on_exit)
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The end of stderr, complete as soon as `wait` has returned."""
+        unfinished = self._stderr.unfinished
+        lines = [*self._last_lines, unfinished] if unfinished else list(self._last_lines)
+        return tuple(line.decode("utf-8", "backslashreplace") for line in lines[-LAST_LINES:])
+
+    async def wait(self) -> int:
+        """The exit code as subprocess gives it (negative for a signal), once the process is gone and reaped
+        and its group was killed. Does not wait for the output of processes that are left: see
+        `wait_for_output`."""
+        return await asyncio.shield(self._exit)
+
+    async def wait_for_output(self) -> None:
+        """Until `on_line` has had its last line, which is DRAIN_S after the exit at the latest."""
+        await asyncio.shield(self._stdout.ended)
+        await asyncio.shield(self._stderr.ended)
+
+    def terminate(self, grace_s: float, worker_pid: int | None = None) -> None:
+        """Ask the worker to end with SIGTERM; kill its group when it still lives after `grace_s` seconds.
+
+        worker_pid  the process that called init(), as its Hello says. It alone gets the signal: its loader
+                    processes must go on serving it until it has left, and a shell around it
+                    (`bash train.sh`) would neither pass the signal on nor outlive it.
+                    None: nobody called init(), so there is nothing to leave in order; all processes get it.
+        """
+        if self._exit.done():
+            return
+        if grace_s <= 0:
+            self.kill()
+            return
+        if worker_pid is not None and self._is_member(worker_pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker_pid, signal.SIGTERM)
+        else:
+            self._signal_group(signal.SIGTERM)
+        self._kill_within(grace_s)
+
+    def kill(self) -> None:
+        """SIGKILL for the whole group. Idempotent."""
+        if not self._exit.done():
+            self._signal_group(signal.SIGKILL)
+
+    def _on_stdout(self, line: bytes) -> None:
+        self._on_line("stdout", line)
+
+    def _on_stderr(self, line: bytes) -> None:
+        self._last_lines.append(line)
+        self._on_line("stderr", line)
+
+    def _on_exit(self) -> None:
+        # The group first: until it is reaped, the leader keeps the group's number from being used again.
+        self._signal_group(signal.SIGKILL)
+        exit_code = self._popen.wait()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        pipes = (self._stdout, self._stderr)
+        for pipe in pipes:
+            pipe.read_rest()
+        self._exit.set_result(exit_code)
+        for pipe in pipes:
+            self._loop.call_later(DRAIN_S, pipe.close)
+
+    def _is_member(self, pid: int) -> bool:
+        try:
+            return os.getpgid(pid) == self.pid
+        except ProcessLookupError:
+            return False
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+            os.killpg(self.pid, number)
+
+    def _kill_within(self, grace_s: float) -> None:
+        if self._kill_timer is not None:
+            if self._kill_timer.when() <= self._loop.time() + grace_s:
+                return
+            self._kill_timer.cancel()
+        self._kill_timer = self._loop.call_later(grace_s, self.kill)
+
+
+class _OutputPipe:
+    """The reading end of one output stream."""
+
+    def __init__(self, file: IO[bytes], on_line: Callable[[bytes], None]) -> None:
+        self._file, self._on_line = file, on_line
+        self._splitter = LineSplitter()
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        os.set_blocking(file.fileno(), False)
+        self._loop.add_reader(file.fileno(), self._read)
+
+    @property
+    def unfinished(self) -> bytes:
+        return self._splitter.unfinished
+
+    def read_rest(self) -> None:
+        """Read what is there, without waiting for more."""
+        for _ in range(_READS_AT_EXIT):
+            if self.ended.done() or not self._read():
+                return
+
+    def close(self) -> None:
+        """Hand on the last line and listen no more. Idempotent."""
+        if not self.ended.done():
+            self._loop.remove_reader(self._file.fileno())
+            self._file.close()
+            self.ended.set_result(None)
+            self._hand_on(self._splitter.end())
+
+    def _read(self) -> bool:
+        """Read once; False when there was nothing."""
+        try:
+            data = os.read(self._file.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.close()
+            return False
+        self._hand_on(self._splitter.feed(data, self._loop.time()))
+        return True
+
+    def _hand_on(self, lines: list[bytes]) -> None:
+        for line in lines:
+            self._on_line(line)
+
+
+def _watch_exit(popen: subprocess.Popen[bytes], on_exit: Callable[[], None]) -> None:
+    """Call `on_exit` on the event loop once the process has exited; it is not reaped yet where that can
+    be."""
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(popen.pid)
+    except (AttributeError, OSError):  # macOS; a kernel before 5.3, or a sandbox that forbids it
+        threading.Thread(target=_wait_for_exit, args=(popen, loop, on_exit), daemon=True).start()
+        return
+
+    def gone() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        on_exit()
+
+    loop.add_reader(descriptor, gone)
+
+
+def _wait_for_exit(
+    popen: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]
+) -> None:
+    if hasattr(os, "waitid"):
+        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+    else:  # macOS before Python 3.13
+        popen.wait()
+    with contextlib.suppress(RuntimeError):  # the loop was closed before the process ended
+        loop.call_soon_threadsafe(on_exit)

@@ -1,0 +1,148 @@
+"""What a job tells the person who started it: a line when something happens, and at the end what came of it.
+Used by cli.py."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TextIO
+
+from farandole.clock import now_s
+from farandole.config import JobConfig
+from farandole.events import (
+    AgentJoined,
+    ChangePlanned,
+    Event,
+    GenerationStarted,
+    JobEnds,
+    TrainingFinished,
+    UserCodeFailed,
+    WorkerEnded,
+    WorkerLost,
+    WorkerSpawned,
+)
+from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
+
+_LAST_LINES = 5  # of a lost worker's stderr; all that there are when verbose
+_TRACEBACK = "Traceback (most recent call last):"
+_DETAILS = (
+    AgentJoined,
+    WorkerSpawned,
+    WorkerEnded,
+    ChangePlanned,
+    TrainingFinished,
+    JobEnds,
+)  # shown when verbose
+
+
+class Loudness(IntEnum):
+    """QUIET: warnings and the end. NORMAL: each generation too. VERBOSE: every event."""
+
+    QUIET = 0
+    NORMAL = 1
+    VERBOSE = 2
+
+
+class Report:
+    """Writes to `stream`, without ever waiting for it before `close`. Call `started`, `on_event` for each
+    event, `ended`, `close`."""
+
+    def __init__(
+        self, stream: TextIO, loudness: Loudness = Loudness.NORMAL, clock: Callable[[], float] = now_s
+    ) -> None:
+        self._loudness, self._clock = loudness, clock
+        self._raw = unbuffered(stream)
+        self._writer = BackgroundWriter("report", self._write, lambda dropped_bytes: None)
+        self._started_s = clock()
+        self._generations = self._losses = self._replacements = 0
+        self._finished = 0
+        self._raised: set[str] = set()
+
+    def started(self, config: JobConfig, command: Sequence[str]) -> None:
+        """The job is about to begin."""
+        self._started_s = self._clock()
+        if self._loudness >= Loudness.NORMAL:
+            most = config.max_np or config.num_proc
+            workers = f"{_count(config.num_proc, 'worker')} (at least {config.min_np}, at most {most})"
+            self._say(f"{workers} to run {shlex.join(command)}")
+
+    def on_event(self, event: Event) -> None:
+        """Something happened."""
+        self._remember(event)
+        if not self._is_wanted(event):
+            return
+        if isinstance(event, UserCodeFailed):  # its stderr has shown the traceback already
+            self._say(f"{event.worker} raised {event.summary}")
+        elif isinstance(event, WorkerLost):
+            self._say("\n".join([event.line(), *self._last_words(event)]))
+        else:
+            self._say(event.line())
+
+    def ended(self, exit_code: int, reason: str) -> None:
+        """The job is over: what came of it."""
+        if exit_code != 0:
+            self._say(f"failed with exit code {exit_code}: {reason}")
+        elif self._finished:
+            self._say(f"success: {_count(self._finished, 'worker')} finished")
+        else:
+            self._say(f"success: {reason}")
+        counts = (
+            _count(self._generations, "generation"),
+            f"{_count(self._losses, 'worker')} lost",
+            f"{self._replacements} replaced",
+            f"{self._clock() - self._started_s:.1f} s",
+        )
+        self._say(", ".join(counts))
+
+    def error(self, text: str) -> None:
+        """The job could not be run."""
+        self._say(text)
+
+    def close(self) -> None:
+        """Write what is left; waits for that, but not for ever. Idempotent."""
+        self._writer.close()
+
+    def _remember(self, event: Event) -> None:
+        if isinstance(event, GenerationStarted):
+            self._generations += 1
+        elif isinstance(event, WorkerLost):
+            self._losses += 1
+        elif isinstance(event, WorkerSpawned):
+            self._replacements += event.restart > 0
+        elif isinstance(event, TrainingFinished):
+            self._finished = len(event.workers)
+        elif isinstance(event, UserCodeFailed):
+            self._raised.add(event.worker)
+
+    def _is_wanted(self, event: Event) -> bool:
+        if self._loudness == Loudness.VERBOSE:
+            return True
+        if isinstance(event, _DETAILS):
+            return False
+        return event.level == "warning" or self._loudness == Loudness.NORMAL
+
+    def _last_words(self, event: WorkerLost) -> list[str]:
+        """The end of the lost worker's stderr. Of a traceback, which was shown when it came, the last line
+        only; nothing when that was told as what the worker raised."""
+        lines = [line for line in event.last_lines if line.strip()]
+        if self._loudness < Loudness.VERBOSE:
+            is_traceback = _TRACEBACK in lines
+            if is_traceback and event.worker in self._raised:
+                return []
+            lines = lines[-1:] if is_traceback else lines[-_LAST_LINES:]
+        return [f"    | {line}" for line in lines]
+
+    def _say(self, text: str) -> None:
+        lines = "".join(f"{OWN_PREFIX}{line}\n" for line in text.splitlines())
+        self._writer.put("report", lines.encode("utf-8", "backslashreplace"))
+
+    def _write(self, _: str, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it any more; the exit code still tells
+            write_all(self._raw, data)
+
+
+def _count(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

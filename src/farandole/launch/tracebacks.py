@@ -1,0 +1,112 @@
+"""The same traceback from several workers is shown once; the others get one line that says so.
+
+One bug in a training script makes every worker print it, interleaved with the others. Pure; used by
+output.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+HOLD_S = 0.2
+"""A traceback is held back for at most this long after its last line."""
+
+_LONGEST_LINES = 400
+_REMEMBERED = 64
+_HEADER = b"Traceback (most recent call last):"
+_LINKS = (
+    b"During handling of the above exception, another exception occurred:",
+    b"The above exception was the direct cause of the following exception:",
+)
+_ADDRESS = re.compile(rb"\b0x[0-9a-f]{6,}\b")
+
+# Which line was held last, and so which may come next.
+_Place: TypeAlias = Literal["frames", "exception", "blank", "link", "blank after link"]
+
+
+@dataclass
+class _Block:
+    """The lines of one worker's traceback so far. `complete` of them end with an exception's line."""
+
+    deadline_s: float
+    lines: list[bytes] = field(default_factory=lambda: [_HEADER])
+    place: _Place = "frames"
+    complete: int = 0
+    summary: bytes = b""
+
+    def take(self, line: bytes) -> bool:
+        """Whether `line` goes on with the traceback; it is held then."""
+        place = self._place_of(line)
+        if place is None or len(self.lines) >= _LONGEST_LINES:
+            return False
+        self.lines.append(line)
+        if place == "exception":
+            self.complete = len(self.lines)
+            if self.place == "frames":
+                self.summary = line
+        self.place = place
+        return True
+
+    def _place_of(self, line: bytes) -> _Place | None:
+        if self.place == "frames" and line:
+            return "frames" if line.startswith(b" ") else "exception"
+        if self.place == "exception" and line.startswith(b" "):
+            return "exception"  # a note, or a message of several lines
+        if self.place == "exception" and not line:
+            return "blank"
+        if self.place == "blank" and line in _LINKS:
+            return "link"
+        if self.place == "link" and not line:
+            return "blank after link"
+        if self.place == "blank after link" and line == _HEADER:
+            return "frames"
+        return None
+
+
+class TracebackFolder:
+    """Takes the lines of all workers' stderr and gives back those to show: all of them, in the order of each
+    worker, but for tracebacks that another worker has shown before."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Block] = {}
+        self._shown: dict[bytes, tuple[str, str]] = {}  # normalised text: worker and label that showed it
+
+    def feed(self, worker: str, label: str, line: bytes, now_s: float) -> list[bytes]:
+        """The lines of `worker` to show now. `label` is how a person knows it at the moment."""
+        block = self._held.get(worker)
+        if block is not None and block.take(line):
+            block.deadline_s = now_s + HOLD_S
+            return []
+        lines = self.release(worker, label)
+        if line == _HEADER:
+            self._held[worker] = _Block(now_s + HOLD_S)
+        else:
+            lines.append(line)
+        return lines
+
+    def release(self, worker: str, label: str) -> list[bytes]:
+        """No more lines are to be waited for: what is held of `worker`, to show now."""
+        block = self._held.pop(worker, None)
+        if block is None:
+            return []
+        if not block.complete:
+            return block.lines
+        traceback, rest = block.lines[: block.complete], block.lines[block.complete :]
+        text = _ADDRESS.sub(b"0x", b"\n".join(traceback))
+        shown_by, shown_as = self._shown.setdefault(text, (worker, label))
+        if len(self._shown) > _REMEMBERED:
+            del self._shown[next(iter(self._shown))]
+        if shown_by == worker:
+            return block.lines
+        return [b"the same traceback as %s: %s" % (shown_as.encode(), block.summary), *rest]
+
+    def due(self, now_s: float) -> Iterator[str]:
+        """The workers whose held lines have waited long enough and are to be released."""
+        return (worker for worker, block in list(self._held.items()) if block.deadline_s <= now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """When somebody will be due; None while nothing is held."""
+        return min((block.deadline_s for block in self._held.values()), default=None)

@@ -1,0 +1,114 @@
+"""Writing that never makes the event loop wait: a terminal after Ctrl-S, a pager that nobody scrolls, a slow
+disk.
+
+Used for everything that `farandole run` prints or writes for its workers.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable
+from typing import BinaryIO, Generic, TextIO, TypeVar
+
+BACKLOG_BYTES = 64 << 20
+"""So much may wait to be written. What comes on top is dropped: training does not stop for its output."""
+
+CLOSE_S = 5.0
+"""At the end of a job the last lines may take this long."""
+
+OWN_PREFIX = "[farandole] "
+"""What we say ourselves begins with this; what workers print begins with their rank."""
+
+Target = TypeVar("Target")
+
+
+class BackgroundWriter(Generic[Target]):
+    """Calls `write(target, data)` in a thread of its own, in the order of `put`; pieces that follow each
+    other to the same target are joined. `write` must not raise. `on_dropped(bytes)` is called in that thread
+    when writing goes on after pieces had to be dropped."""
+
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[Target, bytes], None],
+        on_dropped: Callable[[int], None],
+        backlog_bytes: int = BACKLOG_BYTES,
+    ) -> None:
+        self._write, self._on_dropped, self._backlog_bytes = write, on_dropped, backlog_bytes
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[Target, bytes]] = []
+        self._waiting_bytes = 0
+        self._dropped_bytes = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, target: Target, data: bytes) -> None:
+        """Have `data` written soon. Never waits; ignored after `close`."""
+        with self._changed:
+            if self._is_closed:
+                return
+            if self._waiting_bytes + len(data) > self._backlog_bytes:
+                self._dropped_bytes += len(data)
+                return
+            self._waiting.append((target, data))
+            self._waiting_bytes += len(data)
+            self._changed.notify()
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Whether all was written within `timeout_s`; the thread is left behind otherwise. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            pieces, dropped_bytes = taken
+            for target, data in _joined(pieces):
+                self._write(target, data)
+            if dropped_bytes:
+                self._on_dropped(dropped_bytes)
+
+    def _take(self) -> tuple[list[tuple[Target, bytes]], int] | None:
+        """All that waits, as soon as anything does, and how much was dropped; None at the end."""
+        with self._changed:
+            # No deadline: the thread has nothing else to do, and `close` always wakes it.
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if not self._waiting:
+                return None
+            taken = self._waiting, self._dropped_bytes
+            self._waiting, self._waiting_bytes, self._dropped_bytes = [], 0, 0
+            return taken
+
+
+def unbuffered(stream: TextIO) -> BinaryIO:
+    """The bytes' way into a text stream, without buffers on it: a thread that is blocked in a buffered write
+    holds a lock that the interpreter wants when it exits."""
+    stream.flush()
+    binary = stream.buffer
+    raw: BinaryIO = getattr(binary, "raw", binary)
+    return raw
+
+
+def write_all(raw: BinaryIO, data: bytes) -> None:
+    """Write all of `data`, waiting for as long as that takes. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        written: int | None = raw.write(rest)
+        if written is None:  # some other process has made our terminal non-blocking
+            select.select([], [raw], [], 1.0)
+        else:
+            rest = rest[written:]
+
+
+def _joined(pieces: list[tuple[Target, bytes]]) -> list[tuple[Target, bytes]]:
+    joined: list[tuple[Target, list[bytes]]] = []
+    for target, data in pieces:
+        if joined and joined[-1][0] == target:
+            joined[-1][1].append(data)
+        else:
+            joined.append((target, [data]))
+    return [(target, b"".join(parts)) for target, parts in joined]
