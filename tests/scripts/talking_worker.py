@@ -25,6 +25,8 @@ from farandole.messages import (
     Failed,
     Hello,
     LinkBroken,
+    Newcomer,
+    Prepare,
     Ready,
     Start,
     Stop,
@@ -67,10 +69,13 @@ def obey() -> None:
             arrived = str(time.monotonic_ns())
             conversation.say(LinkBroken(order.number, "", "receive", arrived))
             conversation.say(Ready(order.number))
-        elif isinstance(order, Start):
+        elif isinstance(order, Prepare):
+            conversation.say(Ready(order.number))
+        elif isinstance(order, Start | Newcomer):
             conversation.say(Elastic())
+        if isinstance(order, Start):
             conversation.say(Synced(order.id.number))
-        elif isinstance(order, Stop):
+        if isinstance(order, Stop):
             return
 
 

@@ -173,7 +173,9 @@ class Coordinator:
         who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
         if len(self._strangers) >= STRANGERS_LIMIT:
             writer.transport.abort()
-            self._on_event(ConnectionRefused(who, f"{STRANGERS_LIMIT} others are proving the token just now"))
+            self._on_event(
+                ConnectionRefused(who, f"too many others ({STRANGERS_LIMIT}) are proving the token now")
+            )
             return
         task = self._loop.create_task(self._converse(reader, writer, who))
         self._strangers.add(task)

@@ -36,9 +36,13 @@ class WorkerServer:
     """
 
     def __init__(
-        self, on_message: Callable[[str, WorkerMessage], None], on_refused: Callable[[str, str], None]
+        self,
+        on_message: Callable[[str, WorkerMessage], None],
+        on_refused: Callable[[str, str], None],
+        has_abstract_sockets: bool = sys.platform == "linux",
     ) -> None:
         self.address = ""
+        self._has_abstract_sockets = has_abstract_sockets
         self._on_message, self._on_refused = on_message, on_refused
         self._secrets: dict[str, str] = {}
         self._connections: dict[str, WorkerConnection] = {}
@@ -49,7 +53,7 @@ class WorkerServer:
     def start(self) -> None:
         """Listen. An abstract address needs no file, so a killed agent leaves nothing behind; where the
         system has none (macOS) it is a file in a directory that only this user can enter."""
-        if sys.platform == "linux":
+        if self._has_abstract_sockets:
             self.address = f"@farandole-{secrets.token_hex(16)}"
             self._listener.bind(b"\0" + self.address[1:].encode())
         else:
