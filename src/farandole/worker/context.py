@@ -13,10 +13,10 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.listener import DataListener
 from farandole.collectives.ring_builder import RingBuilder
-from farandole.env import read_fixed_env, read_worker_env
+from farandole.env import FixedEnv, read_fixed_env, read_worker_env
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
-from farandole.worker import fixed_size
+from farandole.worker.fixed_size import Meeting
 from farandole.worker.job import Job
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -24,6 +24,7 @@ _CONNECT_TIMEOUT_S = 30.0
 _job: Job | None = None
 _slot = 0
 _listener: DataListener | None = None  # under a fixed-size launcher; a Job has its own
+_meeting: Meeting | None = None
 
 
 def init() -> None:
@@ -55,7 +56,7 @@ def init() -> None:
 
 def shutdown() -> None:
     """Leave the world: close all connections. Idempotent; called at exit. init() may follow."""
-    global _job, _listener
+    global _job, _listener, _meeting
     if world.is_entered():
         world.current().transport.close()
         world.enter(None)
@@ -65,6 +66,7 @@ def shutdown() -> None:
     if _listener is not None:
         _listener.close()
         _listener = None
+    _meeting = None
 
 
 def is_initialized() -> bool:
@@ -131,10 +133,11 @@ def _enter_alone() -> None:
     world.enter(world.World(nobody, Placement(0, 1, 0, 1, 0, 1), AloneTransport()))
 
 
-def _meet_fixed(env: fixed_size.FixedEnv) -> None:
-    global _listener
+def _meet_fixed(env: FixedEnv) -> None:
+    global _listener, _meeting
     _listener = DataListener()
-    start = fixed_size.meet(env, _listener.address, _CONNECT_TIMEOUT_S)
+    _meeting = Meeting(env, _CONNECT_TIMEOUT_S)
+    start = _meeting.meet(_listener.address)
     transport = RingBuilder(_listener, start, f"rank{env.rank}", _CONNECT_TIMEOUT_S).build()
     world.enter(world.World(start.id, start.placement, transport))
 

@@ -1,0 +1,50 @@
+# Everything a developer needs; each target sets up .venv by itself when that is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help demo test chaos check format bench docs clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
+
+demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
+	@$(BIN)/python examples/digits/demo.py
+
+test: $(READY)  ## all tests but the long chaos runs
+	@echo "Running the tests, with real processes and real kills; this takes a few minutes ..."
+	@$(BIN)/python -m pytest
+
+chaos: $(READY)  ## many random schedules of kills and joins; CHAOS_SCHEDULES=50
+	@$(BIN)/python -m pytest -m chaos_long tests/chaos
+
+check: $(READY)  ## lint, format, types, import direction
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/unit/test_layers.py
+
+format: $(READY)  ## let ruff put everything into shape
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(READY)  ## recovery times, and step time against DDP; some minutes
+	@$(BIN)/python -m benchmarks.run
+
+docs: $(READY)  ## the documentation as web pages, into site/
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "Written to site/index.html"
+
+clean:  ## remove what the other targets made
+	@rm -rf .venv site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted set-up is taken up again the next time.
+$(READY): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"Farandole needs Python 3.10 or newer; {sys.executable} is {v[0]}.{v[1]}. Say which: make PYTHON=/path/to/python3 ...")'
+	@test -x $(BIN)/python || { echo "Creating .venv with $$($(PYTHON) --version) ..."; $(PYTHON) -m venv .venv; }
+	@echo "Installing the pinned packages into .venv; torch is large, this may take some minutes ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(READY)
+	@echo "Ready."

@@ -1,0 +1,64 @@
+"""kill -9 of one of several workers -> next applied step on all survivors; and the pause when one joins."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import RunningJob, all_training
+
+WORKLOAD = Path(__file__).parent / "workload.py"
+
+
+def measure(
+    workers: int, kills: int, seed: int, num_workers: int = 0, width: int = 128, layers: int = 2
+) -> dict[str, Any]:
+    """Kill a random worker `kills` times, each time after its predecessor's replacement has joined.
+
+    Milliseconds. `recovery`: for each kill, until the slowest survivor has applied a step of a later
+    generation; `joins`: for each join, the longest gap between two steps of a survivor.
+    """
+    chance = random.Random(seed)
+    arguments = ["--num-workers", str(num_workers), "--width", str(width), "--layers", str(layers)]
+    recovery, joins = [], []
+    with tempfile.TemporaryDirectory(prefix="farandole-bench-") as name:
+        folder, output = Path(name), Path(name) / "output"
+        flags = ["-np", str(workers), "--restarts", str(kills), "--quiet"]
+        with RunningJob(flags, WORKLOAD, arguments, folder, output) as job:
+            done = []
+            latest = job.wait_until(all_training(workers), timeout_s=120)
+            for _ in range(kills):
+                rank = chance.randrange(workers)
+                victim, generation = latest[rank]["pid"], latest[rank]["generation"]
+                at_ns = job.kill(victim)
+                done.append((at_ns, generation, {record["pid"] for record in latest.values()} - {victim}))
+
+                def has_joined(latest: dict[int, dict[str, Any]], beyond: int = generation) -> bool:
+                    return all_training(workers)(latest) and latest[0]["generation"] > beyond
+
+                latest = job.wait_until(has_joined, timeout_s=120)
+        proof = Proof(folder)
+        sizes = proof.generations()
+        for at_ns, generation, survivors in done:
+            first = proof.first_steps(generation + 1, survivors)
+            assert set(first) == survivors, "a survivor of a kill never stepped again"
+            recovery.append((max(first.values()) - at_ns) / 1e6)
+            joined = min(g for g, size in sizes.items() if g > generation and size == workers)
+            joins.append(max(proof.pauses_at(joined)))
+        return {
+            "workers": workers,
+            "loader_processes": num_workers,
+            "kills": kills,
+            "seed": seed,
+            "median_step_ms": round(proof.median_step_ms(), 2),
+            "steps_redone": proof.redone(),
+            "recovery_ms": [round(ms, 1) for ms in recovery],
+            "recovery_median_ms": round(statistics.median(recovery), 1),
+            "recovery_worst_ms": round(max(recovery), 1),
+            "join_pause_median_ms": round(statistics.median(joins), 1),
+            "join_pause_worst_ms": round(max(joins), 1),
+        }

@@ -1,0 +1,146 @@
+"""Whole jobs: real processes, real kills, and the records of every worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import RunningJob, all_training
+from tests.jobs import ELASTIC_JOB, check_job
+
+SAMPLES = 600
+
+
+def job(folder: Path, flags: list[str], *arguments: str) -> RunningJob:
+    return RunningJob(flags, ELASTIC_JOB, arguments, folder, folder / "output")
+
+
+def beyond(generation: int, size: int) -> Any:
+    def condition(latest: dict[int, dict[str, Any]]) -> bool:
+        return all_training(size)(latest) and latest[0]["generation"] > generation
+
+    return condition
+
+
+def test_a_quiet_job_trains_every_sample_once_with_one_generation(tmp_path: Path) -> None:
+    with job(tmp_path, ["-np", "3"]) as running:
+        assert running.wait(60) == 0
+    proof = Proof(tmp_path)
+    check_job(proof, epochs=3, samples=SAMPLES, workers_at_end=3)
+    assert proof.generations() == {1: 3}
+    assert proof.redone() == 0
+
+
+@pytest.mark.parametrize("extra", [["--num-workers", "0"], ["--num-workers", "2"], ["--mean-each-step"]])
+def test_survivors_of_a_kill_go_on_in_the_same_processes_and_the_replacement_joins(
+    tmp_path: Path, extra: list[str]
+) -> None:
+    with job(tmp_path, ["-np", "3"], "--epochs", "60", *extra) as running:
+        latest = running.wait_until(all_training(3), 60)
+        victim, generation = latest[1]["pid"], latest[1]["generation"]
+        at_ns = running.kill(victim)
+        survivors = {record["pid"] for record in latest.values()} - {victim}
+        running.wait_until(beyond(generation, 3), 60)
+        assert running.wait(120) == 0
+    proof = Proof(tmp_path)
+    check_job(proof, epochs=60, samples=SAMPLES, workers_at_end=3)
+    first = proof.first_steps(generation + 1, survivors)
+    assert set(first) == survivors
+    assert all(ns > at_ns for ns in first.values())
+    assert survivors <= {end["pid"] for end in proof.ends()}
+    assert proof.redone() <= 1
+
+
+def test_rank_0_may_die_like_any_other(tmp_path: Path) -> None:
+    with job(tmp_path, ["-np", "2"], "--epochs", "60") as running:
+        latest = running.wait_until(all_training(2), 60)
+        running.kill(latest[0]["pid"])
+        running.wait_until(beyond(latest[0]["generation"], 2), 60)
+        assert running.wait(120) == 0
+    check_job(Proof(tmp_path), epochs=60, samples=SAMPLES, workers_at_end=2)
+
+
+def test_all_but_one_may_die_at_once(tmp_path: Path) -> None:
+    with job(tmp_path, ["-np", "3"], "--epochs", "60") as running:
+        latest = running.wait_until(all_training(3), 60)
+        for rank in (0, 1):
+            running.kill(latest[rank]["pid"])
+        running.wait_until(beyond(latest[0]["generation"], 3), 60)
+        assert running.wait(120) == 0
+    check_job(Proof(tmp_path), epochs=60, samples=SAMPLES, workers_at_end=3)
+
+
+def test_a_job_without_replacements_goes_on_with_fewer(tmp_path: Path) -> None:
+    with job(tmp_path, ["-np", "3", "--restarts", "0"], "--epochs", "20") as running:
+        latest = running.wait_until(all_training(3), 60)
+        running.kill(latest[2]["pid"])
+        assert running.wait(60) == 0
+    proof = Proof(tmp_path)
+    check_job(proof, epochs=20, samples=SAMPLES, workers_at_end=2)
+    assert set(proof.generations().values()) == {3, 2}
+
+
+def test_sigterm_at_a_worker_lets_it_leave_and_redoes_nothing(tmp_path: Path) -> None:
+    with job(tmp_path, ["-np", "3"], "--epochs", "20") as running:
+        latest = running.wait_until(all_training(3), 60)
+        running.kill(latest[1]["pid"], signal.SIGTERM)
+        assert running.wait(60) == 0
+    proof = Proof(tmp_path)
+    check_job(proof, epochs=20, samples=SAMPLES, workers_at_end=2)
+    assert proof.redone() == 0
+
+
+def test_below_min_np_the_job_waits_and_then_fails_saying_why(tmp_path: Path) -> None:
+    flags = ["-np", "2", "--min-np", "2", "--restarts", "0", "--elastic-timeout", "1"]
+    with job(tmp_path, flags, "--epochs", "1000") as running:
+        latest = running.wait_until(all_training(2), 60)
+        running.kill(latest[1]["pid"])
+        assert running.wait(30) == 1
+    said = (tmp_path / "output").read_text()
+    assert "--min-np" in said
+    assert "--elastic-timeout" in said or "waited" in said
+
+
+def test_a_worker_that_leaves_with_exit_code_0_in_the_middle_is_lost_like_any_other(tmp_path: Path) -> None:
+    """An exit is never a message: a debugger, a wild os._exit(0), a library may have caused it."""
+    with job(tmp_path, ["-np", "2"], "--epochs", "60") as running:
+        latest = running.wait_until(all_training(2), 60)
+        running.kill(latest[1]["pid"], signal.SIGABRT)
+        running.wait_until(beyond(latest[0]["generation"], 2), 60)
+        assert running.wait(120) == 0
+    check_job(Proof(tmp_path), epochs=60, samples=SAMPLES, workers_at_end=2)
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
+    from tests.jobs import processes_with
+
+    with job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
+        running.wait_until(all_training(2), 60)
+        assert len(processes_with(str(tmp_path))) >= 3
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.process.wait(10)
+        wait_until_gone(str(tmp_path))
+
+
+def test_ctrl_c_ends_the_job_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    with job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
+        running.wait_until(all_training(2), 60)
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait(20) == 130
+        wait_until_gone(str(tmp_path))
+    assert "Traceback" not in (tmp_path / "output").read_text()
+
+
+def wait_until_gone(needle: str, timeout_s: float = 5.0) -> None:
+    import time
+
+    from tests.jobs import processes_with
+
+    deadline = time.monotonic() + timeout_s
+    while processes_with(needle):
+        assert time.monotonic() < deadline, f"left behind: {processes_with(needle)}"

@@ -1,0 +1,83 @@
+"""A small elastic job for tests: fast steps, a model with BatchNorm and dropout, records of every step."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import torch.nn.functional as F
+
+import farandole as fd
+from farandole.testing.records import Records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=600)
+    parser.add_argument("--global-batch-size", type=int, default=12)
+    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--item-ms", type=float, default=0.0, help="what one sample costs")
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--mean-each-step", action="store_true", help="a collective of the user's own")
+    parser.add_argument("--records")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    fd.init()
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return options.samples
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            time.sleep(options.item_ms / 1e3)
+            x = torch.linspace(-1, 1, 8) * (index / options.samples)
+            return x, x.sum(dim=0, keepdim=True)
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, options.width),
+        torch.nn.BatchNorm1d(options.width),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(options.width, 1),
+    )
+    optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    loader = fd.elastic.DataLoader(
+        Numbers(),
+        global_batch_size=options.global_batch_size,
+        seed=3,
+        num_workers=options.num_workers,
+        min_share=2,
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.9)
+    state = fd.elastic.TorchState(
+        model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[scheduler.step], seen=0
+    )
+    records = Records(options.records)
+
+    @fd.elastic.run
+    def train(state: fd.elastic.TorchState) -> float:
+        for _ in loader.epochs(options.epochs):
+            for x, y in loader:
+                records.before_step(state)
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                if optimizer.step():
+                    records.after_step(state)
+                    state.seen += 1
+                if options.mean_each_step:
+                    fd.mean(loss.item())
+            fd.mean(1.0)
+        return fd.mean(float(state.step))
+
+    result = train(state)
+    records.at_end(state, scheduler_last_epoch=scheduler.last_epoch, seen=state.seen, result=result)
+    print(f"rank {fd.rank()} is through after {state.step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()
