@@ -244,7 +244,7 @@ def _size_of(dataset: MapDataset) -> int:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is an IterableDataset: its samples cannot be asked for by index, "
-            f"so they cannot be divided anew when workers change; give a data set with __len__ and __getitem__"
+            f"so they cannot be divided anew when workers change; give one with __len__ and __getitem__"
         )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(f"{type(dataset).__name__} needs __len__ and __getitem__ to be divided among workers")

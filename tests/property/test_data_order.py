@@ -1,0 +1,332 @@
+"""Every sample exactly once per epoch, under any schedule of faults, joins, leaves, saves and loads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, repeat
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.data.dealer import Dealer
+from farandole.data.loader import DataLoader
+from farandole.data.partition import Layout, batches, global_batch, make_ticket, micro_batches, share
+from farandole.data.permutation import Permutation
+from farandole.state import step
+from farandole.state.ticket import Batch
+
+EPOCHS = 2
+sizes = st.one_of(
+    st.integers(1, 300),
+    st.integers(1, 12).flatmap(lambda k: st.sampled_from([2**k - 1, 2**k, 2**k + 1])),
+    st.integers(1, 6).map(lambda k: 4**k + 1),
+)
+huge_sizes = st.one_of(st.integers(1, 2**62), st.integers(1, 62).map(lambda k: 2**k))
+seeds = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    size = draw(st.integers(1, 40))
+    global_batch_size = draw(st.integers(1, size))
+    min_share = draw(st.integers(1, min(3, global_batch_size)))
+    max_local_batch = draw(st.none() | st.integers(2 * min_share - 1, 12))
+    return Layout(size, global_batch_size, max_local_batch, min_share)
+
+
+# The order --------------------------------------------------------------------------------------------------
+
+
+@given(sizes, seeds, seeds)
+def test_every_order_is_a_bijection_and_inverse_takes_it_back(size: int, seed: int, epoch: int) -> None:
+    positions = np.arange(size)
+    order = Permutation(size, seed, epoch)
+    indices = order(positions)
+    assert np.array_equal(np.sort(indices), positions)
+    assert np.array_equal(order.inverse(indices), positions)
+
+
+@given(huge_sizes, seeds, st.data())
+def test_huge_orders_stay_in_range_and_can_be_inverted(size: int, seed: int, data: st.DataObject) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)
+    order = Permutation(size, seed, 0)
+    indices = order(positions)
+    assert indices.dtype == np.int64
+    assert all(0 <= index < size for index in indices.tolist())
+    assert np.array_equal(order.inverse(indices), positions)
+
+
+@given(huge_sizes, seeds, st.data())
+def test_one_position_at_a_time_gives_the_same_as_many(size: int, seed: int, data: st.DataObject) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)
+    order = Permutation(size, seed, 1)
+    assert order(positions).tolist() == [int(order(np.int64(p).reshape(1))[0]) for p in positions]
+
+
+# The division -----------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000), st.integers(0, 100), st.integers(1, 20), st.integers(1, 4))
+def test_shares_are_disjoint_cover_everything_and_differ_by_at_most_one(
+    start: int, samples: int, parts: int, min_share: int
+) -> None:
+    slices = [share(start, start + samples, part, parts, min_share) for part in range(parts)]
+    assert [p for low, high in slices for p in range(low, high)] == list(range(start, start + samples))
+    lengths = [high - low for low, high in slices]
+    if min_share == 1:
+        assert max(lengths) - min(lengths) <= 1
+    else:
+        filled = [length for length in lengths if length]
+        assert not filled or max(filled) - min(filled) <= 1
+        assert samples < min_share or min(filled) >= min_share
+
+
+@given(layouts(), st.integers(1, 9), st.integers(0, 39))
+def test_micro_batches_respect_both_limits_and_are_equally_many_on_all_ranks(
+    layout: Layout, world: int, at: int
+) -> None:
+    cursor = at % layout.size
+    tickets = [make_ticket(layout, 0, cursor, rank, world) for rank in range(world)]
+    all_batches = [batches(ticket, layout.min_share) for ticket in tickets]
+    start, stop = global_batch(cursor, layout.size, layout.global_batch_size)
+    count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_share)
+    assert {len(each) for each in all_batches} == {count}
+    flat = [batch for each in all_batches for batch in each]
+    assert [p for batch in flat for p in range(batch.low, batch.high)] == list(range(start, stop))
+    assert [batch.is_last for batch in all_batches[0]] == [False] * (count - 1) + [True]
+    for batch in flat:
+        assert layout.max_local_batch is None or batch.samples <= layout.max_local_batch
+        assert batch.is_ghost or batch.samples >= min(layout.min_share, stop - start)
+
+
+@given(layouts(), st.integers(1, 9), st.integers(0, 39), st.integers(0, 2**32))
+def test_the_weighted_gradients_of_all_ranks_add_up_to_that_of_the_global_batch(
+    layout: Layout, world: int, at: int, seed: int
+) -> None:
+    gradients = np.random.default_rng(seed).normal(size=(layout.size, 3))
+    total = np.zeros(3)
+    for rank in range(world):
+        ticket = make_ticket(layout, 0, at % layout.size, rank, world)
+        for batch in batches(ticket, layout.min_share):
+            if not batch.is_ghost:
+                total += batch.weight * gradients[batch.low : batch.high].mean(axis=0)
+    np.testing.assert_allclose(total, gradients[ticket.start : ticket.stop].mean(axis=0), rtol=0, atol=1e-13)
+
+
+# Prefetching ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(layouts(), st.integers(0, 9), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 5)), max_size=12))
+def test_after_a_restart_nothing_of_the_old_deal_is_delivered_however_much_was_fetched(
+    layout: Layout, depth: int, deals: list[tuple[int, int]]
+) -> None:
+    dealer = Dealer(layout, lambda epoch, positions: positions)
+    feed = iter(dealer)
+    epoch = cursor = 0
+    for takes, world in deals:
+        dealer.restart(epoch, cursor, world - 1, world)
+        for _ in range(takes):
+            if cursor == layout.size:
+                epoch, cursor = epoch + 1, 0
+            ticket = make_ticket(layout, epoch, cursor, world - 1, world)
+            for batch in batches(ticket, layout.min_share):
+                assert _take(dealer, feed, depth) == batch
+            cursor = ticket.stop
+
+
+def _take(dealer: Dealer, feed: Iterator[list[int]], depth: int) -> Batch:
+    while True:
+        while len(dealer.on_way) <= depth:
+            next(feed)
+        dealt = dealer.on_way.popleft()
+        if dealt.deal == dealer.deal:
+            return dealt.batch
+
+
+# A whole job ------------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Worker:
+    """A training loop as a user writes it, which stops for the simulation at every batch and after every
+    epoch. It is the Boundary of its own loader."""
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        self.all_advance = True
+        self.loader = DataLoader(
+            Numbers(layout.size),
+            layout.global_batch_size,
+            seed=seed,
+            collate_fn=list,
+            max_local_batch=layout.max_local_batch,
+            min_share=layout.min_share,
+        )
+        self.loader.boundary = self
+        self.run = self._train()
+
+    def _train(self) -> Iterator[str]:
+        for _ in self.loader.epochs(EPOCHS):
+            for samples in self.loader:
+                batch = self.loader.batch
+                assert batch is not None
+                assert samples
+                assert self.loader.indices == ([] if batch.is_ghost else samples)
+                yield "batch"
+            yield "tail"
+
+    def reach(self) -> None:
+        pass
+
+    def reach_epoch_end(self) -> bool:
+        return self.all_advance
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.loader.epoch, self.loader.cursor
+
+    def resume(self) -> str:
+        """Run to the next ticket's last micro-batch, to the tail of the epoch, or to the end."""
+        where = next(self.run, "end")
+        self.samples = list(self.loader.indices)
+        self.loop_bodies = 1
+        while where == "batch" and not self.loader.batch.is_last:
+            next(self.run)
+            self.samples += self.loader.indices
+            self.loop_bodies += 1
+        self.all_advance = True
+        return where
+
+
+@dataclass
+class Event:
+    """What happens at a batch, or in the tail of an epoch. After all but "step" there are `world` workers.
+
+    step     nothing: all workers make the step, or advance to the next epoch
+    fault    no worker has done so when some are lost
+    uneven   `done` workers have
+    planned  all have
+    save     none has; the job ends, and starts again from the state it saved
+    """
+
+    kind: str
+    world: int = 1
+    lost: int = 0  # a bit for each rank
+    done: int = 0
+
+
+class Simulation:
+    """A job in lockstep. `applied` holds epoch and samples of each decided step."""
+
+    def __init__(self, layout: Layout, seed: int, world: int) -> None:
+        self.layout, self.seed = layout, seed
+        self.applied: list[tuple[int, list[int]]] = []
+        self.workers = [Worker(layout, seed) for _ in range(world)]
+        self._set_world()
+
+    def run(self, schedule: list[Event]) -> None:
+        for event in chain(schedule, repeat(Event("step"))):
+            (where,) = {worker.resume() for worker in self.workers}
+            if where == "end":
+                return
+            place = self.workers[0].place
+            samples = self._handed_out() if where == "batch" else []
+            self._complete(event, where)
+            if event.kind != "step":
+                self._regroup(event)
+            if where == "batch" and self.workers[0].place != place:
+                self.applied.append((place[0], samples))
+            self._all_hold_the_same_small_state()
+
+    def _handed_out(self) -> list[int]:
+        assert len({worker.loop_bodies for worker in self.workers}) == 1
+        samples = [index for worker in self.workers for index in worker.samples]
+        ticket = self.workers[0].loader.ticket
+        assert ticket is not None
+        assert len(samples) == ticket.global_samples
+        return samples
+
+    def _complete(self, event: Event, where: str) -> None:
+        """Those workers that get so far make the step, or advance to the next epoch."""
+        everybody = len(self.workers)
+        count = {"step": everybody, "planned": everybody, "uneven": event.done}.get(event.kind, 0)
+        for worker in self.workers[:count]:
+            if where == "batch":
+                worker.loader.commit(worker.loader.ticket)
+            elif event.kind != "step":
+                worker.resume()
+
+    def _regroup(self, event: Event) -> None:
+        """Some workers are lost, new ones take the lowest ranks; all get the state of the furthest one."""
+        survivors = [worker for rank, worker in enumerate(self.workers) if not event.lost >> rank & 1]
+        survivors = (survivors or self.workers[-1:])[: event.world]
+        state = max(survivors, key=lambda worker: worker.place).loader.state_dict()
+        if event.kind == "save":
+            survivors = []
+        joined = [Worker(self.layout, self.seed) for _ in range(event.world - len(survivors))]
+        self.workers = joined + survivors
+        for worker in self.workers:
+            worker.loader.load_state_dict(state)
+            worker.all_advance = False
+        self._set_world()
+
+    def _set_world(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            worker.loader.set_world(rank, len(self.workers))
+
+    def _all_hold_the_same_small_state(self) -> None:
+        states = [worker.loader.state_dict() for worker in self.workers]
+        assert all(state == states[0] for state in states)
+
+
+events = st.builds(
+    Event,
+    kind=st.sampled_from(["step", "step", "fault", "uneven", "planned", "save"]),
+    world=st.integers(1, 5),
+    lost=st.integers(0, 31),
+    done=st.integers(0, 5),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(layouts(), seeds, st.integers(1, 5), st.lists(events, max_size=20))
+def test_every_step_has_the_same_samples_whatever_happens_and_every_epoch_all_of_them_once(
+    layout: Layout, seed: int, world: int, schedule: list[Event]
+) -> None:
+    job = Simulation(layout, seed, world)
+    try:
+        job.run(schedule)
+    finally:
+        step.close()
+    undisturbed = []
+    for epoch in range(EPOCHS):
+        order = Permutation(layout.size, seed, epoch)(np.arange(layout.size)).tolist()
+        for start in range(0, layout.size, layout.global_batch_size):
+            undisturbed.append((epoch, order[start : start + layout.global_batch_size]))
+    assert job.applied == undisturbed
+    for epoch in range(EPOCHS):
+        trained = Counter(index for number, samples in job.applied if number == epoch for index in samples)
+        assert trained == Counter(range(layout.size))
+
+
+@given(huge_sizes, seeds, st.integers(0, 2**40), st.data())
+def test_the_saved_state_is_a_few_integers_for_any_size(
+    size: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    loader = DataLoader(Numbers(size), data.draw(st.integers(1, size)), seed=seed)
+    loader.epoch, loader.cursor = epoch, data.draw(st.integers(0, size))
+    assert len(msgspec.msgpack.encode(loader.state_dict())) <= 128

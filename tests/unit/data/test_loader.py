@@ -1,0 +1,352 @@
+"""The loader in one process: what moves its position, what it hands out again, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from farandole.data.loader import DataLoader
+from farandole.errors import DataError, StepError
+from farandole.state import step
+
+
+@pytest.fixture(autouse=True)
+def no_open_step() -> Iterator[None]:
+    step.close()
+    yield
+    step.close()
+    step.on_decided(None)
+
+
+class Numbers:
+    """Its samples are their own indices; `fetched` holds them in the order of asking."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.fetched.append(index)
+        return index
+
+
+class Regroups:
+    """A boundary at which something happens once; `answers` to whether all are through with the epoch."""
+
+    def __init__(self, action: Callable[[], None] = lambda: None, answers: tuple[bool, ...] = ()) -> None:
+        self.action: Callable[[], None] | None = action
+        self.answers = list(answers)
+
+    def reach(self) -> None:
+        action, self.action = self.action, None
+        if action is not None:
+            action()
+
+    def reach_epoch_end(self) -> bool:
+        return self.answers.pop(0) if self.answers else True
+
+
+def make(size: int = 10, global_batch_size: int = 4, **options: Any) -> DataLoader:
+    return DataLoader(Numbers(size), global_batch_size, **{"shuffle": False, "collate_fn": list, **options})
+
+
+def make_step(loader: DataLoader) -> None:
+    """What optimizer and state do when a step is applied."""
+    step.on_decided(lambda batch: loader.commit(batch.ticket))
+    step.reduced()
+    step.decided()
+
+
+def test_an_epoch_goes_once_over_the_data_set_and_ends_with_a_short_batch() -> None:
+    loader = make()
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        assert loader.indices == batch
+        make_step(loader)
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(loader) == 3
+    assert (loader.epoch, loader.cursor, loader.batch, loader.ticket) == (0, 10, None, None)
+    assert step.state() == "none"
+
+
+def test_a_tensor_data_set_is_collated_as_by_torch() -> None:
+    x = torch.arange(12.0).reshape(6, 2)
+    loader = DataLoader(TensorDataset(x, x.sum(1)), 3)
+    features, total = next(iter(loader))
+    assert torch.equal(features, x[loader.indices])
+    assert torch.equal(total, features.sum(1))
+
+
+def test_epochs_continue_where_the_state_is() -> None:
+    loader = make(4, 2)
+    seen = []
+    loader.load_state_dict({**loader.state_dict(), "epoch": 1, "cursor": 2})
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            seen.append((epoch, batch))
+            make_step(loader)
+    assert seen == [(1, [2, 3]), (2, [0, 1]), (2, [2, 3])]
+    assert list(loader.epochs(3)) == []
+    assert (loader.epoch, loader.cursor) == (3, 0)
+
+
+def test_every_epoch_has_its_own_order() -> None:
+    loader = make(50, 50, shuffle=True)
+    orders = []
+    for _ in loader.epochs(2):
+        for batch in loader:
+            orders.append(batch)
+            make_step(loader)
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
+
+
+def test_a_regroup_in_the_tail_hands_out_the_epoch_again_with_nothing_left_in_it() -> None:
+    loader = make(2, 2)
+    loader.boundary = Regroups(answers=(False, True))
+    tails, batches = [], 0
+    for epoch in loader.epochs(1):
+        for _ in loader:
+            batches += 1
+            make_step(loader)
+        tails.append(epoch)
+    assert (tails, batches) == ([0, 0], 1)
+
+
+def test_break_ends_the_epoch_and_the_next_one_starts_at_its_beginning() -> None:
+    loader = make()
+    seen = []
+    for _ in loader.epochs(2):
+        for batch in loader:
+            seen.append(batch)
+            make_step(loader)
+            if loader.epoch == 0:
+                break
+    assert seen == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_fetching_moves_nothing_that_is_saved() -> None:
+    loader = make()
+    before = loader.state_dict()
+    next(iter(loader))
+    assert loader.state_dict() == before
+
+
+def test_an_aborted_step_gets_the_same_batch_again() -> None:
+    loader = make()
+    feed = iter(loader)
+    first = next(feed)
+    step.aborted()
+    assert next(feed) == first
+    make_step(loader)
+    assert next(feed) == [4, 5, 6, 7]
+
+
+def test_after_a_regroup_the_same_global_batch_is_divided_anew() -> None:
+    loader = make()
+    feed = iter(loader)
+    assert next(feed) == [0, 1, 2, 3]
+    step.aborted()
+    loader.boundary = Regroups(lambda: (step.close(), loader.set_world(1, 2)))
+    assert next(feed) == [2, 3]
+    assert loader.ticket is not None
+    assert (loader.ticket.start, loader.ticket.stop) == (0, 4)
+
+
+def test_a_regroup_after_the_last_step_of_an_epoch_may_lead_back_into_it() -> None:
+    """This worker missed nothing, but the state that all agreed on is one step behind."""
+    loader = make(4, 2)
+    feed = iter(loader)
+    behind = None
+    for _ in range(2):
+        next(feed)
+        behind = behind or {**loader.state_dict(), "cursor": 2}
+        make_step(loader)
+    loader.boundary = Regroups(lambda: loader.load_state_dict(behind))
+    assert next(feed) == [2, 3]
+
+
+def test_nothing_of_the_old_division_is_fetched_after_a_change_of_the_world() -> None:
+    loader = make(100, 10)
+    feed = iter(loader)
+    next(feed)
+    make_step(loader)
+    loader.set_world(0, 5)
+    loader.dataset.fetched.clear()
+    next(feed)
+    assert loader.dataset.fetched == [10, 11]
+
+
+def test_after_a_break_nothing_of_the_rest_is_fetched() -> None:
+    loader = make(100, 10)
+    for epoch in loader.epochs(2):
+        loader.dataset.fetched.clear()
+        for _ in loader:
+            make_step(loader)
+            break
+        assert loader.dataset.fetched == list(range(10)), epoch
+
+
+def test_a_ghost_has_samples_but_delivers_none() -> None:
+    loader = make(3, 3, min_share=2)
+    loader.set_world(1, 2)
+    assert next(iter(loader)) == [1, 2]
+    assert loader.batch is not None
+    assert loader.batch.is_ghost
+    assert loader.indices == []
+
+
+def test_a_large_share_comes_in_micro_batches_with_one_step() -> None:
+    loader = make(8, 8, max_local_batch=3)
+    feed = iter(loader)
+    assert [next(feed), next(feed)] == [[0, 1], [2, 3, 4]]
+    assert loader.cursor == 0
+    assert next(feed) == [5, 6, 7]
+    make_step(loader)
+    assert loader.cursor == 8
+
+
+def test_a_fault_between_micro_batches_starts_the_global_batch_again() -> None:
+    loader = make(8, 8, max_local_batch=3)
+    feed = iter(loader)
+    assert [next(feed), next(feed)] == [[0, 1], [2, 3, 4]]
+    loader.boundary = Regroups(lambda: (step.aborted(), loader.set_world(0, 2)))
+    assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
+
+
+def test_a_loop_body_without_a_step_is_an_error_that_says_what_to_do() -> None:
+    feed = iter(make())
+    next(feed)
+    with pytest.raises(StepError, match=r"without backward\(\) and optimizer.step\(\) for samples \[0, 4\)"):
+        next(feed)
+
+
+def test_a_backward_pass_without_a_step_is_an_error_too() -> None:
+    feed = iter(make())
+    next(feed)
+    step.reduced()
+    with pytest.raises(StepError, match=r"without optimizer.step\(\) for samples \[0, 4\) of epoch 0"):
+        next(feed)
+
+
+def test_a_step_that_nobody_commits_is_an_error_instead_of_the_same_batch_for_ever() -> None:
+    feed = iter(make())
+    next(feed)
+    step.decided()
+    with pytest.raises(StepError, match="give it to TorchState"):
+        next(feed)
+
+
+def test_iterating_anew_hands_out_the_batch_that_made_no_step() -> None:
+    loader = make()
+    next(iter(loader))
+    assert next(iter(loader)) == [0, 1, 2, 3]
+
+
+def test_stale_early_and_double_commits_are_refused() -> None:
+    loader = make()
+    feed = iter(loader)
+    next(feed)
+    first = loader.ticket
+    make_step(loader)
+    next(feed)
+    second = loader.ticket
+    with pytest.raises(DataError, match=r"cannot commit samples \[0, 4\) of epoch 0: next are \[4, 8\)"):
+        loader.commit(first)
+    make_step(loader)
+    next(feed)
+    with pytest.raises(DataError, match=r"cannot commit samples \[4, 8\)"):
+        loader.commit(second)
+    third = loader.ticket
+    loader.load_state_dict({**loader.state_dict(), "cursor": 0})
+    with pytest.raises(DataError, match=r"cannot commit samples \[8, 10\)"):
+        loader.commit(third)
+    assert loader.cursor == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (make(size=11), "size"),
+        (make(global_batch_size=5), "global_batch_size"),
+        (make(seed=1), "seed"),
+        (make(shuffle=True), "shuffle"),
+    ],
+)
+def test_a_state_whose_cursor_would_mean_other_samples_is_refused(other: DataLoader, name: str) -> None:
+    loader = make()
+    before = loader.state_dict()
+    with pytest.raises(DataError, match=f"the saved loader has {name}="):
+        loader.load_state_dict({**other.state_dict(), "epoch": 3})
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("damage", [{"version": 2}, {"cursor": 11}, {"cursor": -1}, {"epoch": -1}])
+def test_a_damaged_state_is_refused(damage: dict[str, int]) -> None:
+    loader = make()
+    with pytest.raises(DataError):
+        loader.load_state_dict({**loader.state_dict(), **damage})
+    assert (loader.epoch, loader.cursor) == (0, 0)
+
+
+def test_a_place_in_the_world_must_exist() -> None:
+    with pytest.raises(DataError, match=r"rank must be in 0\.\.1, got 2"):
+        make().set_world(2, 2)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [(Stream(), "is an IterableDataset"), (iter([1]), "needs __len__ and __getitem__")],
+)
+def test_what_cannot_be_asked_by_index_is_refused(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DataLoader(dataset, 1)
+
+
+class Broken(Numbers):
+    error: Exception = KeyError("no such file")
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and self.error is not None:
+            raise self.error
+        return super().__getitem__(index)
+
+
+def test_an_error_of_the_data_set_leaves_the_position_as_it_was() -> None:
+    dataset = Broken(10)
+    loader = DataLoader(dataset, 4, shuffle=False, collate_fn=list)
+    feed = iter(loader)
+    next(feed)
+    make_step(loader)
+    with pytest.raises(KeyError, match="no such file"):
+        next(feed)
+    assert loader.cursor == 4
+    dataset.error = None
+    assert next(feed) == [4, 5, 6, 7]
+
+
+def test_a_stop_iteration_of_the_data_set_is_not_taken_for_the_end_of_the_epoch() -> None:
+    dataset = Broken(10)
+    dataset.error = StopIteration()
+    loader = DataLoader(dataset, 10, shuffle=False)
+    with pytest.raises(DataError, match="the data set raised StopIteration"):
+        next(iter(loader))
+
+
+def test_loading_takes_no_number_from_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    next(iter(make()))
+    assert torch.equal(torch.get_rng_state(), before)
