@@ -1,0 +1,61 @@
+"""A world of one: every collective is local. Used without a launcher, before admission, by a last survivor."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from farandole.collectives.buffers import flat_view
+from farandole.errors import GenerationEnded
+
+
+class AloneTransport:
+    """A Transport (transport.py) whose only rank is 0.
+
+    It refuses what a ring would refuse, so that a script which runs alone also runs with others.
+    """
+
+    def __init__(self, generation: int = 0) -> None:
+        self._generation = generation
+        self._lock = threading.Lock()
+        self._abort_reason: str | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
+        self._raise_if_ended("all_reduce")
+        flat_view(tensor)
+        return [bytes(note)]
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        self._raise_if_ended("all_gather")
+        return [bytes(payload)]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        self._raise_if_ended("broadcast")
+        flat_view(tensor)
+        if source != 0:
+            raise ValueError(f"broadcast: source must be rank 0, the only one, got {source}")
+
+    def barrier(self) -> None:
+        self._raise_if_ended("barrier")
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            if self._abort_reason is None:
+                self._abort_reason = reason
+
+    def close(self) -> None:
+        """Later calls raise GenerationEnded."""
+        self.abort("its transport was closed")
+
+    def _raise_if_ended(self, op: str) -> None:
+        if self._abort_reason is not None:
+            raise GenerationEnded(op, self._generation, self._abort_reason)

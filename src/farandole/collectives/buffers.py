@@ -1,0 +1,48 @@
+"""The bytes of a tensor, for sending from and receiving into without a copy. All transports use it."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+"""What can be reduced and broadcast. A dtype's code on the wire is its place here, plus 1."""
+
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The code of a dtype on the wire, from 1. Raises ValueError for one that cannot travel."""
+    code = _CODES.get(dtype)
+    if code is None:
+        names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+        raise ValueError(f"cannot reduce or broadcast {dtype}; convert it to one of {names}")
+    return code
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory as one dimension, outside autograd.
+
+    Raises ValueError unless it is a contiguous CPU tensor of a dtype that can travel.
+    """
+    dtype_code(tensor.dtype)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"a transport takes contiguous CPU tensors, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()} on {tensor.device}"
+        )
+    return tensor.detach().view(-1)
+
+
+def byte_view(flat: torch.Tensor) -> memoryview:
+    """The memory of a one-dimensional tensor as bytes; writing into it writes into the tensor."""
+    return flat.view(torch.uint8).numpy().data

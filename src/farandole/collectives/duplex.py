@@ -1,0 +1,157 @@
+"""Bytes to the next rank and from the previous one, both at once, in the calling thread. ring.py uses it.
+
+Each of the two sockets carries data one way only. That makes endings simple: what a rank has sent arrives,
+however it goes, because the kernel discards data only on a socket whose owner left something unread. The
+other way carries at most one word: why the next rank stopped (`say_why`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from farandole.collectives.ring_schedules import Outgoing, Schedule
+from farandole.errors import CollectiveMismatch
+
+_SLICE_MS = 1000
+_BUFFERS_PER_SEND = 16
+_WORD_BYTES = 1024
+_READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
+
+
+class Broken(NamedTuple):
+    """A connection failed before this rank had all it needs."""
+
+    direction: str  # "send": to the next rank; "receive": from the previous one
+    detail: str
+
+
+class Duplex:
+    """Two connected sockets, which it owns. `move` is for one thread, `shut_down` for any.
+
+    check  called at least once a second while nothing moves; what it raises ends the operation
+    """
+
+    def __init__(
+        self, to_next: socket.socket, from_previous: socket.socket, check: Callable[[], None] | None
+    ) -> None:
+        self._to_next, self._from_previous = to_next, from_previous
+        self._next_fd, self._previous_fd = to_next.fileno(), from_previous.fileno()
+        self._check = check
+        self._poll = select.poll()
+        self._cannot_send: str | None = None
+        to_next.setblocking(False)
+        from_previous.setblocking(False)
+
+    @property
+    def cannot_send(self) -> str | None:
+        """Why the next rank cannot be reached any more; None while it can."""
+        return self._cannot_send
+
+    def move(self, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool) -> Broken | None:
+        """Run a schedule to its end: None, or what failed.
+
+        With `is_done_when_received` a rank that has received everything has its result, whatever became of
+        the next rank: completion beats failure, and the next operation will notice. Raises what the schedule
+        or `check` raises, and CollectiveMismatch when the next rank says so.
+        """
+        wanted = _next_buffer(schedule)
+        while True:
+            moved = bool(outgoing) and self._send(outgoing)
+            if wanted is not None:
+                received = self._receive(wanted)
+                if isinstance(received, str):
+                    self._hear_why()
+                    return Broken("receive", received)
+                moved = moved or received > 0
+                wanted = wanted[received:] or _next_buffer(schedule)
+            if wanted is None and (not outgoing or (is_done_when_received and self._cannot_send)):
+                return None
+            if not moved:
+                if outgoing and self._cannot_send:
+                    return Broken("send", self._cannot_send)
+                self._wait(wants_to_send=bool(outgoing), wants_to_receive=wanted is not None)
+
+    def say_why(self, text: str) -> None:
+        """Tell the previous rank, best effort, why this one stops; it raises CollectiveMismatch with it."""
+        with contextlib.suppress(OSError):
+            self._from_previous.send(text.encode()[:_WORD_BYTES])
+
+    def shut_down(self) -> None:
+        """From any thread: end the transfer in flight at both ends, and every later one."""
+        for sock in (self._to_next, self._from_previous):
+            with contextlib.suppress(OSError):  # not connected any more, or closed
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release both sockets. Data on its way to the next rank is still delivered."""
+        self._to_next.close()
+        self._from_previous.close()
+
+    def _send(self, outgoing: Outgoing) -> bool:
+        """Whether anything went out."""
+        if self._cannot_send:
+            return False
+        try:
+            sent = self._to_next.sendmsg(islice(outgoing, _BUFFERS_PER_SEND))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._hear_why()
+            self._cannot_send = self._cannot_send or str(error)
+            return False
+        while outgoing and sent >= len(outgoing[0]):
+            sent -= len(outgoing.popleft())
+        if sent:
+            outgoing[0] = outgoing[0][sent:]
+        return True
+
+    def _receive(self, wanted: memoryview) -> int | str:
+        """How many bytes came, 0 for none yet; or why none will come."""
+        try:
+            return self._from_previous.recv_into(wanted) or "end of file"
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            return str(error)
+
+    def _wait(self, *, wants_to_send: bool, wants_to_receive: bool) -> None:
+        """Until something can move, or the next rank says why it stopped."""
+        if wants_to_receive:
+            self._poll.register(self._previous_fd, select.POLLIN)
+        else:
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(self._previous_fd)
+        if self._cannot_send:
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(self._next_fd)
+        else:
+            self._poll.register(self._next_fd, select.POLLIN | (select.POLLOUT if wants_to_send else 0))
+        events = self._poll.poll(_SLICE_MS)
+        if not events and self._check is not None:
+            self._check()
+        for descriptor, event in events:
+            if descriptor == self._next_fd and event & _READABLE:
+                self._hear_why()
+
+    def _hear_why(self) -> None:
+        """The next rank stopped, or a word of it may wait: end-of-file is a failure, a word a mismatch."""
+        try:
+            word = self._to_next.recv(_WORD_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._cannot_send = str(error)
+            return
+        if word:
+            raise CollectiveMismatch(word.decode(errors="replace"))
+        self._cannot_send = "end of file"
+
+
+def _next_buffer(schedule: Iterator[memoryview]) -> memoryview | None:
+    """The next buffer with room; a schedule may yield empty ones."""
+    return next((buffer for buffer in schedule if len(buffer)), None)

@@ -1,0 +1,99 @@
+"""Both ends of a data connection prove who they are when it opens (protocol, rule 25). Pure.
+
+    dialer   -> acceptor   introduction: generation, both workers, channel, nonce of the dialer
+    acceptor -> dialer     nonce of the acceptor, its proof
+    dialer   -> acceptor   its proof
+
+A proof is an HMAC-SHA256 under the generation's data key over the role, everything in the introduction and
+the acceptor's nonce. So a connection of another generation, between other workers, or played back from a
+recording proves nothing, and neither role's proof can be sent back as the other's.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+
+import msgspec
+
+from farandole.errors import ProtocolError
+from farandole.membership import GenerationId
+
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+REPLY_BYTES = NONCE_BYTES + PROOF_BYTES
+INTRODUCTION_LIMIT = 1024
+"""Largest introduction in bytes, length included: all that a stranger can make us keep."""
+
+_PREFIX = struct.Struct("!4sH")
+_MAGIC = b"Frdd"
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """Who dials whom, for what. Ids of workers are those of the job."""
+
+    generation: GenerationId
+    dialer: str
+    acceptor: str
+    nonce: bytes
+    channel: int = 0
+
+    def encode(self) -> bytes:
+        """As the dialer sends it. Raises ValueError when the ids are too long to introduce."""
+        body = msgspec.msgpack.encode(self)
+        if _PREFIX.size + len(body) > INTRODUCTION_LIMIT:
+            raise ValueError(f"worker ids {self.dialer!r} and {self.acceptor!r} are too long to introduce")
+        return _PREFIX.pack(_MAGIC, len(body)) + body
+
+    def announces(self, other: Introduction) -> bool:
+        """Whether both speak of the same connection; the nonce, new for each attempt, does not count."""
+        return (self.generation, self.dialer, self.acceptor, self.channel) == (
+            other.generation,
+            other.dialer,
+            other.acceptor,
+            other.channel,
+        )
+
+
+def decode_introduction(received: bytes) -> Introduction | None:
+    """What a caller sent so far; None while incomplete. Raises ProtocolError for what never becomes one."""
+    if not _MAGIC.startswith(received[: len(_MAGIC)]):
+        raise ProtocolError("the caller does not speak Farandole's data protocol")
+    if len(received) < _PREFIX.size:
+        return None
+    _, length = _PREFIX.unpack_from(received)
+    end = _PREFIX.size + length
+    if end > INTRODUCTION_LIMIT:
+        raise ProtocolError(f"an introduction of {length} bytes was announced")
+    if len(received) < end:
+        return None
+    if len(received) > end:
+        raise ProtocolError("the caller went on before it was answered")
+    try:
+        return msgspec.msgpack.decode(received[_PREFIX.size :], type=Introduction)
+    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
+        raise ProtocolError(f"not an introduction: {error}") from None
+
+
+def acceptor_reply(key: bytes, introduction: Introduction, nonce: bytes) -> bytes:
+    """What the acceptor answers: its nonce and its proof."""
+    return nonce + _proof(key, "acceptor", introduction, nonce)
+
+
+def dialer_proof(key: bytes, introduction: Introduction, reply: bytes) -> bytes | None:
+    """The dialer's own proof, once the acceptor's holds; None when it does not."""
+    nonce, theirs = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
+    if not hmac.compare_digest(theirs, _proof(key, "acceptor", introduction, nonce)):
+        return None
+    return _proof(key, "dialer", introduction, nonce)
+
+
+def is_dialer_proved(key: bytes, introduction: Introduction, nonce: bytes, proof: bytes) -> bool:
+    """Whether the dialer that introduced itself knows the data key; `nonce` is the acceptor's."""
+    return hmac.compare_digest(proof, _proof(key, "dialer", introduction, nonce))
+
+
+def _proof(key: bytes, role: str, introduction: Introduction, nonce: bytes) -> bytes:
+    # One MessagePack value: where a field ends is part of the text.
+    text = msgspec.msgpack.encode(("farandole data connection", role, introduction, nonce))
+    return hmac.digest(key, text, "sha256")

@@ -1,0 +1,200 @@
+"""All collectives over TCP: a ring of our own, built anew for each generation by ring_builder.py."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from farandole.collectives.buffers import byte_view, dtype_code, flat_view
+from farandole.collectives.duplex import Duplex
+from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.ring_schedules import (
+    Agreement,
+    Outgoing,
+    Schedule,
+    broadcast_around,
+    gather_around,
+    reduce_around,
+)
+from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
+from farandole.membership import Peer
+
+OnBroken = Callable[[str, str, str], None]
+"""on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""
+
+# Up to here every rank gathers all tensors and sums them itself: half as many hops as reduce-scatter and
+# all-gather, which pays as long as a hop costs more than the bytes.
+_SMALL_BYTES = 16 * 1024
+
+
+class RingTransport:
+    """A Transport (transport.py) over one connection to the next rank and one from the previous one.
+
+    Collectives run in the calling thread, one at a time; abort() may come from any. The moment one fails, the
+    rank shuts both connections down, so that the failure goes around the ring and nobody waits for a rank
+    that has given up.
+
+    on_broken  called once, before PeerLost is raised for the first time
+    check      called once a second while nothing moves; may raise, which ends this transport. There is no
+               other limit: who is alive is the coordinator's business.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        generation: int,
+        to_next: socket.socket,
+        from_previous: socket.socket,
+        next_peer: Peer,
+        previous_peer: Peer,
+        on_broken: OnBroken | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._rank, self._size, self._generation = rank, size, generation
+        self._duplex = Duplex(to_next, from_previous, check)
+        self._peers = {"send": next_peer, "receive": previous_peer}
+        self._on_broken = on_broken
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._abort_reason: str | None = None
+        self._failure: Callable[[str], FarandoleError] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
+        flat = flat_view(tensor)
+        total_bytes = flat.numel() * flat.element_size()
+        header = Header(
+            Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), 0, total_bytes, len(note)
+        )
+        if total_bytes <= _SMALL_BYTES:
+            blobs = self._gather(
+                header, bytes(byte_view(flat)) + note, [total_bytes + len(note)] * self._size
+            )
+            _sum_into(flat, blobs)
+            return [bytes(blob[total_bytes:]) for blob in blobs]
+        notes = [bytearray(len(note)) for _ in range(self._size)]
+        notes[self._rank][:] = note
+        outgoing: Outgoing = deque()
+        self._run(header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, notes))
+        return [bytes(each) for each in notes]
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        header = Header(Operation.ALL_GATHER, self._sequence + 1, note_bytes=8)
+        sizes = self._gather(header, len(payload).to_bytes(8, "big"), [8] * self._size)
+        lengths = [int.from_bytes(each, "big") for each in sizes]
+        header = Header(Operation.ALL_GATHER, self._sequence + 1, total_bytes=sum(lengths))
+        return [bytes(each) for each in self._gather(header, payload, lengths)]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if not 0 <= source < self._size:
+            raise ValueError(f"broadcast: source must be a rank from 0 to {self._size - 1}, got {source}")
+        data = byte_view(flat := flat_view(tensor))
+        header = Header(Operation.BROADCAST, self._sequence + 1, dtype_code(flat.dtype), source, len(data))
+        outgoing: Outgoing = deque()
+        schedule = broadcast_around(outgoing, self._agreement(header), self._rank, data, source, self._size)
+        # The source receives nothing but a header; its part is done when everything is on its way.
+        self._run(header, outgoing, schedule, is_done_when_received=self._rank != source)
+
+    def barrier(self) -> None:
+        header = Header(Operation.BARRIER, self._sequence + 1, note_bytes=1)
+        self._gather(header, b"\0", [1] * self._size)
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            if self._abort_reason is None:
+                self._abort_reason = reason
+            if not self._is_closed:
+                self._duplex.shut_down()
+
+    def close(self) -> None:
+        """Only while no collective runs. Later calls raise GenerationEnded."""
+        with self._lock:
+            if self._abort_reason is None:
+                self._abort_reason = "its transport was closed"
+            self._is_closed = True
+            self._duplex.close()
+
+    def _agreement(self, header: Header) -> Agreement:
+        return Agreement(header, self._rank, self._size)
+
+    def _gather(self, header: Header, own: bytes, lengths: list[int]) -> list[bytearray]:
+        """The blobs of all ranks, by rank."""
+        blobs = [bytearray(length) for length in lengths]
+        blobs[self._rank][:] = own
+        outgoing: Outgoing = deque()
+        self._run(header, outgoing, gather_around(outgoing, self._agreement(header), self._rank, blobs))
+        return blobs
+
+    def _run(
+        self, header: Header, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool = True
+    ) -> None:
+        """One operation, and what its end means for all later ones."""
+        op = header.operation.name.lower()
+        self._raise_if_ended(op)
+        self._sequence = header.sequence
+        try:
+            broken = self._duplex.move(outgoing, schedule, is_done_when_received=is_done_when_received)
+        except CollectiveMismatch as error:
+            self._end_by_mismatch(str(error))
+            raise
+        except BaseException as error:
+            # Somewhere in the middle of a message: nothing that follows could be understood.
+            self._end_by_interruption(error)
+            raise
+        if broken is not None:
+            self._end_by_lost_peer(op, broken.direction, broken.detail)
+            self._raise_if_ended(op)
+        elif self._duplex.cannot_send and self._abort_reason is None:
+            self._end_by_lost_peer(op, "send", self._duplex.cannot_send)
+
+    def _raise_if_ended(self, op: str) -> None:
+        if self._abort_reason is not None:
+            raise GenerationEnded(op, self._generation, self._abort_reason)
+        if self._failure is not None:
+            raise self._failure(op)
+
+    def _end_by_lost_peer(self, op: str, direction: str, detail: str) -> None:
+        """A connection failed; unless an abort did that, it is news."""
+        if self._abort_reason is not None:
+            return
+        peer = self._peers[direction]
+        self._failure = lambda later_op: PeerLost(
+            later_op, self._generation, peer.rank, f"{direction}: {detail}"
+        )
+        self._duplex.shut_down()
+        if self._on_broken is not None:
+            self._on_broken(peer.worker, direction, f"{op}: {detail}")
+
+    def _end_by_mismatch(self, text: str) -> None:
+        """No shutting down here: the word travels against the ring, from rank to rank, and end-of-file
+        must not overtake it. close() does the rest."""
+        self._failure = lambda _: CollectiveMismatch(text)
+        self._duplex.say_why(text)
+
+    def _end_by_interruption(self, error: BaseException) -> None:
+        reason = f"a collective was interrupted by {type(error).__name__}"
+        self._failure = lambda later_op: GenerationEnded(later_op, self._generation, reason)
+        self._duplex.shut_down()
+
+
+def _sum_into(flat: torch.Tensor, blobs: list[bytearray]) -> None:
+    """Sum the tensors at the front of all blobs, in the order of the ranks, as every rank does."""
+    if flat.numel() == 0:
+        return
+    first, second, *others = (torch.frombuffer(blob, dtype=flat.dtype, count=flat.numel()) for blob in blobs)
+    torch.add(first, second, out=flat)
+    for other in others:
+        flat.add_(other)

@@ -1,0 +1,72 @@
+"""The header in front of every operation on the ring, by which neighbours notice that they disagree.
+
+All ranks send the same header for the same call, so one comparison of bytes checks everything: operation,
+dtype, size, source, length of the note, and how many operations came before.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+from farandole.collectives.buffers import DTYPES
+
+_LAYOUT = struct.Struct("!4sBBHQQQ")
+_MAGIC = b"Frd1"
+
+HEADER_BYTES = _LAYOUT.size
+
+
+class Operation(enum.IntEnum):
+    """Codes on the wire; the names are those of the transport's methods."""
+
+    ALL_REDUCE = 1
+    ALL_GATHER = 2
+    BROADCAST = 3
+    BARRIER = 4
+
+
+class Header(NamedTuple):
+    """One operation as a rank understands it.
+
+    sequence     operations of this generation, this one included
+    dtype_code   buffers.dtype_code; 0 where there is no tensor
+    source       rank whose tensor is broadcast; 0 elsewhere
+    total_bytes  of the tensor, or of all payloads together once their lengths are known
+    note_bytes   of one rank's note
+    """
+
+    operation: Operation
+    sequence: int
+    dtype_code: int = 0
+    source: int = 0
+    total_bytes: int = 0
+    note_bytes: int = 0
+
+    def pack(self) -> bytes:
+        operation, sequence, dtype_code, source, total_bytes, note_bytes = self
+        return _LAYOUT.pack(_MAGIC, operation, dtype_code, source, sequence, total_bytes, note_bytes)
+
+    def describe(self) -> str:
+        """For an error message: `all_reduce of 4000 bytes of float32 (operation 7)`."""
+        text = self.operation.name.lower()
+        if self.dtype_code:
+            dtype = str(DTYPES[self.dtype_code - 1]).removeprefix("torch.")
+            text += f" of {self.total_bytes} bytes of {dtype}"
+        elif self.total_bytes:
+            text += f" of {self.total_bytes} bytes"
+        if self.note_bytes:
+            text += f" with a note of {self.note_bytes} bytes"
+        if self.operation is Operation.BROADCAST:
+            text += f" from rank {self.source}"
+        return f"{text} (operation {self.sequence})"
+
+
+def describe_packed(packed: bytes) -> str:
+    """What a neighbour's header says, or that it is none."""
+    magic, operation, dtype_code, source, sequence, total_bytes, note_bytes = _LAYOUT.unpack(packed)
+    known = magic == _MAGIC and dtype_code <= len(DTYPES)
+    if not known or operation not in list(Operation):
+        return "something that is no operation of this version"
+    return Header(Operation(operation), sequence, dtype_code, source, total_bytes, note_bytes).describe()

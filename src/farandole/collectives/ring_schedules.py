@@ -1,0 +1,122 @@
+"""Who sends what when on the ring: one generator for each way around. ring.py hands them to a Duplex.
+
+A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is
+resumed when that buffer is full. What has to go to the next rank it appends to `outgoing`. What arrives is
+what is passed on, so a schedule never waits to send and no rank ever stands still for another one's block.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from farandole.collectives.buffers import byte_view
+from farandole.collectives.chunks import blocks, chunk_bounds
+from farandole.collectives.ring_header import HEADER_BYTES, Header, describe_packed
+from farandole.errors import CollectiveMismatch
+
+BLOCK_BYTES = 256 * 1024
+"""A block is added, or passed on, as soon as it is there: while it is hot in the cache. A multiple of every
+dtype's size."""
+
+Outgoing = deque[memoryview]
+Schedule = Iterator[memoryview]
+
+
+class Agreement:
+    """The header of one operation, which must be the previous rank's as well."""
+
+    def __init__(self, header: Header, rank: int, size: int) -> None:
+        self.packed = header.pack()
+        self._header, self._rank, self._size = header, rank, size
+
+    def check(self, theirs: memoryview) -> None:
+        """Raises CollectiveMismatch unless the previous rank sent the same header."""
+        if theirs != self.packed:
+            previous = (self._rank - 1) % self._size
+            raise CollectiveMismatch(
+                f"rank {self._rank} is in {self._header.describe()}, but rank {previous} is in "
+                f"{describe_packed(bytes(theirs))}; all ranks must make the same calls in the same order"
+            )
+
+
+def gather_around(outgoing: Outgoing, agreement: Agreement, rank: int, blobs: list[bytearray]) -> Schedule:
+    """Every rank's blob to every rank. `blobs[rank]` is full; the others have their length and are filled."""
+    size = len(blobs)
+    outgoing.append(memoryview(agreement.packed + blobs[rank]))
+    first = memoryview(bytearray(HEADER_BYTES + len(blobs[rank - 1])))
+    yield first
+    agreement.check(first[:HEADER_BYTES])
+    blobs[rank - 1][:] = first[HEADER_BYTES:]
+    for step in range(1, size):
+        if step > 1:
+            yield memoryview(blobs[rank - step])
+        if step < size - 1:
+            outgoing.append(memoryview(blobs[rank - step]))
+
+
+def reduce_around(
+    outgoing: Outgoing,
+    agreement: Agreement,
+    rank: int,
+    flat: torch.Tensor,
+    notes: list[bytearray],
+) -> Schedule:
+    """Sum `flat` over all ranks in place: reduce-scatter, then all-gather, each of size - 1 steps.
+
+    In step s of the reduce-scatter a rank receives chunk and note of rank - s - 1, adds its own part to the
+    chunk and passes both on. Then it owns the finished chunk of the next rank, and the finished chunks go
+    around once more. Each chunk is summed once, along one path, so that all ranks get the same bits.
+    """
+    size = len(notes)
+    data, item_bytes = byte_view(flat), flat.element_size()
+    chunks = chunk_bounds(flat.numel(), size)
+    staging = bytearray(min(BLOCK_BYTES, flat.numel() * item_bytes))
+    arrived = torch.frombuffer(staging, dtype=flat.dtype)
+
+    def runs(owner: int) -> Iterator[tuple[int, int]]:
+        return blocks(*chunks[owner % size], BLOCK_BYTES // item_bytes)
+
+    def part(start: int, stop: int) -> memoryview:
+        return data[start * item_bytes : stop * item_bytes]
+
+    outgoing.append(memoryview(agreement.packed + notes[rank]))
+    outgoing.append(part(*chunks[rank]))
+    header = memoryview(bytearray(HEADER_BYTES))
+    yield header
+    agreement.check(header)
+    for step in range(size - 1):
+        owner = rank - step - 1
+        note = memoryview(notes[owner])
+        yield note
+        if step < size - 2:
+            outgoing.append(note)
+        for start, stop in runs(owner):
+            yield memoryview(staging)[: (stop - start) * item_bytes]
+            flat[start:stop].add_(arrived[: stop - start])
+            outgoing.append(part(start, stop))
+    for step in range(size - 1):
+        for start, stop in runs(rank - step):
+            yield part(start, stop)
+            if step < size - 2:
+                outgoing.append(part(start, stop))
+
+
+def broadcast_around(
+    outgoing: Outgoing, agreement: Agreement, rank: int, data: memoryview, source: int, size: int
+) -> Schedule:
+    """`data` of rank `source` into `data` of every rank, in blocks, a pipeline that ends before it."""
+    outgoing.append(memoryview(agreement.packed))
+    if rank == source:
+        outgoing.append(data)
+    header = memoryview(bytearray(HEADER_BYTES))
+    yield header
+    agreement.check(header)
+    if rank == source:
+        return
+    for start, stop in blocks(0, len(data), BLOCK_BYTES):
+        yield data[start:stop]
+        if (rank + 1) % size != source:
+            outgoing.append(data[start:stop])
