@@ -32,8 +32,7 @@ def checked(command: Sequence[str]) -> list[str]:
 
 
 def python_script(arguments: Sequence[str]) -> str | None:
-    """The script in the arguments of a Python interpreter; None for `-m module`, `-c code` and standard
-    input."""
+    """The script among a Python interpreter's arguments; None for `-m module`, `-c code` and stdin."""
     rest = iter(arguments)
     for argument in rest:
         if argument in _OPTIONS_WITH_VALUE:
@@ -48,8 +47,7 @@ def python_script(arguments: Sequence[str]) -> str | None:
 
 
 def _gives_code(argument: str) -> bool:
-    """Whether these one-letter options have an m or c among them, as in `-um`, and not in a value, as in
-    -Wonce."""
+    """Whether an m or c is among these one-letter options, as in -um; in -Wonce it belongs to a value."""
     return re.match(r"-[^WXmc]*[mc]", argument) is not None
 
 

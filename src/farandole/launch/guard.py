@@ -7,6 +7,7 @@ that started the worker ends.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +27,11 @@ class Guard:
         self._watched: set[int] = set()
 
     def start(self) -> None:
-        """Start the guard. Its stdin is closed in all other children of this process, as Python does by
-        itself, so that only the end of this process ends the stream. Raises OSError when it cannot be
-        started."""
+        """Start the guard. Raises OSError when that is impossible.
+
+        Python keeps the other end of its stdin out of all other children of this process: the end of this
+        process, and nothing else, ends the stream.
+        """
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_SCRIPT)],
             stdin=subprocess.PIPE,
@@ -69,6 +72,12 @@ class Guard:
         except BrokenPipeError:
             process.stdin.close()
             process.wait()
-            self.start()
-            for pgid in self._watched:
-                self._say(f"watch {pgid}\n")
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self.start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        watched = "".join(f"watch {pgid}\n" for pgid in sorted(self._watched))
+        with contextlib.suppress(BrokenPipeError):  # killed again already: the next call sees to it
+            self._process.stdin.write(watched.encode())

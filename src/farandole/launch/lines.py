@@ -1,5 +1,4 @@
-"""A stream of bytes, cut into the lines that a person would have seen on a terminal. Pure; used by
-process.py.
+"""Bytes cut into the lines that a person would have seen on a terminal. Pure; used by process.py.
 
 Progress bars redraw one line again and again with carriage returns. Several workers cannot redraw in place on
 one terminal, so a line that is being redrawn is passed on as a line of its own every few seconds, and once

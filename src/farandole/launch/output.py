@@ -1,5 +1,4 @@
-"""What the workers print, with the rank in front of each line; on request in files by rank too. Used by
-agent.py."""
+"""What the workers print: each line with its rank in front, and on request in files. Used by agent.py."""
 
 from __future__ import annotations
 
@@ -22,9 +21,11 @@ _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: 
 class OutputOptions:
     """Where the workers' output goes beside the terminal, and how it looks there.
 
-    directory         for files by rank; made when it is missing. Raises ConfigError when it cannot be
-    written. prefix_timestamp  the local time in front of each line
+    directory         for files by rank; made when it is missing
+    prefix_timestamp  the local time in front of each line
     rank_digits       ranks in names of files are padded with zeros to this many digits, as Horovod does
+
+    Raises ConfigError when no files can be written to the directory.
     """
 
     directory: Path | None = None

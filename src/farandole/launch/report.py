@@ -27,14 +27,8 @@ from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, wr
 
 _LAST_LINES = 5  # of a lost worker's stderr; all that there are when verbose
 _TRACEBACK = "Traceback (most recent call last):"
-_DETAILS = (
-    AgentJoined,
-    WorkerSpawned,
-    WorkerEnded,
-    ChangePlanned,
-    TrainingFinished,
-    JobEnds,
-)  # shown when verbose
+# Only when verbose; of the end, `ended` tells.
+_DETAILS = (AgentJoined, WorkerSpawned, WorkerEnded, ChangePlanned, TrainingFinished, JobEnds)
 
 
 class Loudness(IntEnum):
@@ -57,7 +51,6 @@ class Report:
         self._writer = BackgroundWriter("report", self._write, lambda dropped_bytes: None)
         self._started_s = clock()
         self._generations = self._losses = self._replacements = 0
-        self._finished = 0
         self._raised: set[str] = set()
 
     def started(self, config: JobConfig, command: Sequence[str]) -> None:
@@ -81,13 +74,7 @@ class Report:
             self._say(event.line())
 
     def ended(self, exit_code: int, reason: str) -> None:
-        """The job is over: what came of it."""
-        if exit_code != 0:
-            self._say(f"failed with exit code {exit_code}: {reason}")
-        elif self._finished:
-            self._say(f"success: {_count(self._finished, 'worker')} finished")
-        else:
-            self._say(f"success: {reason}")
+        """The job is over: what came of it. `reason` is a whole sentence."""
         counts = (
             _count(self._generations, "generation"),
             f"{_count(self._losses, 'worker')} lost",
@@ -95,6 +82,8 @@ class Report:
             f"{self._clock() - self._started_s:.1f} s",
         )
         self._say(", ".join(counts))
+        verdict = "success" if exit_code == 0 else f"failed (exit code {exit_code})"
+        self._say(f"{verdict}. {reason}")
 
     def error(self, text: str) -> None:
         """The job could not be run."""
@@ -111,8 +100,6 @@ class Report:
             self._losses += 1
         elif isinstance(event, WorkerSpawned):
             self._replacements += event.restart > 0
-        elif isinstance(event, TrainingFinished):
-            self._finished = len(event.workers)
         elif isinstance(event, UserCodeFailed):
             self._raised.add(event.worker)
 

@@ -1,7 +1,6 @@
 """The same traceback from several workers is shown once; the others get one line that says so.
 
-One bug in a training script makes every worker print it, interleaved with the others. Pure; used by
-output.py.
+One bug in a training script makes every worker print it, mixed with the others. Pure; used by output.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Writing that never makes the event loop wait: a terminal after Ctrl-S, a pager that nobody scrolls, a slow
-disk.
-
-Used for everything that `farandole run` prints or writes for its workers.
+"""Writing that never makes the event loop wait: for a terminal after Ctrl-S, a pager that nobody scrolls, a
+slow disk. Used by output.py and report.py.
 """
 
 from __future__ import annotations
