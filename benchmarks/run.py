@@ -89,7 +89,15 @@ def step_time(model: str, workers: int, turns: int) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "farandole", "run", "-np", str(workers), "--quiet", sys.executable]
-    command += [str(HERE / "step_time_worker.py"), "--model", model, "--turns", str(turns), "--port", str(port)]
+    command += [
+        str(HERE / "step_time_worker.py"),
+        "--model",
+        model,
+        "--turns",
+        str(turns),
+        "--port",
+        str(port),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     for line in done.stdout.splitlines():
         if "RESULT " in line:

@@ -61,9 +61,7 @@ def main() -> None:
         model = build()
         return model, torch.optim.AdamW(model.parameters(), fused=True)
 
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=fd.rank(), world_size=fd.size()
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=fd.rank(), world_size=fd.size())
     model, optimizer = made()
     ours = one_step(model, fd.DistributedOptimizer(optimizer), batch)
     model, optimizer = made()

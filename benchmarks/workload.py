@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ def main() -> None:
     numbers = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(numbers, numbers.sum(dim=1, keepdim=True))
     widths = [64] + [options.width] * options.layers
-    layers = [torch.nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = torch.nn.Sequential(*[m for layer in layers for m in (layer, torch.nn.ReLU())])
     model.append(torch.nn.Linear(options.width, 1))
     optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))

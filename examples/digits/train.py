@@ -1,7 +1,7 @@
 """Train a small CNN on scikit-learn's handwritten digits, with as many workers as there are.
 
-    python train.py                                  one worker
-    farandole run -np 3 python train.py              three workers, elastic
+python train.py                                  one worker
+farandole run -np 3 python train.py              three workers, elastic
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ class Channel(Generic[T]):
         self._writer.transport.abort()
 
 
-async def connect(
-    host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]
-) -> Channel[T]:
+async def connect(host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]) -> Channel[T]:
     """Dial a listener and prove the token to each other.
 
     Raises ConnectionError when nobody listens, hangs up (as a listener does on a wrong token) or takes longer
@@ -96,9 +94,7 @@ async def accept(
     return Channel(reader, writer, session, decoder)
 
 
-async def _dial(
-    host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]
-) -> Channel[T]:
+async def _dial(host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]) -> Channel[T]:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         session = await _shake_hands(reader, writer, Handshake(Role.DIALER, token, job_id))
@@ -108,9 +104,7 @@ async def _dial(
     return Channel(reader, writer, session, decoder)
 
 
-async def _shake_hands(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: Handshake
-) -> Session:
+async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: Handshake) -> Session:
     # A message must not wait for the acknowledgement of the one before it.
     writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     said = handshake.begin()

@@ -140,7 +140,7 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
             f"{size} workers on several hosts under {launcher}: set MASTER_ADDR to the address of the host of "
             f"rank 0, so that they find each other"
         )
-    cross_rank = _number(environ, names.host) if names.host in environ else rank // local_size
+    cross_rank = _number(environ, names.host) if names.host and names.host in environ else rank // local_size
     return FixedEnv(
         launcher=launcher,
         rank=rank,

@@ -1,18 +1,18 @@
 """Every exception of Farandole.
 
-    FarandoleError
-    ├── RecoverableError       the run loop handles it: regroup, then go on
-    │   ├── PeerLost           a rank vanished inside a collective
-    │   └── GenerationEnded    the generation was aborted, or a planned change waits; also for later calls
-    └── FatalError             a person has to act
-        ├── ConfigError        flags, arguments or environment that cannot work
-        ├── NotInitialized     a call that needs init() came before it
-        ├── CollectiveMismatch ranks disagree on what they are doing
-        ├── StepError          the training loop broke a rule of the step
-        ├── DataError          data set, loader or cursor do not fit together
-        ├── AuthenticationError  the other side of a connection did not prove the job token
-        ├── ProtocolError      the other side of a connection said something it must not say
-        └── JobEnded           the coordinator ended the job, or agent and coordinator are gone
+FarandoleError
+├── RecoverableError       the run loop handles it: regroup, then go on
+│   ├── PeerLost           a rank vanished inside a collective
+│   └── GenerationEnded    the generation was aborted, or a planned change waits; also for later calls
+└── FatalError             a person has to act
+    ├── ConfigError        flags, arguments or environment that cannot work
+    ├── NotInitialized     a call that needs init() came before it
+    ├── CollectiveMismatch ranks disagree on what they are doing
+    ├── StepError          the training loop broke a rule of the step
+    ├── DataError          data set, loader or cursor do not fit together
+    ├── AuthenticationError  the other side of a connection did not prove the job token
+    ├── ProtocolError      the other side of a connection said something it must not say
+    └── JobEnded           the coordinator ended the job, or agent and coordinator are gone
 """
 
 from __future__ import annotations

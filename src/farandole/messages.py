@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 # Worker -> agent (-> coordinator) --------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a worker: it called `init()` and listens for its peers at `address`."""
 
     worker: str
@@ -33,24 +33,24 @@ class Hello(Message):
     address: Address
 
 
-class Elastic(Message):
+class Elastic(Message, frozen=True):
     """The main thread entered an elastic function: a member is recoverable from now on;
     a worker that is no member yet asks to be admitted and is READY for any generation."""
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The main thread is quiescent: no collective of an older generation can touch its memory any more."""
 
     number: int
 
 
-class Synced(Message):
+class Synced(Message, frozen=True):
     """The state of this worker equals the source's in generation `number`: it is a holder now."""
 
     number: int
 
 
-class LinkBroken(Message):
+class LinkBroken(Message, frozen=True):
     """A hint, never a verdict: a data connection of generation `number` failed."""
 
     number: int
@@ -59,20 +59,20 @@ class LinkBroken(Message):
     detail: str
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """User code raised. `summary` is the exception's last line, `traceback` the whole text."""
 
     summary: str
     traceback: str
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """The elastic function returned on this worker, in generation `number`."""
 
     number: int
 
 
-class Leaving(Message):
+class Leaving(Message, frozen=True):
     """This worker was asked to leave (SIGTERM) and does so at the next boundary."""
 
 
@@ -82,18 +82,18 @@ WorkerMessage: TypeAlias = Hello | Elastic | Ready | Synced | LinkBroken | Faile
 # Coordinator -> agent -> worker ----------------------------------------------------------------------
 
 
-class Newcomer(Message):
+class Newcomer(Message, frozen=True):
     """Answer to a Hello while the job runs already: this worker is a world of one until it is admitted."""
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """A fault: whatever runs in a generation below `number` must end now. Answer: Ready(number)."""
 
     number: int
     reason: str
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True):
     """A planned change: move to generation `number` at a boundary that all members agree on.
     Answer, once there: Ready(number). An Abort with a higher number cancels it."""
 
@@ -101,7 +101,7 @@ class Prepare(Message):
     reason: str
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """Generation `id` begins. To each member its own place and its neighbours on the ring.
 
     founding  nobody holds state yet: rank 0's is everybody's
@@ -117,17 +117,17 @@ class Start(Message):
     data_key: bytes = b""
 
 
-class Released(Message):
+class Released(Message, frozen=True):
     """Every member of generation `number` has finished: the elastic function may return."""
 
     number: int
 
 
-class Left(Message):
+class Left(Message, frozen=True):
     """The others go on without this worker; it may exit."""
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """The job ends; `reason` says why. The worker exits."""
 
     reason: str
@@ -139,7 +139,7 @@ ToWorker: TypeAlias = Newcomer | Abort | Prepare | Start | Released | Left | Sto
 # Agent -> coordinator --------------------------------------------------------------------------------
 
 
-class AgentHello(Message):
+class AgentHello(Message, frozen=True):
     """First message of an agent, after both proved the job token."""
 
     agent: str
@@ -148,14 +148,14 @@ class AgentHello(Message):
     version: int
 
 
-class FromWorker(Message):
+class FromWorker(Message, frozen=True):
     """A worker's message, carried by its agent."""
 
     worker: str
     message: WorkerMessage
 
 
-class WorkerExited(Message):
+class WorkerExited(Message, frozen=True):
     """A worker's process is gone and reaped; its process group was killed.
     `exit_code` as subprocess gives it: negative for a signal. `last_lines`: the end of its stderr."""
 
@@ -164,14 +164,14 @@ class WorkerExited(Message):
     last_lines: tuple[str, ...] = ()
 
 
-class SpawnFailed(Message):
+class SpawnFailed(Message, frozen=True):
     """A worker's process could not be started at all."""
 
     worker: str
     error: str
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """The agent is alive."""
 
     sequence: int
@@ -183,14 +183,14 @@ AgentMessage: TypeAlias = AgentHello | FromWorker | WorkerExited | SpawnFailed |
 # Coordinator -> agent --------------------------------------------------------------------------------
 
 
-class Spawn(Message):
+class Spawn(Message, frozen=True):
     """Start a worker in this slot."""
 
     worker: str
     slot: int
 
 
-class Kill(Message):
+class Kill(Message, frozen=True):
     """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
 
     worker: str
@@ -198,20 +198,20 @@ class Kill(Message):
     reason: str
 
 
-class TellWorkers(Message):
+class TellWorkers(Message, frozen=True):
     """The same message to several workers of this agent."""
 
     workers: tuple[str, ...]
     message: ToWorker
 
 
-class StartWorkers(Message):
+class StartWorkers(Message, frozen=True):
     """One START for each member of the generation that lives on this agent."""
 
     starts: dict[str, Start]
 
 
-class JobEnded(Message):
+class JobEnded(Message, frozen=True):
     """The job is over; the agent ends what is left of its workers and goes."""
 
     exit_code: int

@@ -21,9 +21,7 @@ KEY = secrets.token_bytes(32)
 T = TypeVar("T")
 
 
-def make_start(
-    rank: int, addresses: list[Address], number: int = 1, key: bytes = KEY, names: str = "w"
-) -> Start:
+def make_start(rank: int, addresses: list[Address], number: int = 1, key: bytes = KEY, names: str = "w") -> Start:
     """START for one rank of a ring of workers w0, w1, ..."""
     size = len(addresses)
 

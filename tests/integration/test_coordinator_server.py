@@ -72,9 +72,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    config: JobConfig | None = None, clock_offset_s: list[float] | None = None
-) -> AsyncIterator[Running]:
+async def serving(config: JobConfig | None = None, clock_offset_s: list[float] | None = None) -> AsyncIterator[Running]:
     events = EventLog()
     offset_s = clock_offset_s or [0.0]
     coordinator = Coordinator(

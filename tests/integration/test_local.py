@@ -25,9 +25,7 @@ from tests.waiting import EventLog, run
 TALKING_WORKER = (sys.executable, str(SCRIPTS / "talking_worker.py"))
 
 
-def job(
-    folder: Path, command: Sequence[str], events: EventLog, *, port: int = 0, grace_s: float = 0.2
-) -> Outcome:
+def job(folder: Path, command: Sequence[str], events: EventLog, *, port: int = 0, grace_s: float = 0.2) -> Outcome:
     """Run it to its end; the command has to name the folder, so that leftovers can be found by it."""
     config = JobConfig(num_proc=2, grace_s=grace_s)
     output = OutputOptions(directory=folder, prefix_timestamp=False)

@@ -123,9 +123,7 @@ def check_at_rest(world: SimulatedJob) -> None:
         assert all(each.is_alive and each.is_in(generation.number) for each in members)
         assert all(each.synced == generation.number for each in members)
         assert not stuck_newcomers, f"never admitted: {[w.name for w in stuck_newcomers]}"
-        assert not any(worker.is_leaving for worker in job.workers.values()), (
-            "asked to leave, and never let go"
-        )
+        assert not any(worker.is_leaving for worker in job.workers.values()), "asked to leave, and never let go"
         assert len(members) >= job.config.min_np
 
 
@@ -141,9 +139,7 @@ def check_schedule(seed: int) -> SimulatedJob:
         if world.end is None:
             return world
         if world.job.is_released:
-            assert (world.end.exit_code == 0) == (
-                not world.invariants.failed_after_release
-            ) or world.job.losses
+            assert (world.end.exit_code == 0) == (not world.invariants.failed_after_release) or world.job.losses
     except AssertionError as error:
         recent = "\n".join(f"{at_s:10.4f} {happened}" for at_s, happened in world.history[-60:])
         raise AssertionError(f"seed {seed}: {error}\n{recent}\n{world.job}") from error
@@ -193,9 +189,7 @@ def random_input(dice: random.Random) -> Input:
     messages += [WorkerExited(worker, dice.choice([0, 1, -9, -99])), SpawnFailed(worker, ""), Beat(1)]
     inputs: list[Input] = [AgentTold(agent, dice.choice(messages)) for _ in range(40)]
     inputs += [AgentConnected(agent, f"host-{agent}", dice.randint(0, 4)), Tick(), ScaleRequested(number)]
-    inputs += (
-        [AgentLost(agent, "fuzz"), StopRequested(dice.random() < 0.1, "Fuzz.")] if dice.random() < 0.1 else []
-    )
+    inputs += [AgentLost(agent, "fuzz"), StopRequested(dice.random() < 0.1, "Fuzz.")] if dice.random() < 0.1 else []
     return dice.choice(inputs)
 
 

@@ -54,7 +54,12 @@ def main() -> None:
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.9)
     state = fd.elastic.TorchState(
-        model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[scheduler.step], seen=0
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        scheduler=scheduler,
+        after_step=[scheduler.step],
+        seen=0,
     )
     records = Records(options.records)
 

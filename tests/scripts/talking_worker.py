@@ -47,9 +47,7 @@ class Conversation:
         self._socket.settimeout(30.0)
         address = env.agent_address
         self._socket.connect(b"\0" + address[1:].encode() if address.startswith("@") else address)
-        self.say(
-            Hello(env.worker, secret or env.secret, os.getpid(), PROTOCOL_VERSION, Address("127.0.0.1", 1))
-        )
+        self.say(Hello(env.worker, secret or env.secret, os.getpid(), PROTOCOL_VERSION, Address("127.0.0.1", 1)))
 
     def say(self, message: WorkerMessage) -> None:
         self._socket.sendall(frame(encode(message)))

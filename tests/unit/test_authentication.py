@@ -46,9 +46,7 @@ def test_a_dialer_waits_for_the_challenge() -> None:
 
 
 @pytest.mark.parametrize(("token", "job_id"), [(new_token(), "job"), (TOKEN, "another job")])
-def test_a_dialer_with_another_token_or_job_is_refused_before_it_learns_anything(
-    token: bytes, job_id: str
-) -> None:
+def test_a_dialer_with_another_token_or_job_is_refused_before_it_learns_anything(token: bytes, job_id: str) -> None:
     listener = Handshake(Role.LISTENER, TOKEN, "job")
     challenge = listener.begin()
     assert challenge is not None

@@ -70,9 +70,7 @@ def test_an_oversized_frame_is_refused_at_its_announcement() -> None:
         (TO_AGENT, StartWorkers({"w1": START})),
     ],
 )
-def test_a_message_arrives_as_it_was_sent(
-    decoder: msgspec.msgpack.Decoder[Message], message: Message
-) -> None:
+def test_a_message_arrives_as_it_was_sent(decoder: msgspec.msgpack.Decoder[Message], message: Message) -> None:
     assert decode(decoder, encode(message)) == message
 
 
@@ -81,9 +79,7 @@ def test_a_message_arrives_as_it_was_sent(
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"\x82\xa4type\xa5Ready\xa6number\xa2\xff\xfe", id="text that is no UTF-8"),
-        pytest.param(
-            msgspec.msgpack.encode({"type": "Ready", "number": 1, "more": 2}), id="an unknown field"
-        ),
+        pytest.param(msgspec.msgpack.encode({"type": "Ready", "number": 1, "more": 2}), id="an unknown field"),
         pytest.param(msgspec.msgpack.encode({"type": "Ready", "number": "1"}), id="a wrong type"),
         pytest.param(encode(Ready(1)) + b"\x00", id="a tail"),
         pytest.param(encode(Spawn("w1", 0)), id="a message of somebody else"),

@@ -41,7 +41,7 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
     return result.to(dtype).reshape(value.shape)
 
 
-def any(flag: bool) -> bool:  # noqa: A001 - reads as fd.any(flag)
+def any(flag: bool) -> bool:
     """Whether the flag is true on at least one worker; every worker gets the same answer."""
     votes = torch.tensor([1 if flag else 0], dtype=torch.int64)
     _reduce(votes, "any")

@@ -45,9 +45,7 @@ class Dialer:
         if self.retry_at_s is None or now_s() < self.retry_at_s:
             return
         self.retry_at_s = None
-        self._introduction = msgspec.structs.replace(
-            self._introduction, nonce=secrets.token_bytes(NONCE_BYTES)
-        )
+        self._introduction = msgspec.structs.replace(self._introduction, nonce=secrets.token_bytes(NONCE_BYTES))
         self._reply = b""
         family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
         self._sock = sock = socket.socket(family, socket.SOCK_STREAM)

@@ -36,9 +36,7 @@ class Duplex:
     check  called at least once a second while nothing moves; what it raises ends the operation
     """
 
-    def __init__(
-        self, to_next: socket.socket, from_previous: socket.socket, check: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, to_next: socket.socket, from_previous: socket.socket, check: Callable[[], None] | None) -> None:
         self._to_next, self._from_previous = to_next, from_previous
         self._next_fd, self._previous_fd = to_next.fileno(), from_previous.fileno()
         self._check = check

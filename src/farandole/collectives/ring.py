@@ -76,13 +76,9 @@ class RingTransport:
     def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
         flat = flat_view(tensor)
         total_bytes = flat.numel() * flat.element_size()
-        header = Header(
-            Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), 0, total_bytes, len(note)
-        )
+        header = Header(Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), 0, total_bytes, len(note))
         if total_bytes <= _SMALL_BYTES:
-            blobs = self._gather(
-                header, bytes(byte_view(flat)) + note, [total_bytes + len(note)] * self._size
-            )
+            blobs = self._gather(header, bytes(byte_view(flat)) + note, [total_bytes + len(note)] * self._size)
             _sum_into(flat, blobs)
             return [bytes(blob[total_bytes:]) for blob in blobs]
         notes = [bytearray(len(note)) for _ in range(self._size)]
@@ -171,9 +167,7 @@ class RingTransport:
         if self._abort_reason is not None:
             return
         peer = self._peers[direction]
-        self._failure = lambda later_op: PeerLost(
-            later_op, self._generation, peer.rank, f"{direction}: {detail}"
-        )
+        self._failure = lambda later_op: PeerLost(later_op, self._generation, peer.rank, f"{direction}: {detail}")
         self._duplex.shut_down()
         if self._on_broken is not None:
             self._on_broken(peer.worker, direction, f"{op}: {detail}")

@@ -115,9 +115,7 @@ def _try_start(draft: Draft, change: Change) -> None:
             _note_shortage(draft, change)
         elif len(busy) < len(survivors) and all(draft.job.has_finished(worker) for worker in busy):
             # The ready ones wait for START, the others for them to finish: only a fault resolves it.
-            abort(
-                draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary"
-            )
+            abort(draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary")
         return
     wanted = wanted_members(draft.job)
     going = _missing_from(wanted, survivors)
@@ -163,9 +161,7 @@ def _why_hopeless(job: Job) -> str | None:
     how = "; ".join(loss.sentence for loss in job.losses)
     if not survivors and raised:
         if len({loss.raised for loss in job.losses}) == 1:
-            return (
-                f"All remaining workers raised the same: {raised[0].raised}. Restarting them would not help."
-            )
+            return f"All remaining workers raised the same: {raised[0].raised}. Restarting them would not help."
         return f"No worker is left: {how}."
     if job.was_synced and not any(worker.synced for worker in survivors):
         return f"The state of the job is lost: no worker that held it is left ({how})."

@@ -120,7 +120,7 @@ class Coordinator:
         try:
             self._job, actions = decide(self._job, happened, self._clock.now_s())
             deadline_s = next_deadline(self._job)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a bug in a rule ends the job, and says so
             self._fail(error)
             return
         for action in actions:
@@ -173,9 +173,7 @@ class Coordinator:
         who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
         if len(self._strangers) >= STRANGERS_LIMIT:
             writer.transport.abort()
-            self._on_event(
-                ConnectionRefused(who, f"too many others ({STRANGERS_LIMIT}) are proving the token now")
-            )
+            self._on_event(ConnectionRefused(who, f"too many others ({STRANGERS_LIMIT}) are proving the token now"))
             return
         task = self._loop.create_task(self._converse(reader, writer, who))
         self._strangers.add(task)

@@ -20,8 +20,9 @@ from farandole.state.ticket import Batch
 # The samples at the given positions of the given epoch.
 Order: TypeAlias = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
 
-# Positions looked up in one call: numpy's overhead per call is that of a few hundred positions.
-_BLOCK = 4096
+# Positions looked up in one call, which takes about as long as 10,000 of them however few there are; but all
+# are looked up before the first batch of a new deal, so not more.
+_BLOCK = 16_384
 
 
 @dataclass(frozen=True)

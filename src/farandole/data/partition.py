@@ -34,13 +34,11 @@ class Layout:
             raise DataError("the data set is empty: there is nothing to train on")
         if not 1 <= self.global_batch_size <= self.size:
             raise DataError(
-                f"global_batch_size must be in 1..{self.size}, the size of the data set, "
-                f"got {self.global_batch_size}"
+                f"global_batch_size must be in 1..{self.size}, the size of the data set, got {self.global_batch_size}"
             )
         if not 1 <= self.min_share <= self.global_batch_size:
             raise DataError(
-                f"min_share must be in 1..{self.global_batch_size}, the global batch size, "
-                f"got {self.min_share}"
+                f"min_share must be in 1..{self.global_batch_size}, the global batch size, got {self.min_share}"
             )
         # Smaller, some share n could not be split into parts between min_share and max_local_batch.
         if self.max_local_batch is not None and self.max_local_batch < 2 * self.min_share - 1:
@@ -66,10 +64,7 @@ def make_ticket(layout: Layout, epoch: int, cursor: int, rank: int, world: int) 
 def batches(ticket: Ticket, min_share: int = 1) -> list[Batch]:
     """The micro-batches of a ticket, as many on every rank; one without a sample is a ghost."""
     count = ticket.micro_batches
-    return [
-        Batch(ticket, *share(ticket.low, ticket.high, index, count, min_share), index)
-        for index in range(count)
-    ]
+    return [Batch(ticket, *share(ticket.low, ticket.high, index, count, min_share), index) for index in range(count)]
 
 
 def global_batch(cursor: int, size: int, global_batch_size: int) -> tuple[int, int]:

@@ -153,9 +153,7 @@ def _size_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def _time_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     group = parser.add_argument_group("time limits, in seconds")
     return [
-        group.add_argument(
-            flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)"
-        )
+        group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
         for flag, default, text in (
             (
                 "--elastic-timeout",

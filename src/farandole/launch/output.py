@@ -45,9 +45,7 @@ class OutputSink:
     said once and does not stop the job.
     """
 
-    def __init__(
-        self, options: OutputOptions, stdout: TextIO | None = None, stderr: TextIO | None = None
-    ) -> None:
+    def __init__(self, options: OutputOptions, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
         stdout, stderr = stdout or sys.stdout, stderr or sys.stderr
         self._options = options
         self._streams = {"stdout": unbuffered(stdout), "stderr": unbuffered(stderr)}
@@ -148,9 +146,7 @@ class OutputSink:
             self._files.append(*target, data)
         except OSError as error:
             self._unwritable.add("files")
-            self._say(
-                f"no more files are written to {self._options.directory} ({error.strerror}); the job goes on"
-            )
+            self._say(f"no more files are written to {self._options.directory} ({error.strerror}); the job goes on")
 
     def _on_file_dropped(self, dropped_bytes: int) -> None:
         self._say(f"the disk of --output-filename is too slow; {dropped_bytes} bytes were not written")

@@ -29,9 +29,7 @@ _READ_BYTES = 1 << 16
 _READS_AT_EXIT = 16  # a pipe holds 64 KiB; the bound is for an escaped process that never stops writing
 
 
-async def spawn(
-    argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[str, bytes], None]
-) -> WorkerProcess:
+async def spawn(argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[str, bytes], None]) -> WorkerProcess:
     """Start a worker with exactly this environment (and PYTHONUNBUFFERED=1, unless it says otherwise: the
     last words of a killed worker are the ones that matter).
 

@@ -18,9 +18,7 @@ def make_writable(directory: Path) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"--output-filename {directory}: no files can be written there ({error.strerror})"
-        ) from error
+        raise ConfigError(f"--output-filename {directory}: no files can be written there ({error.strerror})") from error
 
 
 class RankFiles:

@@ -19,9 +19,7 @@ class StoppedWatch:
     def look(self, is_worker_stopped: Mapping[str, bool], now_s: float) -> list[str]:
         """The workers that were stopped at every look for at least the limit."""
         self._since_s = {
-            worker: self._since_s.get(worker, now_s)
-            for worker, is_stopped in is_worker_stopped.items()
-            if is_stopped
+            worker: self._since_s.get(worker, now_s) for worker, is_stopped in is_worker_stopped.items() if is_stopped
         }
         return [worker for worker, since_s in self._since_s.items() if now_s - since_s >= self._limit_s]
 

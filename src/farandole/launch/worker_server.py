@@ -108,9 +108,7 @@ class WorkerServer:
                 self._on_refused("a process of another user", "it may not talk to this agent")
                 return
             stranger = WorkerConnection(connected, self._on_payload, self._on_end)
-            self._strangers[stranger] = asyncio.get_running_loop().call_later(
-                HELLO_DEADLINE_S, self._give_up, stranger
-            )
+            self._strangers[stranger] = asyncio.get_running_loop().call_later(HELLO_DEADLINE_S, self._give_up, stranger)
 
     def _on_payload(self, connection: WorkerConnection, payload: bytes) -> None:
         message = decode(WORKER_MESSAGES, payload)

@@ -60,7 +60,8 @@ class _Unpickler(pickle.Unpickler):
         place, shape, dtype = pid
         if self._makes_room and place == len(self.tensors):
             self.tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-        return self.tensors[place]
+        tensor: torch.Tensor = self.tensors[place]
+        return tensor
 
 
 def make_room(skeleton: bytes) -> tuple[Any, list[torch.Tensor]]:

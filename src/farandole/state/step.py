@@ -33,7 +33,7 @@ class _OpenStep:
 _step = _OpenStep()
 
 
-def open(batch: Batch) -> None:  # noqa: A001 - reads as step.open(batch)
+def open(batch: Batch) -> None:
     """The loader hands out `batch`."""
     _step.phase, _step.batch = Phase.OPEN, batch
 

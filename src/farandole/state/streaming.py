@@ -12,9 +12,7 @@ from farandole.collectives.transport import Transport
 PIECE_BYTES = 4 << 20
 
 
-def broadcast_all(
-    transport: Transport, tensors: Sequence[torch.Tensor] | None, total_bytes: int, source: int
-) -> None:
+def broadcast_all(transport: Transport, tensors: Sequence[torch.Tensor] | None, total_bytes: int, source: int) -> None:
     """Overwrite `tensors` with rank `source`'s; all ranks call it with the same `total_bytes`.
 
     A rank that needs no data passes None: it forwards the pieces and forgets them. The tensors of all others

@@ -54,11 +54,7 @@ def choose_source(standings: list[Standing], founding: bool) -> int:
 
 def is_behind(standing: Standing, source: Standing) -> bool:
     """Whether a rank has to copy the large state."""
-    return (
-        not standing.is_holder
-        or standing.progress.step != source.progress.step
-        or standing.digest != source.digest
-    )
+    return not standing.is_holder or standing.progress.step != source.progress.step or standing.digest != source.digest
 
 
 def synchronize(state: TorchState, transport: Transport, founding: bool) -> SyncReport:
@@ -80,9 +76,7 @@ def synchronize(state: TorchState, transport: Transport, founding: bool) -> Sync
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
     source = choose_source(standings, founding)
     wanted = standings[source]
-    behind = tuple(
-        rank for rank, each in enumerate(standings) if rank != source and is_behind(each, wanted)
-    )
+    behind = tuple(rank for rank, each in enumerate(standings) if rank != source and is_behind(each, wanted))
     new_small = _receive(transport, source, small, wanted.small, needed=True)
     new_large = None
     if behind:
@@ -98,9 +92,7 @@ def synchronize(state: TorchState, transport: Transport, founding: bool) -> Sync
     return SyncReport(source, behind, sum(wanted.large) if behind else 0)
 
 
-def _receive(
-    transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool
-) -> Any:
+def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool) -> Any:
     """Broadcast one packed value from `source`; the value in staging memory where it is needed, else None."""
     skeleton = torch.empty(sizes[0], dtype=torch.uint8)
     if transport.rank == source:

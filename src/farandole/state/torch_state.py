@@ -53,7 +53,10 @@ class TorchState:
         after_step: Iterable[Callable[[], object]] = (),
         **tracked: Any,
     ) -> None:
-        self.model, self.optimizer, self.loader = model, optimizer, loader
+        # Any: a script should not have to ask at each use whether it has given them.
+        self.model: Any = model
+        self.optimizer: Any = optimizer
+        self.loader: Any = loader
         self.step = 0
         self.lineage = 1
         self.boundary = 0
@@ -152,25 +155,30 @@ class TorchState:
         """Parameters by module and name, and the optimizer's state by parameter index; live, not copied."""
         state: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(self._optimized()):
-            if self.optimizer is not None and parameter in self.optimizer.state:
+            if parameter in self.optimizer.state:
                 state[index] = dict(self.optimizer.state[parameter])
-        return {
-            "parameters": {name: dict(module.named_parameters()) for name, module in self._modules().items()},
-            "optimizer": state,
-        }
+        return {"parameters": self._parameters(), "optimizer": state}
 
     def load_large(self, large: Mapping[str, Any]) -> None:
         """Take over parameters and optimizer tensors that came from another worker. Raises ConfigError, with
         nothing changed, when its model has other parameters than ours."""
-        ours = {name: dict(module.named_parameters()) for name, module in self._modules().items()}
+        ours = self._parameters()
         _refuse_other_model(ours, large["parameters"])
         with torch.no_grad():
             for name, parameters in ours.items():
                 for key, parameter in parameters.items():
                     parameter.copy_(large["parameters"][name][key])
-            if self.optimizer is not None:
-                for index, parameter in enumerate(self._optimized()):
-                    _load_entry(self.optimizer, parameter, large["optimizer"].get(index))
+            for index, parameter in enumerate(self._optimized()):
+                _load_entry(self.optimizer, parameter, large["optimizer"].get(index))
+
+    def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By module and name; those that the optimizer moves and no module has, by their place in it."""
+        named: dict[str, dict[str, torch.Tensor]] = {
+            name: dict(module.named_parameters()) for name, module in self._modules().items()
+        }
+        known = {id(parameter) for group in named.values() for parameter in group.values()}
+        loose = {str(i): p for i, p in enumerate(self._optimized()) if id(p) not in known}
+        return {**named, "optimizer": loose}
 
     def _optimized(self) -> list[torch.Tensor]:
         if self.optimizer is None:
@@ -189,7 +197,7 @@ def _is_stateful(value: object) -> bool:
 def _refuse_unpicklable(name: str, value: object, error: Exception) -> None:
     try:
         pack(value)
-    except Exception:
+    except Exception:  # noqa: BLE001 - pickle raises whatever the value's own methods raise
         raise ConfigError(
             f"state.{name} of type {type(value).__name__} cannot be pickled ({error}); other workers could not "
             f"take it over: give TorchState values that can, or objects with state_dict()"
@@ -209,9 +217,7 @@ def _refuse_other_model(
             )
 
 
-def _load_entry(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry: Mapping[str, Any] | None
-) -> None:
+def _load_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry: Mapping[str, Any] | None) -> None:
     """One parameter's optimizer state: in place where the same tensor exists already, else taken as it is."""
     if entry is None:
         optimizer.state.pop(parameter, None)

@@ -169,9 +169,7 @@ class MembershipInvariants:
                 is_ready = self._ready.get(worker) == number if was_member else worker in self._elastic
                 assert is_ready, f"START {number} to {worker}, which is not READY for it"
         for worker in self.members:
-            assert worker in starts or worker not in self.slot_of or worker in self._left, (
-                f"{worker} forgotten"
-            )
+            assert worker in starts or worker not in self.slot_of or worker in self._left, f"{worker} forgotten"
         assert len(starts) >= (self._config.min_np if self.number else 1)
         assert self._config.max_np is None or len(starts) <= self._config.max_np
         self._check_state(starts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -89,10 +90,10 @@ class Proof:
 
     def median_step_ms(self) -> float:
         """Between two applied steps of one process in one generation."""
-        gaps = [
+        gaps: list[float] = [
             (b["ns"] - a["ns"]) / 1e6
             for after in self._applied().values()
-            for a, b in zip(after, after[1:], strict=False)
+            for a, b in itertools.pairwise(after)
             if a["generation"] == b["generation"]
         ]
         return statistics.median(gaps)

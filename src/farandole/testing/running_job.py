@@ -26,7 +26,12 @@ class RunningJob:
     """
 
     def __init__(
-        self, flags: Sequence[str], script: Path, arguments: Sequence[str], folder: Path, output: Path | None = None
+        self,
+        flags: Sequence[str],
+        script: Path,
+        arguments: Sequence[str],
+        folder: Path,
+        output: Path | None = None,
     ) -> None:
         self.folder = folder
         command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(script), *arguments]

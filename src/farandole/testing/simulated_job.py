@@ -117,9 +117,7 @@ class SimulatedJob:
                 self.now_s = max(self.now_s, deadline_s)
                 self.feed(Tick())
                 after_s = next_deadline(self.job)
-                assert after_s is None or after_s > self.now_s, (
-                    "a Tick at the deadline must move the deadline"
-                )
+                assert after_s is None or after_s > self.now_s, "a Tick at the deadline must move the deadline"
             else:
                 return
         raise AssertionError("the job never comes to rest")

@@ -146,9 +146,7 @@ def _report_exceptions(job: Job) -> None:
     """Tell the coordinator of an exception that ends this worker, so that it knows more than an exit code."""
     show = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         summary = traceback.format_exception_only(kind, error)[-1].strip()
         job.link.send(Failed(summary, "".join(traceback.format_exception(kind, error, trace))))
         show(kind, error, trace)

@@ -7,7 +7,7 @@ import secrets
 from datetime import timedelta
 
 import msgspec
-from torch.distributed import DistError, DistStoreError, TCPStore
+from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from farandole.env import FixedEnv, restart_count, uses_agent_store
 from farandole.errors import JobEnded
@@ -62,9 +62,7 @@ class Meeting:
         )
         return Start(
             id=GenerationId(lineage=1, incarnation=1, number=1, nonce=secret[:16]),
-            placement=Placement(
-                env.rank, env.size, env.local_rank, env.local_size, env.cross_rank, env.cross_size
-            ),
+            placement=Placement(env.rank, env.size, env.local_rank, env.local_size, env.cross_rank, env.cross_size),
             previous=previous,
             next=following,
             founding=True,

@@ -57,9 +57,7 @@ class Job:
         def report(peer: str, direction: str, detail: str) -> None:
             self.link.send(LinkBroken(number, peer, direction, detail))
 
-        builder = RingBuilder(
-            self._listener, start, self._worker, CONNECT_TIMEOUT_S, report, self.link.raise_if_over
-        )
+        builder = RingBuilder(self._listener, start, self._worker, CONNECT_TIMEOUT_S, report, self.link.raise_if_over)
         self._watch(number, builder)
         transport = builder.build()
         self._watch(number, transport)
@@ -71,17 +69,20 @@ class Job:
 
     def settle(self) -> None:
         """The new generation works: release what is left of the old ones. Not earlier: a peer may still read."""
+        number = world.current().id.number
         with self._lock:
-            for number in [number for number in self._live if number != world.current().id.number]:
-                del self._live[number]
-        for transport in self._retired:
-            transport.close()
-        self._retired.clear()
+            self._live = {number: self._live[number]}
+        self._close_retired()
 
     def close(self) -> None:
         self.link.close()
-        self.settle()
+        self._close_retired()
         self._listener.close()
+
+    def _close_retired(self) -> None:
+        for transport in self._retired:
+            transport.close()
+        self._retired.clear()
 
     # Orders ----------------------------------------------------------------------------------------------
 

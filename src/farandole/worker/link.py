@@ -74,9 +74,9 @@ class Link:
 
     def send(self, message: WorkerMessage) -> None:
         """Tell the coordinator, through the agent. Never blocks for long: both ends are on this machine."""
-        with self._send_lock:
-            with contextlib.suppress(OSError):  # the listening thread sees the same end and acts on it
-                self._socket.sendall(wire.frame(wire.encode(message)))
+        # An error is no news: the listening thread sees the same end, and acts on it.
+        with self._send_lock, contextlib.suppress(OSError):
+            self._socket.sendall(wire.frame(wire.encode(message)))
 
     def ask_to_leave(self) -> None:
         """For a signal handler: the link's thread says Leaving, since the main thread may hold the lock."""

@@ -45,7 +45,7 @@ def run(
     """
 
     @functools.wraps(function)
-    def elastic(state: TorchState, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+    def elastic(state: TorchState, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         world.current()
         return _RunLoop(context.job(), state).run(lambda: function(state, *args, **kwargs))
 
@@ -152,8 +152,8 @@ class _RunLoop:
         return True
 
     def _pass_boundary(self) -> None:
-        """Remember the small state, and start the step's random numbers from (seed, step, rank), so that a step
-        that is done again sees the same ones."""
+        """Remember the small state, and start the step's random numbers from (seed, step, rank): a step that
+        is done again sees the same ones."""
         state = self._state
         state.boundary += 1
         state.capture()
@@ -171,7 +171,7 @@ class _RunLoop:
         step.close()
         done = regroup(self._job, state)
         logger.info(
-            "generation %d with %d workers at step %d: waited %.1f ms, connected in %.1f ms, synced in %.1f ms",
+            "generation %d with %d workers, step %d: waited %.1f ms, connected %.1f ms, synced %.1f ms",
             done.number,
             done.size,
             state.step,

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import torch
+
+from farandole.collectives.buffers import dtype_code
+from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, describe_packed
+
+
+def test_a_header_describes_itself_before_and_after_its_way() -> None:
+    header = Header(Operation.ALL_REDUCE, 7, dtype_code(torch.float32), 0, 4000, 64)
+    text = "all_reduce of 4000 bytes of float32 with a note of 64 bytes (operation 7)"
+    assert header.describe() == text
+    assert describe_packed(header.pack()) == text
+
+
+def test_a_broadcast_names_its_source() -> None:
+    header = Header(Operation.BROADCAST, 1, dtype_code(torch.int64), 3, 8)
+    assert header.describe() == "broadcast of 8 bytes of int64 from rank 3 (operation 1)"
+
+
+def test_bytes_that_are_no_header_are_called_so() -> None:
+    packed = Header(Operation.BARRIER, 1).pack()
+    for wrong in (bytes(HEADER_BYTES), packed[:4] + b"\xff" + packed[5:], packed[:5] + b"\xff" + packed[6:]):
+        assert "no operation" in describe_packed(wrong)

@@ -1,0 +1,101 @@
+"""Our options are ours, checked before anything starts; the user's words are the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole import __version__
+from farandole.config import JobConfig
+from farandole.launch.arguments import parse_run, split_command
+from farandole.launch.cli import main
+
+WORDS = st.lists(st.one_of(st.sampled_from(["-np", "--min-np", "--", "--help", "-v", "3", "-"]), st.text(max_size=8)))
+OPTIONS = st.lists(
+    st.sampled_from([["-np", "3"], ["--min-np=2"], ["-q"], ["--grace", "-1"], ["-prefix-timestamp"], ["-n2"]])
+)
+
+
+@given(OPTIONS, st.booleans(), WORDS)
+def test_from_the_first_word_on_everything_is_the_users(
+    options: list[list[str]], separated: bool, words: list[str]
+) -> None:
+    ours = [word for option in options for word in option]
+    between, command = (["--"], words) if separated else ([], ["sh", *words])
+    assert split_command([*ours, *between, *command], frozenset({"-np", "--grace"})) == (ours, command)
+
+
+@given(WORDS)
+def test_flags_of_the_users_script_are_never_touched(words: list[str]) -> None:
+    options = parse_run(["-np", "3", "sh", *words])
+    assert options.command == ("sh", *words)
+    assert options.config == JobConfig(num_proc=3)
+
+
+def test_every_option_arrives() -> None:
+    text = (
+        "--num-proc 4 --min-num-proc 2 --max-num-proc 8 --restarts 5 --elastic-timeout 10 --start-timeout 20 "
+        "--detection-budget 0.5 --grace 0 --host ::1 --port 4711 --output-filename out -prefix-timestamp --verbose sh"
+    )
+    options = parse_run(text.split())
+    assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0)
+    assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
+    assert (options.output_directory, options.prefix_timestamp) == (Path("out"), True)
+    assert options.loudness == "VERBOSE"
+
+
+@pytest.mark.parametrize("flag", ["-np", "-n", "--num-proc"])
+def test_the_defaults_are_those_of_the_job(flag: str) -> None:
+    options = parse_run([flag, "2", "sh"])
+    assert options.config == JobConfig(num_proc=2)
+    assert (options.host, options.port, options.output_directory) == ("127.0.0.1", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("sh", "-np"),
+        ("-np 0 sh", "-np must be at least 1, got 0"),
+        ("-np -1 sh", "-np must be at least 1, got -1"),
+        ("-np 3 --min-np 3 --max-np 2 sh", "--min-np 3 is above --max-np 2"),
+        ("-np three sh", "three"),
+        ("-np 2 --grace nan sh", "--grace"),
+        ("-np 2 --min 1 sh", "--min"),
+        ("-np 2", "nothing to run"),
+        ("-np 2 --", "nothing to run"),
+        ("-np", "-np"),
+        ("-np 2 --host 0.0.0.0 sh", "0.0.0.0"),
+        ("-np 2 --host example.org sh", "example.org"),
+        ("-np 2 --port 65536 sh", "65536"),
+        ("-np 2 -q --verbose sh", "--verbose"),
+        ("-np 2 no-such-command", "no-such-command"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_with_a_hint(
+    arguments: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["run", *arguments.split()])
+    assert end.value.code == 2
+    said, hint = capsys.readouterr().err.splitlines()
+    assert said.startswith("farandole run: ")
+    assert reason in said
+    assert "farandole run --help" in hint
+
+
+@pytest.mark.parametrize("flag", ["-v", "--version"])
+def test_the_version_is_told(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([flag])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"farandole {__version__}\n"
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["walk"])
+    assert end.value.code == 2
+    assert "'walk'" in capsys.readouterr().err
