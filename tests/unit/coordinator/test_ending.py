@@ -98,3 +98,21 @@ def test_nothing_happens_after_the_end(worker: str) -> None:
     assert told.exited(worker).job == before
     assert told.actions == []
     assert told.deadline_in_s is None
+
+
+def test_a_fault_after_the_first_finished_admits_nobody_either() -> None:
+    told = ToldJob(3).training().exited("w1").ready(2, "w0", "w2").synced("w0", "w2").hello("w3")
+    told.finished("w0").elastic("w3").exited("w2").ready(3, "w0")
+    assert told.members == ("w0",)
+
+
+def test_finished_that_crossed_an_abort_releases_nobody_since_ready_follows() -> None:
+    told = ToldJob(2).training().link_broken("w0", "w1").passes(0.5).finished("w0", "w1")
+    assert told.told() == {}
+    assert told.ready(2, "w0", "w1").number == 2
+
+
+def test_finished_from_a_worker_that_is_ready_for_the_next_generation_changes_nothing() -> None:
+    told = ToldJob(2).training().says("w1", Leaving()).ready(2, "w0")
+    before = told.job
+    assert told.finished("w0").job == before

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from farandole.coordinator import AgentLost, AgentTold
-from farandole.messages import AgentHello, Beat, Kill, Leaving, SpawnFailed, WorkerExited
+from farandole.membership import Address
+from farandole.messages import (
+    AgentHello,
+    Beat,
+    FromWorker,
+    Hello,
+    Kill,
+    Leaving,
+    SpawnFailed,
+    Synced,
+    WorkerExited,
+)
 from farandole.testing.told_job import ToldJob
 
 
@@ -132,4 +143,12 @@ def test_a_worker_cannot_be_spoken_for_by_another_agent() -> None:
     told = ToldJob(1)
     told.connect("b", 1)
     before = told.job
+    hello = Hello("w0", "", 1, 1, Address("127.0.0.1", 1))
     assert told.feed(AgentTold("b", WorkerExited("w0", -9))).job == before
+    assert told.feed(AgentTold("b", FromWorker("w0", hello))).job == before
+
+
+def test_a_state_confirmed_for_another_generation_makes_no_holder() -> None:
+    told = ToldJob(2).hello("w0", "w1")
+    before = told.job
+    assert told.says("w0", Synced(7)).says("w0", Synced(0)).job == before

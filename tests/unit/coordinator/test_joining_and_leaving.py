@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.coordinator import ScaleRequested
-from farandole.events import ScaleRefused
+from farandole.events import ScaleRefused, WorkerEnded
 from farandole.messages import Kill, Leaving
 from farandole.testing.told_job import ToldJob
 
@@ -115,3 +115,19 @@ def test_a_size_beyond_the_limits_is_refused(size: int) -> None:
     (refused,) = told.logged(ScaleRefused)
     assert "at least 2 (--min-np) and at most 4 (--max-np)" in refused.line()
     assert told.job.target == 3
+
+
+def test_the_exit_of_a_worker_that_was_let_go_is_no_loss_and_what_it_says_does_not_count() -> None:
+    told = ToldJob(2, min_np=2, restarts=0).training().says("w1", Leaving()).ready(2, "w0", "w1")
+    told.raised("w1", "KeyboardInterrupt", exits=False)
+    assert told.actions == []
+    told.exited("w1", 1)
+    assert [event.line() for event in told.logged(WorkerEnded)] == ["w1 (slot 1) exited with code 1"]
+    assert told.told() == {}
+
+
+def test_a_holder_that_stays_to_hand_over_does_not_make_the_job_larger_than_max_np() -> None:
+    told = joined(ToldJob(2, slots=3, max_np=2).training()).says("w0", Leaving()).feed(ScaleRequested(2))
+    assert told.spawned() == {"w3": 2}
+    told.elastic("w2").hello("w3").elastic("w3").ready(3, "w0")
+    assert told.members == ("w0", "w2")
