@@ -34,7 +34,7 @@ class Kill:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--kill-in-epoch", type=int, default=3, help="from 0; early, so that the join is seen")
     parser.add_argument("--num-workers", type=int, default=0, help="loader processes of each worker")
     options = parser.parse_args()

@@ -89,7 +89,9 @@ def listeners(size: int) -> Iterator[list[DataListener]]:
             listener.close()
 
 
-def build(opened: list[DataListener], number: int = 1) -> Ring:
+def build(
+    opened: list[DataListener], number: int = 1, check: Callable[[], None] | None = None
+) -> Ring:
     """A ring of one rank for each listener."""
     size = len(opened)
     addresses = [listener.address for listener in opened]
@@ -100,15 +102,15 @@ def build(opened: list[DataListener], number: int = 1) -> Ring:
             hints[rank].append((peer, direction, detail))
 
         start = make_start(rank, addresses, number)
-        return RingBuilder(opened[rank], start, f"w{rank}", DEADLINE_S, hint).build()
+        return RingBuilder(opened[rank], start, f"w{rank}", DEADLINE_S, hint, check).build()
 
     return Ring(in_threads(size, connect), hints)
 
 
 @contextmanager
-def ring(size: int) -> Iterator[Ring]:
+def ring(size: int, check: Callable[[], None] | None = None) -> Iterator[Ring]:
     with listeners(size) as opened:
-        built = build(opened)
+        built = build(opened, check=check)
         try:
             yield built
         finally:

@@ -20,9 +20,9 @@ from farandole.state.ticket import Batch
 # The samples at the given positions of the given epoch.
 Order: TypeAlias = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
 
-# Positions looked up in one call, which takes about as long as 10,000 of them however few there are; but all
-# are looked up before the first batch of a new deal, so not more.
-_BLOCK = 16_384
+# Positions looked up in one call: few at first, for the next batch after a regroup waits for them; then more and
+# more, because a call takes about as long as 10,000 positions however few there are.
+_FIRST_BLOCK, _LARGEST_BLOCK = 1024, 16_384
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class Dealer:
         self._layout, self._order = layout, order
         self._rank, self._world = 0, 1
         self._epoch, self._position = 0, 0
+        self._block = _FIRST_BLOCK
 
     def restart(self, epoch: int, cursor: int, rank: int, world: int) -> None:
         """Begin a new deal at (epoch, cursor). What is on its way is of an old deal then."""
         self.deal += 1
         self._epoch, self._position = epoch, cursor
         self._rank, self._world = rank, world
+        self._block = _FIRST_BLOCK
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -63,14 +65,14 @@ class Dealer:
                 yield dealt.indices
 
     def _next_block(self) -> Iterator[Dealt]:
-        """Whole tickets with about _BLOCK samples for this rank, all of one epoch."""
+        """Whole tickets with about _block samples for this rank, all of one epoch."""
         layout = self._layout
         if self._position >= layout.size:
             self._epoch, self._position = self._epoch + 1, 0
         block: list[Batch] = []
         ranges: list[tuple[int, int]] = []
         count = 0
-        while count < _BLOCK and self._position < layout.size:
+        while count < self._block and self._position < layout.size:
             ticket = make_ticket(layout, self._epoch, self._position, self._rank, self._world)
             for batch in batches(ticket, layout.min_share):
                 low, high = delivered(batch, layout.min_share)
@@ -78,6 +80,7 @@ class Dealer:
                 ranges.append((low, high))
                 count += high - low
             self._position = ticket.stop
+        self._block = min(2 * self._block, _LARGEST_BLOCK)
         positions = np.concatenate([np.arange(low, high) for low, high in ranges])
         indices: list[int] = self._order(self._epoch, positions).tolist()
         return _cut(self.deal, block, ranges, indices)

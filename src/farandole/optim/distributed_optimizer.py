@@ -37,10 +37,10 @@ def DistributedOptimizer(optimizer: OptimizerT) -> OptimizerT:  # noqa: N802 - H
     world.current()  # NotInitialized here is clearer than in the first backward pass
     base = optimizer.__class__
     wrapped_class = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
-    wrapped: Any = object.__new__(wrapped_class)
+    wrapped: OptimizerT = object.__new__(wrapped_class)
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.__dict__.pop("step", None)  # a scheduler made before patched the step of the original into it
-    wrapped._distribute()
+    wrapped._distribute()  # type: ignore[attr-defined]
     return wrapped
 
 

@@ -1,0 +1,88 @@
+"""The command line as a person meets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.jobs import farandole_run
+
+HEAVY = ("torch", "numpy", "asyncio", "msgspec")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+def test_help_comes_at_once(words: list[str]) -> None:
+    durations = []
+    for _ in range(5):
+        start_s = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", "farandole", *words], capture_output=True, text=True, timeout=20)
+        durations.append(time.monotonic() - start_s)
+        assert done.returncode == 0
+        assert "usage: farandole run" in done.stdout
+    print(f"farandole {' '.join(words)}: {1000 * statistics.median(durations):.0f} ms (median of 5)")
+    assert min(durations) < 0.3
+
+
+def test_help_loads_nothing_heavy_and_a_job_no_torch() -> None:
+    code = (
+        "import sys; from farandole.launch.arguments import parse_run; from farandole.launch import cli\n"
+        "parse_run(['-np', '2', 'sh'])\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])\n"
+        "import farandole.launch.local, farandole.launch.report\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout.splitlines() == ["[]", "False"]
+
+
+def test_any_command_runs_on_every_worker_and_its_words_come_back_with_its_name() -> None:
+    done = farandole_run("-np", "2", "--", "sh", "-c", "echo out $0; echo err >&2", "--help")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[w0] out --help", "[w1] out --help"]
+    assert [line for line in done.stderr.splitlines() if "err" in line] in (
+        ["[w0] err", "[w1] err"],
+        ["[w1] err", "[w0] err"],
+    )
+    assert done.stderr.splitlines()[-1].startswith("[farandole] success.")
+
+
+def test_a_reader_that_leaves_early_stops_nothing() -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-m", "farandole", "run", "-np", "1", "sh", "-c", "read x; seq 100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        job.stdout.close()
+        assert job.stderr.read().splitlines()[-1].startswith("[farandole] success.")
+        assert job.wait(20) == 0
+
+
+def test_ctrl_c_ends_the_job_without_a_traceback_and_leaves_nobody() -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-m", "farandole", "run", "-np", "2", "sh", "-c", "echo $$; exec sleep 60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        workers = [int(job.stdout.readline().split()[1]) for _ in range(2)]
+        job.send_signal(signal.SIGINT)
+        said = job.stderr.read()
+        assert job.wait(20) != 0
+    assert "Traceback" not in said
+    assert "SIGINT" in said.splitlines()[-1]
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)

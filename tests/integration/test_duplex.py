@@ -1,0 +1,109 @@
+"""The two sockets of a rank, with the test holding their other ends."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from farandole.collectives.duplex import Duplex
+from farandole.errors import CollectiveMismatch
+
+
+class Neighbours:
+    """The far ends: where the next rank would read, and where the previous one would write."""
+
+    def __init__(self) -> None:
+        to_next, self.next = socket.socketpair()
+        from_previous, self.previous = socket.socketpair()
+        self.duplex = Duplex(to_next, from_previous, None)
+
+    def close(self) -> None:
+        self.duplex.close()
+        self.next.close()
+        self.previous.close()
+
+
+@pytest.fixture
+def neighbours() -> Iterator[Neighbours]:
+    made = Neighbours()
+    yield made
+    made.close()
+
+
+def outgoing(*texts: bytes) -> deque[memoryview]:
+    return deque(memoryview(text) for text in texts)
+
+
+def wanting(buffer: bytearray) -> Iterator[memoryview]:
+    return iter([memoryview(buffer)])
+
+
+def test_bytes_go_to_the_next_and_come_from_the_previous(neighbours: Neighbours) -> None:
+    received = bytearray(5)
+    neighbours.previous.send(b"hello")
+    out = outgoing(b"good ", b"", b"bye")
+    assert neighbours.duplex.move(out, wanting(received), is_done_when_received=True) is None
+    assert (received, neighbours.next.recv(100)) == (b"hello", b"good bye")
+
+
+def test_data_that_had_arrived_counts_although_both_neighbours_are_gone(neighbours: Neighbours) -> None:
+    received = bytearray(5)
+    neighbours.previous.send(b"hello")
+    neighbours.previous.close()
+    neighbours.next.close()
+    broken = neighbours.duplex.move(outgoing(b"bye"), wanting(received), is_done_when_received=True)
+    assert broken is None
+    assert received == b"hello"
+    assert neighbours.duplex.cannot_send
+
+
+def test_data_that_had_arrived_counts_although_an_abort_came(neighbours: Neighbours) -> None:
+    received = bytearray(5)
+    neighbours.previous.send(b"hello")
+    neighbours.duplex.shut_down()
+    broken = neighbours.duplex.move(outgoing(b"bye"), wanting(received), is_done_when_received=True)
+    assert broken is None
+    assert received == b"hello"
+
+
+def test_a_rank_whose_part_is_to_send_is_not_done_while_it_cannot(neighbours: Neighbours) -> None:
+    neighbours.next.close()
+    broken = neighbours.duplex.move(outgoing(b"bye"), iter(()), is_done_when_received=False)
+    assert broken is not None
+    assert broken.direction == "send"
+
+
+def test_a_previous_rank_that_stops_in_the_middle_is_a_failure(neighbours: Neighbours) -> None:
+    neighbours.previous.send(b"hel")
+    neighbours.previous.close()
+    broken = neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
+    assert broken == ("receive", "end of file")
+
+
+def test_a_next_rank_that_leaves_while_there_is_more_to_send_is_a_failure(neighbours: Neighbours) -> None:
+    """The previous rank is alive and silent, so nothing else would end the wait."""
+    neighbours.next.close()
+    much = bytes(10_000_000)
+    broken = neighbours.duplex.move(outgoing(much), wanting(bytearray(5)), is_done_when_received=True)
+    assert broken is not None
+    assert broken.direction == "send"
+
+
+@pytest.mark.parametrize("has_previous_left", [False, True])
+def test_the_next_ranks_last_word_is_passed_on(neighbours: Neighbours, has_previous_left: bool) -> None:
+    neighbours.next.send("rank 3 is elsewhere".encode())
+    if has_previous_left:
+        neighbours.previous.close()
+    with pytest.raises(CollectiveMismatch, match="rank 3 is elsewhere"):
+        neighbours.duplex.move(outgoing(b"x"), wanting(bytearray(5)), is_done_when_received=True)
+
+
+def test_a_word_reaches_the_previous_rank_even_when_everything_is_closed_at_once(
+    neighbours: Neighbours,
+) -> None:
+    neighbours.duplex.say_why("rank 3 is elsewhere")
+    neighbours.duplex.close()
+    assert neighbours.previous.recv(100) == b"rank 3 is elsewhere"

@@ -1,0 +1,244 @@
+"""Worker processes: their exits are seen at once, and nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from farandole.launch.process import DRAIN_S, WorkerProcess, spawn
+from tests.waiting import run
+
+# A worker that forks a child as a loader would; both then wait for ever.
+WITH_CHILD = "import os, signal; print(os.fork(), flush=True); signal.pause()"
+
+
+class Printed:
+    """The lines of a worker; a test can wait for one."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, bytes]] = []
+        self._more = asyncio.Event()
+
+    def __call__(self, stream: str, line: bytes) -> None:
+        self.lines.append((stream, line))
+        self._more.set()
+
+    async def wait_for(self, wanted: Callable[[bytes], bool]) -> bytes:
+        while True:
+            for _, line in self.lines:
+                if wanted(line):
+                    return line
+            self._more.clear()
+            await self._more.wait()
+
+
+async def python(code: str, printed: Printed, **env: str) -> WorkerProcess:
+    return await spawn([sys.executable, "-c", code], {**os.environ, **env}, printed)
+
+
+async def is_gone(pid: int) -> None:
+    """Wait until a process that is not our child is gone, or a zombie."""
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        descriptor = os.pidfd_open(pid)
+        gone = asyncio.Event()
+        asyncio.get_running_loop().add_reader(descriptor, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+
+
+def test_lines_of_both_streams_arrive_and_the_last_ones_are_kept_at_the_exit() -> None:
+    async def test() -> None:
+        printed = Printed()
+        code = "import sys; print('out'); print('a\\nb', file=sys.stderr); sys.stderr.write('no end'); sys.exit(3)"
+        process = await python(code, printed)
+        assert await process.wait() == 3
+        assert process.last_lines == ("a", "b", "no end")
+        await process.wait_for_output()
+        assert [line for stream, line in printed.lines if stream == "stdout"] == [b"out"]
+        assert [line for stream, line in printed.lines if stream == "stderr"] == [b"a", b"b", b"no end"]
+
+    run(test())
+
+
+def test_output_of_any_size_arrives_whole() -> None:
+    async def test() -> None:
+        printed = Printed()
+        process = await python("for i in range(100000): print(i)", printed)
+        assert await process.wait() == 0
+        await process.wait_for_output()
+        assert [int(line) for _, line in printed.lines] == list(range(100000))
+
+    run(test())
+
+
+def test_a_worker_has_a_session_of_its_own_no_stdin_and_unbuffered_output() -> None:
+    async def test() -> None:
+        printed = Printed()
+        code = "import os, sys; print(os.getsid(0) == os.getpid(), sys.stdin.read(), os.environ['PYTHONUNBUFFERED'])"
+        for process in (await python(code, printed), await python(code, printed, PYTHONUNBUFFERED="")):
+            assert await process.wait() == 0
+            await process.wait_for_output()
+        assert sorted(line for _, line in printed.lines) == [b"True  ", b"True  1"]
+
+    run(test())
+
+
+def test_a_command_that_cannot_be_started_is_an_oserror() -> None:
+    with pytest.raises(FileNotFoundError):
+        run(spawn(["/no/such/command"], {}, lambda stream, line: None))
+
+
+def test_an_exit_is_seen_within_milliseconds_although_a_loader_holds_the_pipes() -> None:
+    async def test() -> list[float]:
+        latencies = []
+        for _ in range(5):
+            printed = Printed()
+            process = await python(WITH_CHILD, printed)
+            child = int(await printed.wait_for(lambda line: line not in (b"", b"0")))
+            start_s = time.monotonic()
+            os.kill(process.pid, signal.SIGKILL)
+            assert await process.wait() == -signal.SIGKILL
+            latencies.append(time.monotonic() - start_s)
+            await is_gone(child)
+            await process.wait_for_output()
+        return latencies
+
+    latencies = run(test())
+    print(f"exit seen after {1000 * statistics.median(latencies):.2f} ms (median), {1000 * max(latencies):.2f} ms")
+    assert statistics.median(latencies) < 0.05
+
+
+def test_without_pidfds_exits_are_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+
+    async def test() -> None:
+        process = await python("raise SystemExit(5)", Printed())
+        assert await process.wait() == 5
+        await process.wait_for_output()
+
+    run(test())
+
+
+def test_a_process_that_escaped_from_the_group_holds_up_nobody() -> None:
+    """It keeps the pipes open for as long as it lives."""
+
+    async def test() -> None:
+        printed = Printed()
+        code = "import os, signal\nif os.fork() == 0: os.setsid(); print(os.getpid(), flush=True)\nsignal.pause()"
+        process = await python(code, printed)
+        escaped = int(await printed.wait_for(bool))
+        try:
+            process.kill()
+            start_s = time.monotonic()
+            assert await process.wait() == -signal.SIGKILL
+            await process.wait_for_output()
+            assert time.monotonic() - start_s < DRAIN_S + 5
+        finally:
+            os.kill(escaped, signal.SIGKILL)
+
+    run(test())
+
+
+TERM_TELLER = """
+import os, signal, sys
+def told(*_):
+    print(sys.argv[1] if len(sys.argv) > 1 else "worker", "got SIGTERM", flush=True)
+    if not os.environ.get("STUBBORN"):
+        raise SystemExit(0)
+signal.signal(signal.SIGTERM, told)
+if os.environ.get("FORKS") and os.fork() == 0:
+    sys.argv = ["", "loader"]
+print("ready", os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+async def _ready(printed: Printed, count: int) -> list[int]:
+    await printed.wait_for(lambda _: sum(line.startswith(b"ready") for _, line in printed.lines) == count)
+    return [int(line.split()[1]) for _, line in printed.lines if line.startswith(b"ready")]
+
+
+def test_only_the_process_that_called_init_is_asked_to_end() -> None:
+    async def test() -> None:
+        printed = Printed()
+        process = await python(TERM_TELLER, printed, FORKS="1")
+        await _ready(printed, 2)
+        process.terminate(30.0, worker_pid=process.pid)
+        assert await process.wait() == 0
+        await process.wait_for_output()
+        assert [line for _, line in printed.lines[2:]] == [b"worker got SIGTERM"]
+
+    run(test())
+
+
+def test_a_worker_inside_a_shell_is_reached_and_the_shell_waits_for_it() -> None:
+    async def test() -> None:
+        printed = Printed()
+        argv = ["sh", "-c", '"$0" -c "$1"; echo shell goes on', sys.executable, TERM_TELLER]
+        process = await spawn(argv, os.environ, printed)
+        (worker,) = await _ready(printed, 1)
+        assert worker != process.pid
+        process.terminate(30.0, worker)
+        assert await process.wait() == 0
+        await process.wait_for_output()
+        assert [line for _, line in printed.lines[1:]] == [b"worker got SIGTERM", b"shell goes on"]
+
+    run(test())
+
+
+def test_before_init_every_process_is_asked_to_end() -> None:
+    async def test() -> None:
+        printed = Printed()
+        process = await python(TERM_TELLER, printed, FORKS="1")
+        await _ready(printed, 2)
+        process.terminate(30.0)
+        assert await process.wait() == 0
+
+    run(test())
+
+
+def test_who_does_not_end_in_time_is_killed() -> None:
+    async def test() -> None:
+        printed = Printed()
+        process = await python(TERM_TELLER, printed, STUBBORN="1")
+        await _ready(printed, 1)
+        process.terminate(60.0, process.pid)
+        process.terminate(0.05, process.pid)  # the shorter grace counts
+        process.terminate(60.0, process.pid)
+        assert await process.wait() == -signal.SIGKILL
+        process.terminate(1.0)
+        process.kill()  # old news
+        await process.wait_for_output()
+
+    run(test())
+
+
+def test_no_descriptor_is_left_behind() -> None:
+    async def one() -> None:
+        process = await python("print('x')", Printed())
+        await process.wait()
+        await process.wait_for_output()
+
+    def descriptors() -> set[str]:
+        return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+    async def test() -> None:
+        await one()
+        before = descriptors()
+        await one()
+        assert descriptors() == before
+
+    run(test())

@@ -1,0 +1,307 @@
+"""What every transport must do, on rings of one (no socket) to four ranks over loopback."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from rings import Ring, listeners, build, ring
+
+from farandole.collectives.buffers import DTYPES
+from farandole.collectives.transport import Transport
+from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
+
+SIZES = [1, 2, 3, 4]
+Call = Callable[[Transport], object]
+
+
+def inputs(size: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """One tensor for each rank, of small integers: their sum is exact in every dtype."""
+    return [((torch.arange(numel) + 3 * rank) % 11 - (dtype.is_signed * 5)).to(dtype) for rank in range(size)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_sums_every_dtype_at_every_length(size: int, dtype: torch.dtype) -> None:
+    with ring(size) as world:
+        for numel in {0, 1, size - 1, 1000, 1_000_000 if dtype in (torch.float32, torch.bfloat16) else 50_000}:
+            parts = inputs(size, numel, dtype)
+            world.run(lambda transport, parts=parts: transport.all_reduce(parts[transport.rank]))
+            expected = sum(inputs(size, numel, dtype), torch.zeros(numel, dtype=dtype))
+            assert all(torch.equal(part, expected) for part in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [1000, 300_001])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_ranks_get_the_same_bits_though_rounding_is_not_associative(
+    size: int, numel: int, dtype: torch.dtype
+) -> None:
+    parts = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    parts = [part.to(dtype) for part in parts]
+    exact = torch.stack(parts).double().sum(dim=0)
+    with ring(size) as world:
+        world.run(lambda transport: transport.all_reduce(parts[transport.rank]))
+    assert all(torch.equal(part.view(torch.uint8), parts[0].view(torch.uint8)) for part in parts)
+    torch.testing.assert_close(parts[0].double(), exact, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("numel", [1000, 300_001])
+def test_two_ranks_get_the_plain_sum_of_floats(numel: int) -> None:
+    left, right = torch.randn(2, numel, generator=torch.Generator().manual_seed(0)).unbind()
+    parts = [left.clone(), right.clone()]
+    with ring(2) as world:
+        world.run(lambda transport: transport.all_reduce(parts[transport.rank]))
+    assert torch.equal(parts[0], left + right)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_takes_any_shape_and_stays_out_of_autograd(size: int) -> None:
+    def reduce(transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
+        scalar, parameter = torch.tensor(2.0), torch.nn.Parameter(torch.ones(3, 50, 70))
+        transport.all_reduce(scalar)
+        transport.all_reduce(parameter)
+        return scalar, parameter
+
+    with ring(size) as world:
+        for scalar, parameter in world.run(reduce):
+            assert scalar.item() == 2 * size
+            assert parameter.shape == (3, 50, 70)
+            assert torch.equal(parameter.detach(), torch.full((3, 50, 70), float(size)))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 100_000])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_notes_of_all_ranks_ride_along(size: int, numel: int) -> None:
+    with ring(size) as world:
+        for length in (0, 1, 64, 5000):
+            notes = world.run(
+                lambda transport, length=length: transport.all_reduce(
+                    torch.ones(numel), bytes([65 + transport.rank]) * length
+                )
+            )
+            assert notes == [[bytes([65 + rank]) * length for rank in range(size)]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_gather_takes_payloads_of_different_lengths(size: int) -> None:
+    with ring(size) as world:
+        for unit in (0, 1, 100_000):
+            gathered = world.run(
+                lambda transport, unit=unit: transport.all_gather(bytes([transport.rank]) * (unit * transport.rank))
+            )
+            assert gathered == [[bytes([rank]) * (unit * rank) for rank in range(size)]] * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_overwrites_everybody_with_the_source(size: int, dtype: torch.dtype) -> None:
+    with ring(size) as world:
+        for source in range(size):
+            for numel in (0, 1, 300_001):
+                parts = inputs(size, numel, dtype)
+                world.run(lambda t, parts=parts, source=source: t.broadcast(parts[t.rank], source))
+                assert all(torch.equal(part, parts[source]) for part in parts)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_nobody_leaves_a_barrier_before_all_have_come(size: int) -> None:
+    left, gate = threading.Event(), threading.Event()
+
+    def pass_barrier(transport: Transport) -> bool:
+        if transport.rank == size - 1:
+            assert gate.wait(10)
+            early = left.is_set()
+            transport.barrier()
+            return not early
+        if transport.rank == 0:
+            gate.set()
+        transport.barrier()
+        left.set()
+        return True
+
+    with ring(size) as world:
+        assert world.run(pass_barrier) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_may_close_as_soon_as_its_own_part_is_done(size: int) -> None:
+    """Nothing that a neighbour has not read yet is lost, and nobody takes the end for a failure."""
+
+    def last_words(transport: Transport) -> float:
+        tensor = torch.ones(500_000)
+        transport.all_reduce(tensor)
+        transport.barrier()
+        transport.all_reduce(tensor[:1000])
+        transport.all_reduce(tensor)
+        transport.close()
+        return tensor[-1].item()
+
+    for _ in range(5):
+        with ring(size) as world:
+            assert world.run(last_words) == [float(size**2)] * size
+
+
+# Disagreement ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_different_operations_are_an_error_on_every_rank_that_names_both(size: int) -> None:
+    def call(transport: Transport) -> None:
+        if transport.rank == 1:
+            transport.barrier()
+        else:
+            transport.all_reduce(torch.zeros(100_000))
+
+    with ring(size) as world:
+        outcomes = world.outcomes(call)
+        assert [type(outcome) for outcome in outcomes] == [CollectiveMismatch] * size
+        for outcome in outcomes:
+            assert "barrier with a note of 1 bytes (operation 1)" in str(outcome)
+            assert "all_reduce of 400000 bytes of float32 (operation 1)" in str(outcome)
+        again = world.outcomes(lambda transport: transport.barrier())
+        assert [str(outcome) for outcome in again] == [str(outcome) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.all_reduce(torch.zeros(10 + t.rank)),
+        lambda t: t.all_reduce(torch.zeros(10, dtype=torch.float64 if t.rank else torch.int64)),
+        lambda t: t.all_reduce(torch.zeros(10), b"x" * t.rank),
+        lambda t: t.all_reduce(torch.zeros(100_000 + t.rank)),
+        lambda t: t.broadcast(torch.zeros(10), t.rank),
+    ],
+    ids=["length", "dtype", "note", "long", "source"],
+)
+def test_the_same_operation_on_different_things_is_an_error_too(call: Call) -> None:
+    with ring(2) as world:
+        outcomes = world.outcomes(call)
+    assert [type(outcome) for outcome in outcomes] == [CollectiveMismatch] * 2
+
+
+# Endings ---------------------------------------------------------------------------------------------
+
+LARGE = torch.zeros(10_000_000)
+BLOCKING: dict[str, Call] = {
+    "all_reduce": lambda transport: transport.all_reduce(torch.zeros(1)),
+    "all_reduce of 40 MB": lambda transport: transport.all_reduce(LARGE),
+    "all_gather": lambda transport: transport.all_gather(b"payload"),
+    "broadcast": lambda transport: transport.broadcast(LARGE, 0),
+    "barrier": lambda transport: transport.barrier(),
+}
+
+
+def seconds_from_abort_to_error(world: Ring, call: Call) -> float:
+    """Rank 0 is alone in a collective when another thread aborts it."""
+    entering = threading.Event()
+    ended_s: list[float] = []
+
+    def collective() -> None:
+        entering.set()
+        with pytest.raises(GenerationEnded, match="generation 1 has ended: worker w1 was lost"):
+            call(world.transports[0])
+        ended_s.append(time.monotonic())
+
+    thread = threading.Thread(target=collective)
+    thread.start()
+    assert entering.wait(10)
+    aborted_s = time.monotonic()
+    world.transports[0].abort("worker w1 was lost")
+    thread.join(10)
+    assert ended_s, "the collective did not end"
+    return ended_s[0] - aborted_s
+
+
+@pytest.mark.parametrize("name", BLOCKING)
+def test_an_abort_from_another_thread_ends_the_call_in_flight_within_5_ms(name: str) -> None:
+    taken_s = []
+    with listeners(2) as opened:
+        for _ in range(15):
+            world = build(opened)
+            taken_s.append(seconds_from_abort_to_error(world, BLOCKING[name]))
+            with pytest.raises(GenerationEnded):
+                world.transports[0].barrier()  # sticky
+            for transport in world.transports:
+                transport.close()
+    print(f"abort of {name}: median {statistics.median(taken_s) * 1e3:.2f} ms, worst {max(taken_s) * 1e3:.2f} ms")
+    assert statistics.median(taken_s) <= 0.005
+
+
+def test_the_first_reason_of_an_abort_stands() -> None:
+    with ring(2) as world:
+        world.transports[0].abort("first")
+        world.transports[0].abort("second")
+        world.transports[0].close()
+        world.transports[0].close()
+        with pytest.raises(GenerationEnded, match="first"):
+            world.transports[0].barrier()
+
+
+@pytest.mark.parametrize("name", BLOCKING)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_lost_rank_ends_the_call_of_everybody_else(size: int, name: str) -> None:
+    """Also of those that are no neighbours of it: the failure goes around the ring."""
+    lost = size - 1
+
+    def call(transport: Transport) -> None:
+        if transport.rank == lost:
+            transport.close()
+        else:
+            BLOCKING[name](transport)
+            transport.barrier()  # a broadcast may be through before the loss
+
+    with ring(size) as world:
+        outcomes = world.outcomes(call)
+        survivors = [rank for rank in range(size) if rank != lost]
+        for rank in survivors:
+            error = outcomes[rank]
+            assert isinstance(error, PeerLost), error
+            assert error.generation == 1
+            assert error.rank in {(rank - 1) % size, (rank + 1) % size}
+            with pytest.raises(PeerLost):
+                world.transports[rank].barrier()
+        assert [len(world.hints[rank]) for rank in survivors] == [1] * len(survivors)
+        assert {hint[0][0] for hint in world.hints if hint} >= {f"w{lost}"}
+
+
+def test_an_abort_after_a_loss_is_what_later_calls_report() -> None:
+    with ring(2) as world:
+        world.transports[1].close()
+        with pytest.raises(PeerLost):
+            world.transports[0].barrier()
+        world.transports[0].abort("worker w1 was lost")
+        with pytest.raises(GenerationEnded, match="worker w1 was lost"):
+            world.transports[0].barrier()
+
+
+def test_what_check_raises_ends_the_transport_and_frees_the_neighbours() -> None:
+    class LinkIsGone(Exception):
+        pass
+
+    def check() -> None:
+        raise LinkIsGone
+
+    with ring(2, check) as world:
+        with pytest.raises(LinkIsGone):
+            world.transports[0].barrier()
+        with pytest.raises(GenerationEnded, match="interrupted by LinkIsGone"):
+            world.transports[0].barrier()
+        with pytest.raises(PeerLost):  # at once: nothing waits for a second here
+            world.transports[1].all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_misuse_is_an_error_before_anything_is_sent(size: int) -> None:
+    with ring(size) as world:
+        with pytest.raises(ValueError, match="contiguous"):
+            world.transports[0].all_reduce(torch.zeros(3, 2).t())
+        with pytest.raises(ValueError, match="complex64"):
+            world.transports[0].all_reduce(torch.zeros(3, dtype=torch.complex64))
+        with pytest.raises(ValueError, match="source"):
+            world.transports[0].broadcast(torch.zeros(3), 7)
+        world.run(lambda transport: transport.barrier())

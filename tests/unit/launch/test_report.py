@@ -1,0 +1,76 @@
+"""What the person who started a job is told about it."""
+
+from __future__ import annotations
+
+import io
+
+from farandole.config import JobConfig
+from farandole.events import (
+    Event,
+    GenerationStarted,
+    JobEnds,
+    RegroupBegan,
+    UserCodeFailed,
+    WorkerLost,
+    WorkerSpawned,
+)
+from farandole.launch.report import Loudness, Report
+
+STARTED = GenerationStarted(1, ("w0", "w1", "w2"), True, 0.0)
+SPAWNED = WorkerSpawned("w3", 1, "localhost", 1, 3)
+REGROUP = RegroupBegan(2, "w1 was lost", ("w0", "w2"))
+TRACEBACK = ("Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no good")
+
+
+def lost(*last_lines: str) -> WorkerLost:
+    return WorkerLost("w1", 1, "was killed by SIGKILL", 2, last_lines)
+
+
+def told(*events: Event, loudness: Loudness = Loudness.NORMAL, exit_code: int = 0) -> list[str]:
+    stream, now_s = io.TextIOWrapper(io.BytesIO()), iter([0.0, 10.0, 22.34])
+    report = Report(stream, loudness, clock=lambda: next(now_s))
+    report.started(JobConfig(3, min_np=2), ["python", "my train.py"])
+    for event in events:
+        report.on_event(event)
+    report.ended(exit_code, "This is why.")
+    report.close()
+    return stream.buffer.getvalue().decode().splitlines()
+
+
+def test_a_job_with_one_loss_is_told_from_its_start_to_its_end() -> None:
+    assert told(STARTED, lost("Killed?"), SPAWNED, REGROUP, JobEnds(0, "x")) == [
+        "[farandole] 3 workers (at least 2, at most 3) to run python 'my train.py'",
+        f"[farandole] {STARTED.line()}",
+        f"[farandole] {lost().line()}",
+        "[farandole]     | Killed?",
+        f"[farandole] {REGROUP.line()}",
+        "[farandole] 1 generation, 1 worker lost, 1 replaced, 12.3 s",
+        "[farandole] success. This is why.",
+    ]
+
+
+def test_the_last_line_of_a_failure_says_why() -> None:
+    assert told(exit_code=3)[-1] == "[farandole] failed (exit code 3). This is why."
+
+
+def test_quiet_keeps_warnings_and_the_end() -> None:
+    assert told(STARTED, SPAWNED, REGROUP, loudness=Loudness.QUIET)[:-2] == [f"[farandole] {REGROUP.line()}"]
+
+
+def test_verbose_keeps_everything() -> None:
+    said = told(STARTED, SPAWNED, REGROUP, JobEnds(0, "x"), loudness=Loudness.VERBOSE)
+    assert len(said) == 1 + 4 + 2
+
+
+def test_of_many_last_lines_the_last_few_are_told() -> None:
+    said = told(lost(*map(str, range(20)), "", "  "))
+    assert said[2:-2] == [f"[farandole]     | {number}" for number in range(15, 20)]
+
+
+def test_a_traceback_is_not_told_again() -> None:
+    raised = UserCodeFailed("w1", "ValueError: no good", "\n".join(TRACEBACK))
+    assert told(raised, lost(*TRACEBACK))[1:-2] == [
+        "[farandole] w1 raised ValueError: no good",
+        f"[farandole] {lost().line()}",
+    ]
+    assert told(lost(*TRACEBACK))[2:-2] == ["[farandole]     | ValueError: no good"]
