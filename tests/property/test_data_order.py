@@ -324,9 +324,7 @@ def test_every_step_has_the_same_samples_whatever_happens_and_every_epoch_all_of
 
 
 @given(huge_sizes, seeds, st.integers(0, 2**40), st.data())
-def test_the_saved_state_is_a_few_integers_for_any_size(
-    size: int, seed: int, epoch: int, data: st.DataObject
-) -> None:
+def test_the_saved_state_is_a_few_integers_for_any_size(size: int, seed: int, epoch: int, data: st.DataObject) -> None:
     loader = DataLoader(Numbers(size), data.draw(st.integers(1, size)), seed=seed)
     loader.epoch, loader.cursor = epoch, data.draw(st.integers(0, size))
     assert len(msgspec.msgpack.encode(loader.state_dict())) <= 128

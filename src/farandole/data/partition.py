@@ -64,10 +64,7 @@ def make_ticket(layout: Layout, epoch: int, cursor: int, rank: int, world: int) 
 def batches(ticket: Ticket, min_share: int = 1) -> list[Batch]:
     """The micro-batches of a ticket, as many on every rank; one without a sample is a ghost."""
     count = ticket.micro_batches
-    return [
-        Batch(ticket, *share(ticket.low, ticket.high, index, count, min_share), index)
-        for index in range(count)
-    ]
+    return [Batch(ticket, *share(ticket.low, ticket.high, index, count, min_share), index) for index in range(count)]
 
 
 def global_batch(cursor: int, size: int, global_batch_size: int) -> tuple[int, int]:

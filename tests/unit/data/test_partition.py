@@ -67,8 +67,6 @@ def test_a_ghost_is_made_of_real_samples_of_its_global_batch() -> None:
         ((10, 4, 0), "max_local_batch must be at least .* 1, got 0"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused_with_their_values(
-    arguments: tuple[int, ...], message: str
-) -> None:
+def test_sizes_that_cannot_work_are_refused_with_their_values(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Layout(*arguments)
