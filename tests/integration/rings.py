@@ -54,7 +54,7 @@ def outcomes_in_threads(size: int, function: Callable[[int], T]) -> list[T | Bas
     def call(rank: int) -> None:
         try:
             outcomes[rank] = function(rank)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
             outcomes[rank] = error
 
     threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(size)]
@@ -89,9 +89,7 @@ def listeners(size: int) -> Iterator[list[DataListener]]:
             listener.close()
 
 
-def build(
-    opened: list[DataListener], number: int = 1, check: Callable[[], None] | None = None
-) -> Ring:
+def build(opened: list[DataListener], number: int = 1, check: Callable[[], None] | None = None) -> Ring:
     """A ring of one rank for each listener."""
     size = len(opened)
     addresses = [listener.address for listener in opened]

@@ -94,7 +94,7 @@ def test_a_next_rank_that_leaves_while_there_is_more_to_send_is_a_failure(neighb
 
 @pytest.mark.parametrize("has_previous_left", [False, True])
 def test_the_next_ranks_last_word_is_passed_on(neighbours: Neighbours, has_previous_left: bool) -> None:
-    neighbours.next.send("rank 3 is elsewhere".encode())
+    neighbours.next.send(b"rank 3 is elsewhere")
     if has_previous_left:
         neighbours.previous.close()
     with pytest.raises(CollectiveMismatch, match="rank 3 is elsewhere"):

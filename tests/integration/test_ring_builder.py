@@ -79,7 +79,8 @@ def test_strangers_on_the_data_port_hold_nobody_up() -> None:
     """Garbage, half an introduction, and more silent connections than are kept."""
     with listeners(2) as opened:
         greeting = Introduction(GenerationId(1, 1, 1, "guessed"), "w1", "w0", b"n" * 16).encode()
-        strangers = [socket.create_connection(tuple(opened[0].address)) for _ in range(100)]  # type: ignore[arg-type]
+        door = (opened[0].address.host, opened[0].address.port)
+        strangers = [socket.create_connection(door) for _ in range(100)]
         for stranger, text in zip(
             strangers, [b"GET / HTTP/1.1\r\n\r\n", greeting[:20], greeting, os.urandom(5000)], strict=False
         ):
@@ -160,9 +161,7 @@ def test_an_abort_from_another_thread_ends_a_build_within_5_ms() -> None:
 def test_an_abort_of_the_builder_reaches_the_transport_that_it_built() -> None:
     with listeners(2) as opened:
         addresses = [listener.address for listener in opened]
-        builders = [
-            RingBuilder(opened[rank], make_start(rank, addresses), f"w{rank}", DEADLINE_S) for rank in range(2)
-        ]
+        builders = [RingBuilder(opened[rank], make_start(rank, addresses), f"w{rank}", DEADLINE_S) for rank in range(2)]
         transports = in_threads(2, lambda rank: builders[rank].build())
         builders[0].abort("a fault")
         with pytest.raises(GenerationEnded, match="a fault"):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rings import Ring, listeners, build, ring
+from rings import Ring, build, listeners, ring
 
 from farandole.collectives.buffers import DTYPES
 from farandole.collectives.transport import Transport
@@ -97,7 +97,7 @@ def test_all_gather_takes_payloads_of_different_lengths(size: int) -> None:
             assert gathered == [[bytes([rank]) * (unit * rank) for rank in range(size)]] * size
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_overwrites_everybody_with_the_source(size: int, dtype: torch.dtype) -> None:
     with ring(size) as world:
