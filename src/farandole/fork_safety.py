@@ -1,26 +1,35 @@
-"""Sockets that a forked child (a DataLoader's worker, say) must not keep: with a copy of them in a child, the
-peers of a killed process would not see its end until the child is gone too."""
+"""Sockets that a forked child must not keep. Collectives and the control link register theirs here.
+
+A DataLoader worker is a fork of its training process. While it holds copies of the process's sockets, the
+death of the process is not seen by its peers: end-of-file comes only when the last copy is closed. (With two
+loader workers, peers saw it 4 s after a kill -9.)
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import weakref
+from weakref import WeakSet
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def close_at_fork(connection: socket.socket) -> None:
-    """Close this socket in every child that os.fork() makes from now on; the parent's stays open."""
-    _sockets.add(connection)
+_sockets: WeakSet[socket.socket] = WeakSet()
 
 
-def _close_all() -> None:
-    for connection in list(_sockets):
-        # Not shutdown(): that would end the parent's connection too.
-        with contextlib.suppress(OSError):
-            connection.close()
+def close_at_fork(sock: socket.socket) -> None:
+    """From now on a forked child closes its copy of `sock` before anything else runs in it.
+
+    Only the child's descriptor goes; the connection of the parent is not touched. Using `sock` in the child
+    raises OSError.
+    """
+    _sockets.add(sock)
 
 
-os.register_at_fork(after_in_child=_close_all)
+def _close_in_child() -> None:
+    for sock in list(_sockets):
+        # Not sock.close(): that keeps the descriptor for as long as a file made from the socket is open.
+        descriptor = sock.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_close_in_child)

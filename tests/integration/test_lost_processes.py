@@ -94,7 +94,7 @@ def test_a_forked_child_closes_the_sockets_that_it_must_not_keep(tmp_path: Path)
             if child == 0:
                 try:
                     os.fstat(descriptor)
-                    print("kept", flush=True)
+                    print("kept", os.getpid(), flush=True)
                 except OSError:
                     print("closed", os.getpid(), flush=True)
                 signal.alarm(30)
@@ -107,16 +107,20 @@ def test_a_forked_child_closes_the_sockets_that_it_must_not_keep(tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(DEADLINE_S)
         command = [sys.executable, str(script), str(server.getsockname()[1])]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
             connection, _ = server.accept()
-            connection.settimeout(DEADLINE_S)
-            assert connection.recv(100) == b"parent still connected"
-            assert parent.stdout is not None
-            words = parent.stdout.readline().split()
-            assert words[0] == "closed"
+            with connection:
+                connection.settimeout(DEADLINE_S)
+                assert connection.recv(100) == b"parent still connected"
+                assert parent.stdout is not None
+                fate, child = parent.stdout.readline().split()
+                assert fate == "closed"
+                parent.kill()
+                try:
+                    assert connection.recv(100) == b""
+                finally:
+                    os.kill(int(child), signal.SIGKILL)
+        finally:
             parent.kill()
-            try:
-                assert connection.recv(100) == b""
-            finally:
-                os.kill(int(words[1]), signal.SIGKILL)
-                connection.close()
+            parent.communicate()
