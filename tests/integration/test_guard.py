@@ -7,10 +7,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from farandole.launch import guard_process
 from farandole.launch.guard import Guard
 
 DEADLINE_S = 10.0
@@ -21,7 +24,7 @@ import os, signal, subprocess, sys
 from farandole.launch.guard import Guard
 guard = Guard()
 guard.start()
-code = "import os, signal; print(os.getpid(), os.fork(), flush=True); signal.pause()"
+code = "import os, signal; child = os.fork(); child and print(os.getpid(), child, flush=True); signal.pause()"
 workers = [
     subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, text=True)
     for _ in range(2)
@@ -48,16 +51,42 @@ def ends_in_time(descriptor: int) -> bool:
     return bool(ready)
 
 
+def wait_until_ignored(pid: int, number: int) -> None:
+    """Wait until the process ignores the signal, as the kernel tells it."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
+        if int(ignored.split()[1], 16) >> (number - 1) & 1:
+            return
+        os.sched_yield()
+    raise TimeoutError(f"process {pid} does not ignore signal {number}")
+
+
 def test_a_kill_9_of_the_agent_takes_the_watched_workers_and_their_children_along() -> None:
     with subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
-        worker, child, released, guard = map(int, agent.stdout.readline().split())
-        descriptors = {pid: os.pidfd_open(pid) for pid in (worker, child, guard)}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(guard, number)  # nothing that a terminal or a batch system sends ends it early
-        agent.kill()
-        assert all(ends_in_time(descriptor) for descriptor in descriptors.values())
+        try:
+            assert agent.stdout is not None
+            worker, child, released, guard = map(int, agent.stdout.readline().split())
+            descriptors = [os.pidfd_open(pid) for pid in (worker, child, guard)]
+        finally:
+            agent.kill()
+        assert [ends_in_time(descriptor) for descriptor in descriptors] == [True, True, True]
         os.killpg(released, signal.SIGKILL)  # still there
+
+
+def test_nothing_that_a_terminal_or_a_batch_system_sends_ends_the_guard_early(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    with subprocess.Popen([sys.executable, "-I", "-S", guard_process.__file__], stdin=subprocess.PIPE) as guard:
+        assert guard.stdin is not None
+        guard.stdin.write(b"watch %d\n" % sleeper.pid)
+        guard.stdin.flush()
+        wait_until_ignored(guard.pid, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            guard.send_signal(number)
+        guard.stdin.close()
+        assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
+        assert guard.wait(DEADLINE_S) == 0
 
 
 def test_a_clean_stop_kills_nobody(sleeper: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from farandole.launch.process import DRAIN_S, WorkerProcess, spawn
 from tests.waiting import run
 
 # A worker that forks a child as a loader would; both then wait for ever.
-WITH_CHILD = "import os, signal; print(os.fork(), flush=True); signal.pause()"
+WITH_CHILD = "import os, signal; child = os.fork(); child and print(child); signal.pause()"
 
 
 class Printed:
@@ -41,8 +41,19 @@ class Printed:
             await self._more.wait()
 
 
-async def python(code: str, printed: Printed, **env: str) -> WorkerProcess:
-    return await spawn([sys.executable, "-c", code], {**os.environ, **env}, printed)
+@contextlib.asynccontextmanager
+async def worker(argv: Sequence[str], printed: Printed, **env: str) -> AsyncIterator[WorkerProcess]:
+    process = await spawn(argv, {**os.environ, **env}, printed)
+    try:
+        yield process
+    finally:
+        process.kill()
+        await process.wait()
+        await process.wait_for_output()
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
 
 
 async def is_gone(pid: int) -> None:
@@ -62,12 +73,12 @@ def test_lines_of_both_streams_arrive_and_the_last_ones_are_kept_at_the_exit() -
     async def test() -> None:
         printed = Printed()
         code = "import sys; print('out'); print('a\\nb', file=sys.stderr); sys.stderr.write('no end'); sys.exit(3)"
-        process = await python(code, printed)
-        assert await process.wait() == 3
-        assert process.last_lines == ("a", "b", "no end")
-        await process.wait_for_output()
-        assert [line for stream, line in printed.lines if stream == "stdout"] == [b"out"]
-        assert [line for stream, line in printed.lines if stream == "stderr"] == [b"a", b"b", b"no end"]
+        async with worker(python(code), printed) as process:
+            assert await process.wait() == 3
+            assert process.last_lines == ("a", "b", "no end")
+            await process.wait_for_output()
+            assert [line for stream, line in printed.lines if stream == "stdout"] == [b"out"]
+            assert [line for stream, line in printed.lines if stream == "stderr"] == [b"a", b"b", b"no end"]
 
     run(test())
 
@@ -75,10 +86,10 @@ def test_lines_of_both_streams_arrive_and_the_last_ones_are_kept_at_the_exit() -
 def test_output_of_any_size_arrives_whole() -> None:
     async def test() -> None:
         printed = Printed()
-        process = await python("for i in range(100000): print(i)", printed)
-        assert await process.wait() == 0
-        await process.wait_for_output()
-        assert [int(line) for _, line in printed.lines] == list(range(100000))
+        async with worker(python("for i in range(100000): print(i)"), printed) as process:
+            assert await process.wait() == 0
+            await process.wait_for_output()
+            assert [int(line) for _, line in printed.lines] == list(range(100000))
 
     run(test())
 
@@ -87,10 +98,10 @@ def test_a_worker_has_a_session_of_its_own_no_stdin_and_unbuffered_output() -> N
     async def test() -> None:
         printed = Printed()
         code = "import os, sys; print(os.getsid(0) == os.getpid(), sys.stdin.read(), os.environ['PYTHONUNBUFFERED'])"
-        for process in (await python(code, printed), await python(code, printed, PYTHONUNBUFFERED="")):
-            assert await process.wait() == 0
-            await process.wait_for_output()
-        assert sorted(line for _, line in printed.lines) == [b"True  ", b"True  1"]
+        for environment in ({}, {"PYTHONUNBUFFERED": ""}):
+            async with worker(python(code), printed, **environment) as process:
+                assert await process.wait() == 0
+        assert [line for _, line in printed.lines] == [b"True  1", b"True  "]
 
     run(test())
 
@@ -105,14 +116,14 @@ def test_an_exit_is_seen_within_milliseconds_although_a_loader_holds_the_pipes()
         latencies = []
         for _ in range(5):
             printed = Printed()
-            process = await python(WITH_CHILD, printed)
-            child = int(await printed.wait_for(lambda line: line not in (b"", b"0")))
-            start_s = time.monotonic()
-            os.kill(process.pid, signal.SIGKILL)
-            assert await process.wait() == -signal.SIGKILL
-            latencies.append(time.monotonic() - start_s)
-            await is_gone(child)
-            await process.wait_for_output()
+            async with worker(python(WITH_CHILD), printed) as process:
+                child = int(await printed.wait_for(bool))
+                start_s = time.monotonic()
+                os.kill(process.pid, signal.SIGKILL)
+                assert await process.wait() == -signal.SIGKILL
+                latencies.append(time.monotonic() - start_s)
+                await is_gone(child)
+                await process.wait_for_output()
         return latencies
 
     latencies = run(test())
@@ -124,9 +135,9 @@ def test_without_pidfds_exits_are_seen_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(os, "pidfd_open")
 
     async def test() -> None:
-        process = await python("raise SystemExit(5)", Printed())
-        assert await process.wait() == 5
-        await process.wait_for_output()
+        async with worker(python("raise SystemExit(5)"), Printed()) as process:
+            assert await process.wait() == 5
+            await process.wait_for_output()
 
     run(test())
 
@@ -137,32 +148,31 @@ def test_a_process_that_escaped_from_the_group_holds_up_nobody() -> None:
     async def test() -> None:
         printed = Printed()
         code = "import os, signal\nif os.fork() == 0: os.setsid(); print(os.getpid(), flush=True)\nsignal.pause()"
-        process = await python(code, printed)
-        escaped = int(await printed.wait_for(bool))
-        try:
-            process.kill()
-            start_s = time.monotonic()
-            assert await process.wait() == -signal.SIGKILL
-            await process.wait_for_output()
-            assert time.monotonic() - start_s < DRAIN_S + 5
-        finally:
-            os.kill(escaped, signal.SIGKILL)
+        async with worker(python(code), printed) as process:
+            escaped = int(await printed.wait_for(bool))
+            try:
+                process.kill()
+                start_s = time.monotonic()
+                assert await process.wait() == -signal.SIGKILL
+                await process.wait_for_output()
+                assert time.monotonic() - start_s < DRAIN_S + 5
+            finally:
+                os.kill(escaped, signal.SIGKILL)
 
     run(test())
 
 
+# A worker that says when it is asked to end, and ends unless it is stubborn; perhaps with a child, as a loader.
 TERM_TELLER = """
-import os, signal, sys
-def told(*_):
-    print(sys.argv[1] if len(sys.argv) > 1 else "worker", "got SIGTERM", flush=True)
-    if not os.environ.get("STUBBORN"):
-        raise SystemExit(0)
-signal.signal(signal.SIGTERM, told)
-if os.environ.get("FORKS") and os.fork() == 0:
-    sys.argv = ["", "loader"]
-print("ready", os.getpid(), flush=True)
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+name = b"loader" if os.environ.get("FORKS") and os.fork() == 0 else b"worker"
+os.write(1, b"ready %d\\n" % os.getpid())  # in one piece: they share the pipe
 while True:
-    signal.pause()
+    signal.sigwait({signal.SIGTERM})
+    os.write(1, b"%s got SIGTERM\\n" % name)
+    if not os.environ.get("STUBBORN"):
+        os._exit(0)
 """
 
 
@@ -174,12 +184,12 @@ async def _ready(printed: Printed, count: int) -> list[int]:
 def test_only_the_process_that_called_init_is_asked_to_end() -> None:
     async def test() -> None:
         printed = Printed()
-        process = await python(TERM_TELLER, printed, FORKS="1")
-        await _ready(printed, 2)
-        process.terminate(30.0, worker_pid=process.pid)
-        assert await process.wait() == 0
-        await process.wait_for_output()
-        assert [line for _, line in printed.lines[2:]] == [b"worker got SIGTERM"]
+        async with worker(python(TERM_TELLER), printed, FORKS="1") as process:
+            await _ready(printed, 2)
+            process.terminate(30.0, worker_pid=process.pid)
+            assert await process.wait() == 0
+            await process.wait_for_output()
+            assert [line for _, line in printed.lines[2:]] == [b"worker got SIGTERM"]
 
     run(test())
 
@@ -188,13 +198,13 @@ def test_a_worker_inside_a_shell_is_reached_and_the_shell_waits_for_it() -> None
     async def test() -> None:
         printed = Printed()
         argv = ["sh", "-c", '"$0" -c "$1"; echo shell goes on', sys.executable, TERM_TELLER]
-        process = await spawn(argv, os.environ, printed)
-        (worker,) = await _ready(printed, 1)
-        assert worker != process.pid
-        process.terminate(30.0, worker)
-        assert await process.wait() == 0
-        await process.wait_for_output()
-        assert [line for _, line in printed.lines[1:]] == [b"worker got SIGTERM", b"shell goes on"]
+        async with worker(argv, printed) as process:
+            (inner,) = await _ready(printed, 1)
+            assert inner != process.pid
+            process.terminate(30.0, inner)
+            assert await process.wait() == 0
+            await process.wait_for_output()
+            assert [line for _, line in printed.lines[1:]] == [b"worker got SIGTERM", b"shell goes on"]
 
     run(test())
 
@@ -202,10 +212,10 @@ def test_a_worker_inside_a_shell_is_reached_and_the_shell_waits_for_it() -> None
 def test_before_init_every_process_is_asked_to_end() -> None:
     async def test() -> None:
         printed = Printed()
-        process = await python(TERM_TELLER, printed, FORKS="1")
-        await _ready(printed, 2)
-        process.terminate(30.0)
-        assert await process.wait() == 0
+        async with worker(python(TERM_TELLER), printed, FORKS="1") as process:
+            await _ready(printed, 2)
+            process.terminate(30.0)
+            assert await process.wait() == 0
 
     run(test())
 
@@ -213,24 +223,23 @@ def test_before_init_every_process_is_asked_to_end() -> None:
 def test_who_does_not_end_in_time_is_killed() -> None:
     async def test() -> None:
         printed = Printed()
-        process = await python(TERM_TELLER, printed, STUBBORN="1")
-        await _ready(printed, 1)
-        process.terminate(60.0, process.pid)
-        process.terminate(0.05, process.pid)  # the shorter grace counts
-        process.terminate(60.0, process.pid)
-        assert await process.wait() == -signal.SIGKILL
-        process.terminate(1.0)
-        process.kill()  # old news
-        await process.wait_for_output()
+        async with worker(python(TERM_TELLER), printed, STUBBORN="1") as process:
+            await _ready(printed, 1)
+            process.terminate(60.0, process.pid)
+            process.terminate(0.05, process.pid)  # the shorter grace counts
+            process.terminate(60.0, process.pid)
+            assert await process.wait() == -signal.SIGKILL
+            process.terminate(1.0)
+            process.kill()  # old news
+            await process.wait_for_output()
 
     run(test())
 
 
 def test_no_descriptor_is_left_behind() -> None:
     async def one() -> None:
-        process = await python("print('x')", Printed())
-        await process.wait()
-        await process.wait_for_output()
+        async with worker(python("print('x')"), Printed()):
+            pass
 
     def descriptors() -> set[str]:
         return {entry.name for entry in Path("/proc/self/fd").iterdir()}

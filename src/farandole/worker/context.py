@@ -14,12 +14,14 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.listener import DataListener
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.env import FixedEnv, read_fixed_env, read_worker_env
+from farandole.errors import JobEnded
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
 from farandole.worker.fixed_size import Meeting
 from farandole.worker.job import Job
 
 _CONNECT_TIMEOUT_S = 30.0
+_TRACEBACK_LIMIT = 100_000  # characters; its end says most
 
 _job: Job | None = None
 _slot = 0
@@ -147,8 +149,11 @@ def _report_exceptions(job: Job) -> None:
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, JobEnded):
+            return  # Whoever ended the job says why; a traceback from each worker would only hide it.
         summary = traceback.format_exception_only(kind, error)[-1].strip()
-        job.link.send(Failed(summary, "".join(traceback.format_exception(kind, error, trace))))
+        text = "".join(traceback.format_exception(kind, error, trace))
+        job.link.send(Failed(summary[-1_000:], text[-_TRACEBACK_LIMIT:]))
         show(kind, error, trace)
 
     sys.excepthook = hook

@@ -45,9 +45,7 @@ def test_a_report_during_a_regroup_is_ignored() -> None:
 
 
 def test_a_worker_whose_code_raised_explains_its_links() -> None:
-    told = (
-        ToldJob(3).training().raised("w1", "ValueError: x", exits=False).link_broken("w0", "w1").passes(0.5)
-    )
+    told = ToldJob(3).training().raised("w1", "ValueError: x", exits=False).link_broken("w0", "w1").passes(0.5)
     assert told.job.change is None
 
 

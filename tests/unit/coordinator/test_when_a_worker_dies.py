@@ -17,9 +17,7 @@ def test_survivors_are_told_to_abort_and_the_slot_is_filled_at_once() -> None:
     assert message.message == Abort(2, "w1 (slot 1) was killed by SIGKILL (signal 9)")
     assert told.spawned() == {"w3": 1}
     (lost,) = told.logged(WorkerLost)
-    assert (
-        lost.line() == "lost w1 (slot 1): it was killed by SIGKILL (signal 9); 3 restarts left for its slot"
-    )
+    assert lost.line() == "lost w1 (slot 1): it was killed by SIGKILL (signal 9); 3 restarts left for its slot"
 
 
 def test_the_next_generation_starts_when_all_survivors_are_ready() -> None:
@@ -145,12 +143,7 @@ def test_it_is_filled_too_when_the_others_cannot_go_on_without_it() -> None:
 
 
 def test_the_same_exception_on_all_workers_ends_the_job_and_is_named_once() -> None:
-    told = (
-        ToldJob(2)
-        .training()
-        .raised("w0", "ValueError: on every rank")
-        .raised("w1", "ValueError: on every rank")
-    )
+    told = ToldJob(2).training().raised("w0", "ValueError: on every rank").raised("w1", "ValueError: on every rank")
     code, reason = told.ending
     assert code == 1
     assert reason.count("ValueError: on every rank") == 1

@@ -21,8 +21,6 @@ def test_exit_codes_are_said_in_words(exit_code: int, words: str) -> None:
     assert exit_in_words(exit_code) == words
 
 
-@pytest.mark.parametrize(
-    ("names", "words"), [("", "none"), ("a", "a"), ("ab", "a and b"), ("abc", "a, b and c")]
-)
+@pytest.mark.parametrize(("names", "words"), [("", "none"), ("a", "a"), ("ab", "a and b"), ("abc", "a, b and c")])
 def test_names_are_listed_as_a_person_would(names: str, words: str) -> None:
     assert listed(names) == words

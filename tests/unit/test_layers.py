@@ -1,0 +1,114 @@
+"""Who may import whom, read from the source: the direction of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "farandole"
+
+GROUND = "ground floor"  # the files directly under farandole/
+MAY_IMPORT = {
+    GROUND: set(),
+    "collectives": set(),
+    "state": {"collectives"},
+    "optim": {"collectives", "state"},
+    "data": {"collectives", "state"},
+    "worker": {"collectives", "state", "optim", "data"},
+    "elastic": {"collectives", "state", "optim", "data", "worker"},
+    "coordinator": set(),
+    "launch": {"coordinator"},
+}
+WITHOUT_TORCH = {GROUND, "coordinator", "launch"}
+IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
+
+
+def imports(source: str) -> Iterator[str]:
+    """Full names of all modules that a source imports when it runs, also inside functions."""
+    tree = ast.parse(source)
+    skipped = {
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test)
+        for statement in outer.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(path: Path, root: Path = ROOT) -> str:
+    relative = path.relative_to(root)
+    return relative.parts[0] if len(relative.parts) > 1 else GROUND
+
+
+def violations(path: Path, root: Path = ROOT) -> list[str]:
+    """What a file imports that it must not."""
+    source = path.read_text()
+    layer, found = layer_of(path, root), []
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    for name in imports(source):
+        parts = name.split(".")
+        if parts[0] == "farandole" and len(parts) > 1:
+            other = parts[1] if (root / parts[1]).is_dir() else GROUND
+            if other not in {layer, GROUND} and other not in MAY_IMPORT[layer]:
+                found.append(f"{layer} imports {name}")
+        if parts[0] == "torch" and layer in WITHOUT_TORCH:
+            found.append(f"{layer} imports torch")
+        if parts[0] in IMPURE and ("Pure." in docstring or "Pure;" in docstring):
+            found.append(f"a pure file imports {name}")
+    if path.name != "env.py" and "os.environ" in source:
+        found.append("reads os.environ")
+    if path.name != "clock.py" and "time" in {name.split(".")[0] for name in imports(source)}:
+        found.append("reads the time")
+    return found
+
+
+def sources() -> list[Path]:
+    """All but what is for tests, and the door of `python -m farandole`."""
+    files = sorted(ROOT.rglob("*.py"))
+    return [path for path in files if layer_of(path) != "testing" and path.name != "__main__.py"]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
+    assert violations(path) == []
+
+
+def test_there_are_files_to_check() -> None:
+    assert len(sources()) > 50
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "found"),
+    [
+        ("coordinator/a.py", "import torch", "coordinator imports torch"),
+        ("coordinator/a.py", "from farandole.worker import link", "coordinator imports farandole.worker.link"),
+        ("worker/a.py", "from farandole.coordinator.job import Job", "worker imports farandole.coordinator.job.Job"),
+        ("state/a.py", "def f():\n    from farandole.data import loader", "state imports farandole.data.loader"),
+        ("launch/a.py", "from farandole.testing import records", "launch imports farandole.testing.records"),
+        ("data/a.py", '"""Order. Pure."""\nimport threading', "a pure file imports threading"),
+        ("data/a.py", "import os\nx = os.environ", "reads os.environ"),
+        ("data/a.py", "import time", "reads the time"),
+        ("a.py", "import torch", "ground floor imports torch"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, place: str, source: str, found: str) -> None:
+    for folder in MAY_IMPORT.keys() | {"testing"}:
+        (tmp_path / folder).mkdir()
+    (tmp_path / place).write_text(source)
+    assert found in violations(tmp_path / place, tmp_path)
+
+
+def test_imports_for_type_checkers_are_no_imports() -> None:
+    assert list(imports("if TYPE_CHECKING:\n    import torch\nimport os")) == ["os"]
