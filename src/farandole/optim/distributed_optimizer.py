@@ -13,6 +13,7 @@ from farandole.errors import RecoverableError, StepError
 from farandole.optim.buckets import BucketPlan
 from farandole.optim.header import StepHeader, check
 from farandole.state import boundary, step
+from farandole.state.ticket import Batch
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -65,6 +66,7 @@ class _Distributed(torch.optim.Optimizer):
         self._pass_is_open = False  # reset by zero_grad() too: a backward pass that raised never closes
         self._is_reduced = False
         self._has_stepped = False
+        self._batch: Batch | None = None  # the one that all of this belongs to
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -101,11 +103,7 @@ class _Distributed(torch.optim.Optimizer):
         parameter.grad = None
 
     def _open_pass(self) -> None:
-        batch = step.batch()
-        if batch is not None and step.state() == "open" and (self._is_reduced or self._has_stepped):
-            self._forget()  # first pass for a new batch, after one that was decided or aborted
-        elif batch is None and self._has_stepped:
-            self._forget()
+        self._notice_batch()
         if self._is_reduced and not self._has_stepped:
             raise StepError(
                 "a second backward pass for the same batch before optimizer.step(): its gradients are reduced "
@@ -121,6 +119,17 @@ class _Distributed(torch.optim.Optimizer):
         batch = step.batch()
         if not self._has_stepped and (batch is None or batch.is_last):
             self._reduce()
+
+    def _notice_batch(self) -> None:
+        """What was kept belongs to the last global batch, which was decided or aborted, if there is a new one."""
+        batch = step.batch()
+        if batch is None:
+            if self._has_stepped:
+                self._forget()
+        elif batch is not self._batch:
+            self._batch = batch
+            if batch.index == 0:
+                self._forget()
 
     def _forget(self) -> None:
         self._filled.clear()
@@ -191,8 +200,8 @@ class _Distributed(torch.optim.Optimizer):
         batch = step.batch()
         if batch is not None and not batch.is_last:
             return False
+        self._notice_batch()
         if not self._is_reduced:
-            self._forget()
             self._reduce()  # no backward pass reached our parameters; the other workers wait for us
         if step.state() == "aborted":
             return False
