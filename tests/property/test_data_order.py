@@ -136,7 +136,7 @@ def test_after_a_restart_nothing_of_the_old_deal_is_delivered_however_much_was_f
     feed = iter(dealer)
     epoch = cursor = 0
     for takes, world in deals:
-        dealer.restart(epoch, cursor, world - 1, world)
+        dealer.restart(layout, epoch, cursor, world - 1, world)
         for _ in range(takes):
             if cursor == layout.size:
                 epoch, cursor = epoch + 1, 0

@@ -49,9 +49,10 @@ class Dealer:
         self._epoch, self._position = 0, 0
         self._block = _FIRST_BLOCK
 
-    def restart(self, epoch: int, cursor: int, rank: int, world: int) -> None:
+    def restart(self, layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> None:
         """Begin a new deal at (epoch, cursor). What is on its way is of an old deal then."""
         self.deal += 1
+        self._layout = layout
         self._epoch, self._position = epoch, cursor
         self._rank, self._world = rank, world
         self._block = _FIRST_BLOCK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,7 +43,8 @@ class DataLoader:
                        stay as it is when workers join or leave
     seed, shuffle      the order of the samples: a new one each epoch; without shuffle always 0, 1, 2, ...
     max_local_batch    most samples of one loop body; larger shares come as several micro-batches, and only
-                       the last of them makes the optimizer step
+                       the last of them makes the optimizer step. In an elastic function the share at the
+                       start of the job unless given
     min_share          fewest samples of one loop body where that is possible; 2 for models with BatchNorm
 
     The other arguments are those of torch's DataLoader. Its loader workers are started once and live on when
@@ -200,9 +202,18 @@ class DataLoader:
         self._rank, self._world = rank, size
         self._deal()
 
+    def limit_local_batch(self, world: int) -> None:
+        """Unless max_local_batch was given: no worker computes more samples at once than its share is in a world
+        of this size, the first one. Else the death of one worker could become out-of-memory deaths of the others.
+        """
+        if self._layout.max_local_batch is None:
+            largest = -(-self._layout.global_batch_size // world)
+            self._split_above(max(largest, 2 * self._layout.min_share - 1))
+
     def state_dict(self) -> dict[str, int]:
         """Where training is: a few integers, the same on every worker, for any number of workers."""
-        return {**self._identity(), "epoch": self.epoch, "cursor": self.cursor}
+        limit = self._layout.max_local_batch or 0
+        return {**self._identity(), "epoch": self.epoch, "cursor": self.cursor, "max_local_batch": limit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises DataError, with nothing changed, when the state is of another data set
@@ -217,7 +228,7 @@ class DataLoader:
         if epoch < 0 or not 0 <= cursor <= self._layout.size:
             raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
         self.epoch, self.cursor = epoch, cursor
-        self._deal()
+        self._split_above(state.get("max_local_batch", 0))
 
     def _identity(self) -> dict[str, int]:
         """What a cursor's meaning hangs on."""
@@ -229,6 +240,12 @@ class DataLoader:
             "global_batch_size": self._layout.global_batch_size,
         }
 
+    def _split_above(self, samples: int) -> None:
+        """Every rank has to split alike; 0 keeps what is."""
+        if samples:
+            self._layout = dataclasses.replace(self._layout, max_local_batch=samples)
+        self._deal()
+
     def close(self) -> None:
         """End the loader workers. Iterating again starts new ones. Idempotent."""
         self._prefetch.close()
@@ -237,7 +254,7 @@ class DataLoader:
     def _deal(self) -> None:
         """Fetch anew from the cursor, for the world as it is now; what is out will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
-        self._dealer.restart(self.epoch, self.cursor, self._rank, self._world)
+        self._dealer.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
 
 
 def _size_of(dataset: MapDataset) -> int:

@@ -88,6 +88,8 @@ class _RunLoop:
         """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
+        if self._state.loader is not None and not (job is not None and job.is_newcomer()):
+            self._state.loader.limit_local_batch(world.current().placement.size)
         self._state.capture()
         if job is not None:
             job.link.send(Elastic())

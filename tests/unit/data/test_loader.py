@@ -350,3 +350,23 @@ def test_loading_takes_no_number_from_the_global_generator() -> None:
     before = torch.get_rng_state()
     next(iter(make()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_first_world_limits_what_a_worker_computes_at_once_and_a_newcomer_learns_of_it() -> None:
+    first, newcomer = make(24, 12), make(24, 12)
+    first.limit_local_batch(3)
+    newcomer.load_state_dict(first.state_dict())
+    for loader in (first, newcomer):
+        loader.set_world(0, 2)
+        next(iter(loader))
+        assert loader.ticket is not None
+        assert loader.ticket.micro_batches == 2
+        assert len(loader.indices) <= 4
+
+
+def test_a_limit_that_was_given_stays() -> None:
+    loader = make(24, 12, max_local_batch=12)
+    loader.limit_local_batch(3)
+    loader.set_world(0, 1)
+    next(iter(loader))
+    assert len(loader.indices) == 12

@@ -33,6 +33,9 @@ class Position:
     def set_world(self, rank: int, size: int) -> None:
         pass
 
+    def limit_local_batch(self, world: int) -> None:
+        pass
+
 
 def trained_state(seed: int, steps: int) -> TorchState:
     """A model with BatchNorm and Adam after some steps of its own."""
