@@ -144,6 +144,7 @@ def test_a_rank_may_close_as_soon_as_its_own_part_is_done(size: int) -> None:
     for _ in range(5):
         with ring(size) as world:
             assert world.run(last_words) == [float(size**2)] * size
+            assert world.hints == [[]] * size
 
 
 # Disagreement ----------------------------------------------------------------------------------------

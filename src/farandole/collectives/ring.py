@@ -139,6 +139,10 @@ class RingTransport:
     ) -> None:
         """One operation, and what its end means for all later ones."""
         op = header.operation.name.lower()
+        if self._failure is None and self._duplex.cannot_send:
+            # The next rank had gone when the last operation ended well here. It may have finished, which is
+            # no news; it is now that we need it.
+            self._end_by_lost_peer(op, "send", self._duplex.cannot_send)
         self._raise_if_ended(op)
         self._sequence = header.sequence
         try:
@@ -153,8 +157,6 @@ class RingTransport:
         if broken is not None:
             self._end_by_lost_peer(op, broken.direction, broken.detail)
             self._raise_if_ended(op)
-        elif self._duplex.cannot_send and self._abort_reason is None:
-            self._end_by_lost_peer(op, "send", self._duplex.cannot_send)
 
     def _raise_if_ended(self, op: str) -> None:
         if self._abort_reason is not None:
