@@ -176,3 +176,18 @@ def test_random_bytes_and_a_wrong_token_on_the_port_leave_the_running_job_unharm
     from farandole.testing.proof import Proof
 
     assert set(Proof(tmp_path).generations()) == {1}
+
+
+def test_a_second_elastic_function_is_refused_with_a_reason(script) -> None:
+    text = """
+import farandole as fd
+fd.init()
+@fd.elastic.run
+def train(state):
+    return 1
+train(fd.elastic.TorchState())
+train(fd.elastic.TorchState())
+"""
+    done = farandole_run("-np", "2", "python", script(text))
+    assert done.returncode == 1
+    assert "second elastic function" in done.stderr

@@ -207,25 +207,33 @@ class _Distributed(torch.optim.Optimizer):
             return False
         self._refuse_unfrozen()
         self._has_stepped = True
-        if self._base_scales or not self._skips_for_scaler():
+        if self._base_scales:
             super().step()
+        else:
+            self._step_for_scaler()
         step.decided()
         return True
 
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _skips_for_scaler(self) -> bool:
-        """What torch.amp.GradScaler leaves to optimizers that support it: unscale, and skip on inf or NaN."""
-        scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
-            return True
-        if scale is not None:
-            inverse = scale.double().reciprocal().float()
-            for bucket in self._plan.buckets:
-                bucket.flat.mul_(inverse.to(bucket.flat.dtype))
-        return False
+    def _step_for_scaler(self) -> None:
+        """What torch.amp.GradScaler leaves to optimizers that support it: unscale, and skip on inf or NaN.
+
+        It has put `grad_scale` and `found_inf` on us, which the user's class must not see, and takes them off."""
+        names = ("grad_scale", "found_inf")
+        asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
+        scale, found_inf = asked.get("grad_scale"), asked.get("found_inf")
+        try:
+            if found_inf is not None and bool(found_inf):
+                return
+            if scale is not None:
+                inverse = scale.double().reciprocal().float()
+                for bucket in self._plan.buckets:
+                    bucket.flat.mul_(inverse.to(bucket.flat.dtype))
+            super().step()
+        finally:
+            self.__dict__.update(asked)
 
     def _refuse_unfrozen(self) -> None:
         """A parameter without our hook would be trained on local gradients: workers would drift apart."""
@@ -241,6 +249,8 @@ class _Distributed(torch.optim.Optimizer):
         """As torch's; does nothing while the micro-batches of a global batch are being accumulated."""
         self._pass_is_open = False
         batch = step.batch()
-        if batch is not None and batch.index > 0 and step.state() == "open":
+        if batch is None:
+            self._forget()  # nobody else tells us where the next batch begins
+        elif batch.index > 0 and step.state() == "open":
             return
         super().zero_grad(set_to_none=set_to_none)

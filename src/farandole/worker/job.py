@@ -36,6 +36,7 @@ class Job:
         self._live: dict[int, list[_Abortable]] = {}  # by number of the generation
         self._retired: list[Transport] = []
         self._agreed = 0
+        self.has_finished = False  # an elastic function has returned on all workers
         self.link = Link(env, self._abort_below)
         self.link.open(env, self._listener.address)
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from farandole.collectives import world
-from farandole.errors import CollectiveMismatch, RecoverableError
+from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError
 from farandole.messages import Elastic, Finished, Synced
 from farandole.state import boundary, step
 from farandole.state.sync import synchronize
@@ -47,7 +47,13 @@ def run(
     @functools.wraps(function)
     def elastic(state: TorchState, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         world.current()
-        return _RunLoop(context.job(), state).run(lambda: function(state, *args, **kwargs))
+        job = context.job()
+        if job is not None and job.has_finished:
+            raise ConfigError(
+                f"{function.__name__} is the second elastic function of this script: a worker that joins begins at "
+                f"the top, and cannot know which one the others are in; train in one elastic function"
+            )
+        return _RunLoop(job, state).run(lambda: function(state, *args, **kwargs))
 
     return elastic
 
@@ -117,7 +123,8 @@ class _RunLoop:
             here.transport.barrier()
             return True
         self._job.link.send(Finished(here.id.number))
-        return self._job.link.wait_for_release(here.id.number)
+        self._job.has_finished = self._job.link.wait_for_release(here.id.number)
+        return self._job.has_finished
 
     # The loader asks (data/boundary.py) ------------------------------------------------------------------
 

@@ -1,0 +1,286 @@
+"""DistributedOptimizer in a world of one: what a training script can see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.collectives import world
+from farandole.collectives.alone import AloneTransport
+from farandole.errors import GenerationEnded, NotInitialized, StepError
+from farandole.membership import GenerationId, Placement
+from farandole.optim.distributed_optimizer import DistributedOptimizer
+from farandole.state import boundary, step
+from farandole.state.ticket import Batch, Ticket
+
+
+class RepeatingRunLoop:
+    """A run loop whose loader repeats an aborted batch."""
+
+    def can_repeat(self) -> bool:
+        return True
+
+    def steps_decided(self) -> int:
+        return 0
+
+    def prepared(self) -> int:
+        return 0
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[AloneTransport]:
+    transport = AloneTransport(1)
+    world.enter(world.World(GenerationId(1, 1, 1, ""), Placement(0, 1, 0, 1, 0, 1), transport))
+    step.close()
+    yield transport
+    step.close()
+    step.on_decided(None)
+    boundary.install(None)
+    world.enter(None)
+
+
+def model() -> torch.nn.Linear:
+    torch.manual_seed(1)
+    return torch.nn.Linear(3, 1).double()
+
+
+def samples(count: int) -> torch.Tensor:
+    return torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def loss(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().mean()
+
+
+def hand_out(micro_batches: list[int]) -> Iterator[int]:
+    """The micro-batches of one ticket, as a loader does; gives their sizes."""
+    total = sum(micro_batches)
+    ticket = Ticket(0, 0, total, 0, total, len(micro_batches))
+    low = 0
+    for index, count in enumerate(micro_batches):
+        step.open(Batch(ticket, low, low + count, index))
+        low += count
+        yield count
+
+
+def test_it_trains_like_the_optimizer_it_wraps() -> None:
+    x = samples(8)
+    plain, wrapped = model(), model()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(wrapped.parameters(), lr=0.1))
+    for _ in range(5):
+        for net, each in ((plain, reference), (wrapped, optimizer)):
+            each.zero_grad()
+            loss(net, x).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True))
+
+
+def test_it_is_an_instance_of_the_class_it_wraps_and_shares_what_that_has() -> None:
+    base = torch.optim.SGD(model().parameters(), lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(base)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert optimizer.state is base.state
+    assert optimizer.param_groups is base.param_groups
+    assert optimizer.defaults is base.defaults
+
+
+def test_a_scheduler_made_before_or_after_wrapping_moves_its_learning_rate() -> None:
+    base = torch.optim.SGD(model().parameters(), lr=1.0)
+    torch.optim.lr_scheduler.ConstantLR(base, factor=0.5)
+    optimizer = DistributedOptimizer(base)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_a_state_dict_comes_back() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.Adam(net.parameters()))
+    loss(net, samples(4)).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    other = model()
+    again = DistributedOptimizer(torch.optim.Adam(other.parameters()))
+    again.load_state_dict(saved)
+    loss(other, samples(4)).backward()
+    assert again.step() is True
+    assert again.state[other.weight]["step"] == 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_micro_batches_add_up_to_the_gradient_of_the_global_batch(set_to_none: bool) -> None:
+    x = samples(12)
+    net, reference = model(), model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(3):
+        offset, applied = 0, []
+        for count in hand_out([5, 4, 3]):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss(net, x[offset : offset + count]).backward()
+            applied.append(optimizer.step())
+            offset += count
+        assert applied == [False, False, True]
+        reference.zero_grad()
+        loss(reference, x).backward()
+        assert torch.allclose(net.weight.grad, reference.weight.grad, rtol=0, atol=1e-14)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter -= 0.1 * parameter.grad
+    assert torch.allclose(net.weight, reference.weight, rtol=0, atol=1e-13)
+
+
+def test_what_an_aborted_batch_left_does_not_count_for_the_next() -> None:
+    x = samples(4)
+    net, reference = model(), model()
+    DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    loss(reference, x).backward()
+    for count in hand_out([2, 2]):
+        loss(net, x[:count]).backward()
+        break  # a regroup comes before the second micro-batch
+    for _ in hand_out([4]):
+        loss(net, x).backward()
+    assert torch.allclose(net.weight.grad, reference.weight.grad, rtol=0, atol=1e-14)
+
+
+def test_a_ghost_counts_nothing_even_if_its_gradient_is_infinite() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    step.open(Batch(Ticket(0, 0, 0, 0, 0, 1), 0, 0, 0))
+    (net(samples(1)) * float("inf")).sum().backward()
+    assert torch.equal(net.weight.grad, torch.zeros_like(net.weight))
+    assert optimizer.step() is True
+
+
+def test_a_second_backward_pass_before_the_step_is_refused_with_advice() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    loss(net, samples(4)).backward()
+    with pytest.raises(StepError, match="second backward pass"):
+        loss(net, samples(4)).backward()
+    optimizer.zero_grad()
+
+
+def test_two_optimizers_whose_losses_run_through_each_other() -> None:
+    """A GAN: the generator's loss leaves gradients in the discriminator, which has stepped already."""
+    first, second = model(), torch.nn.Linear(1, 1).double()
+    one = DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=0.1))
+    two = DistributedOptimizer(torch.optim.SGD(second.parameters(), lr=0.1))
+    for _ in range(2):
+        one.zero_grad()
+        loss(first, samples(4)).backward()
+        one.step()
+        two.zero_grad()
+        second(first(samples(4))).sum().backward()
+        two.step()
+
+
+def test_a_parameter_that_was_frozen_when_it_was_wrapped_must_not_be_unfrozen() -> None:
+    net = model()
+    net.bias.requires_grad_(False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    net.bias.requires_grad_(True)
+    loss(net, samples(4)).backward()
+    with pytest.raises(StepError, match=r"parameter 1 of shape \(1,\)"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_frozen_later_is_left_alone() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.5))
+    before = net.bias.detach().clone()
+    net.bias.requires_grad_(False)
+    loss(net, samples(4)).backward()
+    assert optimizer.step() is True
+    assert torch.equal(net.bias, before)
+
+
+def test_a_group_that_is_added_is_trained() -> None:
+    net, extra = model(), model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer.add_param_group({"params": list(extra.parameters())})
+    before = extra.weight.detach().clone()
+    (loss(net, samples(4)) + loss(extra, samples(4))).backward()
+    optimizer.step()
+    assert not torch.equal(extra.weight, before)
+
+
+def test_a_step_without_any_gradient_takes_part_with_zeros() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net.weight.detach().clone()
+    assert optimizer.step() is True
+    assert torch.equal(net.weight, before)
+
+
+def test_a_closure_is_refused() -> None:
+    optimizer = DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
+    with pytest.raises(StepError, match="closure"):
+        optimizer.step(lambda: 1.0)
+
+
+def test_wrapping_twice_is_refused() -> None:
+    optimizer = DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
+    with pytest.raises(StepError, match="already"):
+        DistributedOptimizer(optimizer)
+
+
+def test_before_init_it_says_so() -> None:
+    world.enter(None)
+    with pytest.raises(NotInitialized, match=r"init\(\)"):
+        DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_the_plain_grad_scaler_recipe_works_and_a_skipped_step_is_decided(fused: bool, unscales: bool) -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Linear(3, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, fused=fused))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    decided: list[Any] = []
+    step.on_decided(decided.append)
+    x = samples(4).float()
+    wanted = net.weight.detach() - 0.1 * torch.autograd.grad(loss(net, x), net.weight)[0]
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale(loss(net, x) * factor).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(decided) == 2
+    assert torch.allclose(net.weight, wanted, atol=1e-6)
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_fault_in_backward_is_absorbed_where_the_batch_can_be_repeated(alone: AloneTransport) -> None:
+    boundary.install(RepeatingRunLoop())
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net.weight.detach().clone()
+    alone.abort("a worker was lost")
+    for _ in hand_out([4]):
+        loss(net, samples(4)).backward()
+        assert torch.equal(net.weight.grad, torch.zeros_like(net.weight))
+        assert optimizer.step() is False
+        assert step.state() == "aborted"
+    assert torch.equal(net.weight, before)
+
+
+def test_a_fault_in_backward_is_raised_where_nobody_repeats_the_batch(alone: AloneTransport) -> None:
+    net = model()
+    DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    alone.abort("a worker was lost")
+    with pytest.raises(GenerationEnded, match="a worker was lost"):
+        loss(net, samples(4)).backward()
