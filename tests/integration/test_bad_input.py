@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,14 +49,14 @@ def test_a_program_that_does_not_exist_is_refused_before_anything_starts() -> No
     ],
 )
 def test_wrong_flags_are_named_with_their_values(flags: list[str], said: str) -> None:
-    done = farandole_run(*flags, "python", "-c", "pass")
+    done = farandole_run(*flags, sys.executable, "-c", "pass")
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_script_that_raises_at_once_shows_its_traceback_once(script) -> None:
-    done = farandole_run("-np", "3", "python", script("def f():\n    raise ValueError('no good')\nf()\n"))
+    done = farandole_run("-np", "3", sys.executable, script("def f():\n    raise ValueError('no good')\nf()\n"))
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "ValueError: no good" in done.stderr
@@ -63,7 +64,7 @@ def test_a_script_that_raises_at_once_shows_its_traceback_once(script) -> None:
 
 def test_a_script_that_raises_after_init_shows_its_traceback_once(script) -> None:
     text = "import farandole as fd\nfd.init()\nraise ValueError('no good')\n"
-    done = farandole_run("-np", "3", "python", script(text))
+    done = farandole_run("-np", "3", sys.executable, script(text))
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "ValueError: no good" in done.stderr
@@ -78,14 +79,14 @@ def train(state):
     raise KeyError("the same everywhere")
 train(fd.elastic.TorchState())
 """
-    done = farandole_run("-np", "2", "python", script(text))
+    done = farandole_run("-np", "2", sys.executable, script(text))
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "the same everywhere" in done.stderr.splitlines()[-1]
 
 
 def test_a_script_that_never_calls_init_just_runs_on_every_worker(script) -> None:
-    done = farandole_run("-np", "2", "python", script("print('hello')\n"))
+    done = farandole_run("-np", "2", sys.executable, script("print('hello')\n"))
     assert done.returncode == 0
     assert done.stdout.count("hello") == 2
 
@@ -98,7 +99,7 @@ if os.environ["FARANDOLE_SLOT"] == "1":
     time.sleep(60)
 fd.init()
 """
-    done = farandole_run("-np", "2", "--start-timeout", "1", "--grace", "1", "python", script(text))
+    done = farandole_run("-np", "2", "--start-timeout", "1", "--grace", "1", sys.executable, script(text))
     assert done.returncode == 1
     assert "slot 1" in done.stderr
     assert "init()" in done.stderr
@@ -111,7 +112,7 @@ import farandole as fd
 if os.environ["FARANDOLE_SLOT"] == "0":
     fd.init()
 """
-    done = farandole_run("-np", "2", "python", script(text))
+    done = farandole_run("-np", "2", sys.executable, script(text))
     assert done.returncode == 1
     assert "without calling it" in done.stderr
 
@@ -125,20 +126,20 @@ if fd.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
-    done = farandole_run("-np", "2", "--grace", "1", "python", script(text))
+    done = farandole_run("-np", "2", "--grace", "1", sys.executable, script(text))
     assert done.returncode == 1
     assert "SIGKILL" in done.stderr
     assert "elastic function" in done.stderr
 
 
 def test_the_exit_code_of_a_static_script_is_the_jobs(script) -> None:
-    done = farandole_run("-np", "2", "python", script("import farandole as fd\nfd.init()\nraise SystemExit(7)\n"))
+    done = farandole_run("-np", "2", sys.executable, script("import farandole as fd\nfd.init()\nraise SystemExit(7)\n"))
     assert done.returncode == 7
 
 
 def test_flags_of_the_users_script_are_never_touched(script) -> None:
     text = "import sys\nprint(sys.argv[1:])\n"
-    done = farandole_run("-np", "1", "python", script(text), "-np", "5", "--min-np", "--help", "--", "-v")
+    done = farandole_run("-np", "1", sys.executable, script(text), "-np", "5", "--min-np", "--help", "--", "-v")
     assert done.returncode == 0
     assert "['-np', '5', '--min-np', '--help', '--', '-v']" in done.stdout
 
@@ -146,14 +147,14 @@ def test_flags_of_the_users_script_are_never_touched(script) -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = farandole_run("-np", "1", "--port", str(port), "python", "-c", "pass")
+        done = farandole_run("-np", "1", "--port", str(port), sys.executable, "-c", "pass")
     assert done.returncode == 2
     assert str(port) in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_other_addresses_than_loopback_are_refused() -> None:
-    done = farandole_run("-np", "1", "--host", "0.0.0.0", "python", "-c", "pass")
+    done = farandole_run("-np", "1", "--host", "0.0.0.0", sys.executable, "-c", "pass")
     assert done.returncode == 2
     assert "0.0.0.0" in done.stderr
 
@@ -188,6 +189,6 @@ def train(state):
 train(fd.elastic.TorchState())
 train(fd.elastic.TorchState())
 """
-    done = farandole_run("-np", "2", "python", script(text))
+    done = farandole_run("-np", "2", sys.executable, script(text))
     assert done.returncode == 1
     assert "second elastic function" in done.stderr
