@@ -15,12 +15,19 @@ from farandole.testing.running_job import RunningJob
 from tests.jobs import ELASTIC_JOB, check_job
 
 EPOCHS, SAMPLES = 40, 600
+LAST_STEP = 1950  # of 2,000
 
 
 def disturb(job: RunningJob, chance: random.Random) -> None:
-    """Kill random workers at random moments, sometimes two at once, until the job is through."""
+    """Kill random workers at random moments, sometimes two at once, until the job is nearly through: a worker that
+    is killed after everybody has finished is a failure of the job, and is reported as one."""
     while job.process.poll() is None:
         latest = job.latest()
+        if any(
+            max(record.get("before", 0), record.get("after", 0)) >= LAST_STEP or "end" in record
+            for record in latest.values()
+        ):
+            return
         alive = [record["pid"] for record in latest.values() if Path(f"/proc/{record['pid']}").exists()]
         if len(alive) >= 2:
             count = 2 if len(alive) > 2 and chance.random() < 0.2 else 1
