@@ -67,7 +67,7 @@ class Proof:
     def redone(self) -> int:
         """Attempts at a step that did not stand: begun, and done again in a later generation."""
         begun = {(r["before"], r["generation"]) for r in self.records if "before" in r}
-        return sum(1 for step, generation in begun if self._standing.get(step) != generation)
+        return sum(1 for step, generation in begun if self._standing.get(step, generation) != generation)
 
     def first_steps(self, generation: int, pids: set[int]) -> dict[int, int]:
         """For each of the processes, the clock at its first applied step at or above a generation."""
