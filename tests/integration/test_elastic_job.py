@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job
+from tests.jobs import ELASTIC_JOB, check_job, processes_with
 
 SAMPLES = 600
 
@@ -106,8 +107,7 @@ def test_below_min_np_the_job_waits_and_then_fails_saying_why(tmp_path: Path) ->
     assert "--elastic-timeout" in said or "waited" in said
 
 
-def test_a_worker_that_leaves_with_exit_code_0_in_the_middle_is_lost_like_any_other(tmp_path: Path) -> None:
-    """An exit is never a message: a debugger, a wild os._exit(0), a library may have caused it."""
+def test_a_worker_that_aborts_is_lost_like_any_other(tmp_path: Path) -> None:
     with job(tmp_path, ["-np", "2"], "--epochs", "60") as running:
         latest = running.wait_until(all_training(2), 60)
         running.kill(latest[1]["pid"], signal.SIGABRT)
@@ -116,9 +116,40 @@ def test_a_worker_that_leaves_with_exit_code_0_in_the_middle_is_lost_like_any_ot
     check_job(Proof(tmp_path), epochs=60, samples=SAMPLES, workers_at_end=2)
 
 
-def test_kill_9_of_the_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
-    from tests.jobs import processes_with
+def test_the_source_killed_in_the_middle_of_a_sync_leaves_the_others_right(tmp_path: Path) -> None:
+    """A newcomer copies 200 MB from rank 0, which is killed meanwhile: one more generation, nothing torn."""
+    with job(tmp_path, ["-np", "3"], "--epochs", "40", "--frozen-mb", "200") as running:
+        latest = running.wait_until(all_training(3), 60)
+        source = latest[0]["pid"]
+        running.kill(latest[2]["pid"])
+        wait_for_line(tmp_path / "output", "generation 3 starts")
+        running.kill(source)
+        assert running.wait(100) == 0
+    said = (tmp_path / "output").read_text()
+    proof = Proof(tmp_path)
+    check_job(proof, epochs=40, samples=SAMPLES, workers_at_end=3)
+    assert 3 not in proof.generations(), f"the sync was over before the kill:\n{said}"
 
+
+def test_an_exception_on_one_worker_is_shown_once_and_the_others_go_on(tmp_path: Path) -> None:
+    with job(tmp_path, ["-np", "3"], "--epochs", "40", "--raise-once", str(tmp_path / "raised")) as running:
+        assert running.wait(100) == 0
+    check_job(Proof(tmp_path), epochs=40, samples=SAMPLES, workers_at_end=3)
+    said = (tmp_path / "output").read_text()
+    assert said.count("Traceback (most recent call last)") == 1
+    assert "ArithmeticError: only once, only here" in said
+
+
+def test_a_worker_that_exits_with_code_0_in_the_middle_is_lost_like_any_other(tmp_path: Path) -> None:
+    """An exit is never a message: a wild os._exit(0) in some library may have caused it."""
+    with job(tmp_path, ["-np", "2"], "--epochs", "40", "--exit-once", str(tmp_path / "exited")) as running:
+        assert running.wait(100) == 0
+    proof = Proof(tmp_path)
+    check_job(proof, epochs=40, samples=SAMPLES, workers_at_end=2)
+    assert len(proof.generations()) == 3
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
     with job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
         running.wait_until(all_training(2), 60)
         assert len(processes_with(str(tmp_path))) >= 3
@@ -136,11 +167,13 @@ def test_ctrl_c_ends_the_job_and_leaves_no_process_behind(tmp_path: Path) -> Non
     assert "Traceback" not in (tmp_path / "output").read_text()
 
 
+def wait_for_line(path: Path, text: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+
+
 def wait_until_gone(needle: str, timeout_s: float = 5.0) -> None:
-    import time
-
-    from tests.jobs import processes_with
-
     deadline = time.monotonic() + timeout_s
     while processes_with(needle):
         assert time.monotonic() < deadline, f"left behind: {processes_with(needle)}"

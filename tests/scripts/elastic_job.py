@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,9 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--item-ms", type=float, default=0.0, help="what one sample costs")
     parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--frozen-mb", type=int, default=0, help="parameters that only have to be copied")
+    parser.add_argument("--raise-once", type=Path, help="rank 1 makes this file at step 50, and raises")
+    parser.add_argument("--exit-once", type=Path, help="rank 1 makes this file at step 50, and exits with code 0")
     parser.add_argument("--mean-each-step", action="store_true", help="a collective of the user's own")
     parser.add_argument("--records")
     options = parser.parse_args()
@@ -44,7 +49,9 @@ def main() -> None:
         torch.nn.Dropout(0.1),
         torch.nn.Linear(options.width, 1),
     )
-    optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    if options.frozen_mb:
+        model.frozen = torch.nn.Parameter(torch.rand(options.frozen_mb << 18), requires_grad=False)
+    optimizer = fd.DistributedOptimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3))
     loader = fd.elastic.DataLoader(
         Numbers(),
         global_batch_size=options.global_batch_size,
@@ -68,6 +75,12 @@ def main() -> None:
         for _ in loader.epochs(options.epochs):
             for x, y in loader:
                 records.before_step(state)
+                if options.raise_once and state.step == 50 and fd.rank() == 1 and not options.raise_once.exists():
+                    options.raise_once.touch()
+                    raise ArithmeticError("only once, only here")
+                if options.exit_once and state.step == 50 and fd.rank() == 1 and not options.exit_once.exists():
+                    options.exit_once.touch()
+                    os._exit(0)
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
