@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from picture import draw
+
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
 
@@ -37,6 +39,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--kill-in-epoch", type=int, default=3, help="from 0; early, so that the join is seen")
     parser.add_argument("--num-workers", type=int, default=0, help="loader processes of each worker")
+    parser.add_argument("--picture", type=Path, help="draw what happened, as an SVG file")
     options = parser.parse_args()
     arguments = ["--epochs", str(options.epochs), "--num-workers", str(options.num_workers)]
     say("training on 1,437 handwritten digits with 3 workers; one of them will be killed in a moment")
@@ -52,7 +55,10 @@ def main() -> int:
         if exit_code != 0:
             say(f"the job ended with exit code {exit_code}")
             return exit_code
-        return summary(Proof(Path(folder)), options.epochs, kill)
+        proof = Proof(Path(folder))
+        if options.picture is not None:
+            draw(proof.records, kill.pid, kill.at_ns, options.picture)
+        return summary(proof, options.epochs, kill)
 
 
 def kill_one(job: RunningJob, epoch: int) -> Kill:
