@@ -42,15 +42,19 @@ def main() -> None:
     arguments = _parse()
     rows: list[Row] = []
     for ranks in arguments.ranks:
-        rows += _measure(ranks, arguments.sizes, arguments.rounds)
+        rows += measure(ranks, arguments.sizes, arguments.rounds)
+    print_table(rows)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def print_table(rows: list[Row]) -> None:
     print(f"{'ranks':>5} {'bytes':>10} {'ring ms':>9} {'worst':>9} {'gloo ms':>9} {'worst':>9} {'gloo/ring':>9}")
     for row in rows:
         print(
             f"{row['ranks']:>5} {row['bytes']:>10} {row['ring_ms']:>9.3f} {row['ring_worst_ms']:>9.3f} "
             f"{row['gloo_ms']:>9.3f} {row['gloo_worst_ms']:>9.3f} {row['gloo_ms'] / row['ring_ms']:>9.2f}"
         )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def _parse() -> argparse.Namespace:
@@ -68,7 +72,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure(ranks: int, sizes: list[int], rounds: int) -> list[Row]:
+def measure(ranks: int, sizes: list[int], rounds: int) -> list[Row]:
     """Start the ranks, tell each its neighbours, and collect what rank 0 measured."""
     context = multiprocessing.get_context("spawn")
     key = secrets.token_bytes(32)

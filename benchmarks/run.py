@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import farandole
-from benchmarks import recovery
+from benchmarks import all_reduce, recovery
 
+SIZES = [4, 4096, 102_400, 1 << 20, 25 << 20]  # bytes
 HERE = Path(__file__).parent
 
 
@@ -26,15 +27,17 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="in each row of the recovery table")
     parser.add_argument("--turns", type=int, default=15, help="in each row of the step time table")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=["recovery", "step-time"])
+    parser.add_argument("--only", choices=["recovery", "step-time", "all-reduce"])
     parser.add_argument("--output", type=Path, default=HERE / "results" / "latest.json")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine()}
     print("machine: " + ", ".join(f"{key} {value}" for key, value in results["machine"].items()), flush=True)
-    if options.only != "step-time":
+    if options.only in (None, "recovery"):
         results["recovery"] = recovery_table(options.kills, options.seed)
-    if options.only != "recovery":
+    if options.only in (None, "step-time"):
         results["step_time"] = step_time_table(options.turns)
+    if options.only in (None, "all-reduce"):
+        results["all_reduce"] = all_reduce_table(options.turns)
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\nwritten to {options.output}")
@@ -82,6 +85,13 @@ def step_time_table(turns: int) -> list[dict[str, Any]]:
                 flush=True,
             )
     return rows
+
+
+def all_reduce_table(rounds: int) -> list[dict[str, Any]]:
+    print("\none all-reduce, in turns within one run: our TCP ring and torch's Gloo")
+    rows = [row for ranks in (2, 4) for row in all_reduce.measure(ranks, SIZES, rounds)]
+    all_reduce.print_table(rows)
+    return [dict(row) for row in rows]
 
 
 def step_time(model: str, workers: int, turns: int) -> dict[str, Any]:
