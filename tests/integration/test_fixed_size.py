@@ -89,6 +89,8 @@ def test_under_what_srun_says() -> None:
                     "SLURM_STEP_NUM_TASKS": "3",
                     "SLURM_LOCALID": str(rank),
                     "SLURM_NODEID": "0",
+                    "SLURM_STEP_NUM_NODES": "1",
+                    "SLURM_STEP_TASKS_PER_NODE": "3",
                     "SLURM_JOB_ID": str(os.getpid()),
                     "SLURM_STEP_ID": "0",
                 }
