@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 import farandole as fd
@@ -25,13 +27,13 @@ def train(state: fd.elastic.TorchState) -> float:
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    return float(model.weight.sum())
+    return float(model.weight.detach().sum())
 
 
 weight = train(state)
-print(
+sys.stdout.write(  # in one piece: several ranks write to one pipe
     f"RESULT rank={fd.rank()} size={fd.size()} local={fd.local_rank()}/{fd.local_size()} slot={fd.slot()} "
-    f"mean={mean.tolist()} any={flags} steps={state.step} equal={fd.mean(weight) == weight} weight={weight!r}",
-    flush=True,
+    f"mean={mean.tolist()} any={flags} steps={state.step} equal={fd.mean(weight) == weight} weight={weight!r}\n"
 )
+sys.stdout.flush()
 fd.shutdown()

@@ -2,79 +2,144 @@
 
 from __future__ import annotations
 
-import contextlib
+import ipaddress
+import itertools
 import secrets
+import socket
+import threading
+from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
+from typing import TypeVar
 
 import msgspec
-from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farandole.env import FixedEnv, restart_count, uses_agent_store
-from farandole.errors import JobEnded
+from farandole.errors import ConfigError, JobEnded
 from farandole.membership import Address, GenerationId, Peer, Placement
 from farandole.messages import Start
 
 _KEY_BYTES = 32
+_NONCE_DIGITS = 16
+_GRACE_S = 1.0  # for TCPStore to keep a time limit by itself: it then says more than that it is late
+
+T = TypeVar("T")
+
+_meetings = itertools.count()  # of this process: torchrun's store keeps what was said before a shutdown()
 
 
 class Meeting:
-    """Where the workers tell each other their data addresses. Rank 0 may be host of the store: keep this object
-    until the job is over."""
+    """Where the workers tell each other their data addresses, once.
+
+    TCPStore has no authentication: whoever reaches its port can read the key of the data connections. Rank 0
+    therefore opens it on MASTER_ADDR only, which is loopback unless somebody said otherwise; torchrun's own
+    listens everywhere.
+    """
 
     def __init__(self, env: FixedEnv, timeout_s: float) -> None:
         self._env = env
         self._timeout_s = timeout_s
+        self._prefix = f"farandole/{restart_count()}/{next(_meetings)}"
+        self._is_host = env.rank == 0 and not uses_agent_store()
         try:
-            self._store = TCPStore(
-                env.master_addr,
-                env.master_port,
-                is_master=env.rank == 0 and not uses_agent_store(),
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except (DistError, RuntimeError) as error:
+            self._store = _within(timeout_s + _GRACE_S, self._open)
+        except (futures.TimeoutError, RuntimeError, OSError) as error:
             raise JobEnded(
-                f"rank {env.rank} of {env.size} under {env.launcher} cannot reach, or serve, the meeting point "
-                f"{env.master_addr}:{env.master_port} within {timeout_s:g} s ({error}); see MASTER_ADDR and MASTER_PORT"
+                f"rank {env.rank} of {env.size} under {env.launcher} cannot {'serve' if self._is_host else 'reach'} "
+                f"the meeting point {env.master_addr}:{env.master_port} within {timeout_s:g} s "
+                f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
             ) from error
 
     def meet(self, address: Address) -> Start:
         """Tell everybody our address and learn the neighbours'. Rank 0 makes up the generation and its data key.
 
-        TCPStore has no authentication: whoever reaches its port can read the key. Raises JobEnded when ranks do
-        not come within the time limit, naming them.
+        Returns when all ranks have come. Raises JobEnded when some do not within the time limit, naming them, and
+        ConfigError when a rank on another host could not reach `address`.
         """
-        env, prefix = self._env, f"farandole/{restart_count()}"
-        if env.rank == 0:
-            secret = secrets.token_hex(8) + secrets.token_bytes(_KEY_BYTES).hex()
-            self._store.set(f"{prefix}/secret", secret)
-        self._store.set(f"{prefix}/{env.rank}", msgspec.json.encode(address).decode())
-        neighbours = [(env.rank - 1) % env.size, (env.rank + 1) % env.size]
-        wanted = [f"{prefix}/secret", *(f"{prefix}/{rank}" for rank in neighbours)]
+        env = self._env
+        if env.local_size < env.size and ipaddress.ip_address(address.host).is_loopback:
+            raise ConfigError(
+                f"{env.size} workers under {env.launcher}, {env.local_size} of them on this host: workers on several "
+                f"hosts are not possible yet, they are reached at {address.host} only"
+            )
         try:
-            self._store.wait(wanted, timedelta(seconds=self._timeout_s))
-            secret = self._store.get(wanted[0]).decode()
-            addresses = [msgspec.json.decode(self._store.get(key), type=Address) for key in wanted[1:]]
-        except (DistStoreError, DistError, RuntimeError) as error:
-            raise JobEnded(self._who_is_missing(prefix)) from error
-        previous, following = (
-            Peer(f"rank{rank}", rank, each) for rank, each in zip(neighbours, addresses, strict=True)
+            return _within(self._timeout_s + _GRACE_S, lambda: self._exchange(address))
+        except (futures.TimeoutError, RuntimeError) as error:
+            raise JobEnded(
+                f"rank {env.rank} of {env.size} under {env.launcher} waited {self._timeout_s:g} s in init() at "
+                f"{env.master_addr}:{env.master_port}; ranks that did not come: {self._missing()}"
+            ) from error
+
+    def _open(self) -> TCPStore:
+        env, listening = self._env, None
+        if self._is_host:
+            listening = _listen(env.master_addr, env.master_port)
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=self._is_host,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listening,
         )
+
+    def _exchange(self, address: Address) -> Start:
+        env, store = self._env, self._store
+        if env.rank == 0:
+            store.set(self._key("secret"), secrets.token_hex(_NONCE_DIGITS // 2) + secrets.token_hex(_KEY_BYTES))
+        store.set(self._key(env.rank), msgspec.json.encode(address).decode())
+        store.wait([self._key("secret"), *map(self._key, range(env.size))])
+        secret = store.get(self._key("secret")).decode()
+        previous, following = (self._peer((env.rank + step) % env.size) for step in (-1, 1))
+        store.set(self._key(f"{env.rank}/read"), "")
+        if self._is_host:  # The store ends with this process, which may end as soon as init() has returned.
+            store.wait([self._key(f"{rank}/read") for rank in range(env.size)])
         return Start(
-            id=GenerationId(lineage=1, incarnation=1, number=1, nonce=secret[:16]),
+            id=GenerationId(lineage=1, incarnation=1, number=1, nonce=secret[:_NONCE_DIGITS]),
             placement=Placement(env.rank, env.size, env.local_rank, env.local_size, env.cross_rank, env.cross_size),
             previous=previous,
             next=following,
             founding=True,
-            data_key=bytes.fromhex(secret[16:]),
+            data_key=bytes.fromhex(secret[_NONCE_DIGITS:]),
         )
 
-    def _who_is_missing(self, prefix: str) -> str:
-        env = self._env
-        missing: list[int] = []
-        with contextlib.suppress(DistError, RuntimeError):
-            missing = [rank for rank in range(env.size) if not self._store.check([f"{prefix}/{rank}"])]
-        return (
-            f"rank {env.rank} of {env.size} under {env.launcher} waited {self._timeout_s:g} s in init() at "
-            f"{env.master_addr}:{env.master_port}; ranks that did not come: {missing or 'unknown'}"
-        )
+    def _peer(self, rank: int) -> Peer:
+        return Peer(f"rank{rank}", rank, msgspec.json.decode(self._store.get(self._key(rank)), type=Address))
+
+    def _key(self, name: str | int) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _missing(self) -> str:
+        def look() -> list[int]:
+            return [rank for rank in range(self._env.size) if not self._store.check([self._key(rank)])]
+
+        try:
+            return str(_within(_GRACE_S, look))
+        except (futures.TimeoutError, RuntimeError):
+            return "unknown, the meeting point is gone"
+
+
+def _listen(host: str, port: int) -> int:
+    """The descriptor of a listening socket on this address alone; TCPStore itself would listen on all."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((address[0], port), family=family).detach()
+
+
+def _within(limit_s: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises; futures.TimeoutError after `limit_s`. TCPStore's own limits do not hold when
+    something accepts and never answers. The thread that is left behind ends with the process."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="farandole-meeting", daemon=True).start()
+    return result.result(timeout=limit_s)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
