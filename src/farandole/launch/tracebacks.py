@@ -92,15 +92,25 @@ class TracebackFolder:
         if block is None:
             return []
         if not block.complete:
-            return block.lines
+            whole = self._whole_of(worker, block)
+            return block.lines if whole is None else [b"the same traceback as %s, cut off" % whole.encode()]
         traceback, rest = block.lines[: block.complete], block.lines[block.complete :]
-        text = _ADDRESS.sub(b"0x", b"\n".join(traceback))
+        text = _normal(traceback)
         shown_by, shown_as = self._shown.setdefault(text, (worker, label))
         if len(self._shown) > _REMEMBERED:
             del self._shown[next(iter(self._shown))]
         if shown_by == worker:
             return block.lines
         return [b"the same traceback as %s: %s" % (shown_as.encode(), block.summary), *rest]
+
+    def _whole_of(self, worker: str, block: _Block) -> str | None:
+        """Who has shown a traceback that begins with this one and is longer: the first worker's exit may end the
+        others while they still print theirs."""
+        begun = _normal(block.lines)
+        for text, (shown_by, label) in self._shown.items():
+            if shown_by != worker and len(text) > len(begun) and text.startswith(begun):
+                return label
+        return None
 
     def due(self, now_s: float) -> Iterator[str]:
         """The workers whose held lines have waited long enough and are to be released."""
@@ -109,3 +119,8 @@ class TracebackFolder:
     def next_deadline_s(self) -> float | None:
         """When somebody will be due; None while nothing is held."""
         return min((block.deadline_s for block in self._held.values()), default=None)
+
+
+def _normal(lines: list[bytes]) -> bytes:
+    """The text by which tracebacks are compared: without what differs from process to process."""
+    return _ADDRESS.sub(b"0x", b"\n".join(lines))
