@@ -20,13 +20,13 @@ from farandole.messages import Failed
 from farandole.worker.fixed_size import Meeting
 from farandole.worker.job import Job
 
-_CONNECT_TIMEOUT_S = 30.0
+# Under a fixed-size launcher, for all ranks to have imported torch and called init(); as --start-timeout.
+_CONNECT_TIMEOUT_S = 120.0
 _TRACEBACK_LIMIT = 100_000  # characters; its end says most
 
 _job: Job | None = None
 _slot = 0
 _listener: DataListener | None = None  # under a fixed-size launcher; a Job has its own
-_meeting: Meeting | None = None
 
 
 def init() -> None:
@@ -58,7 +58,7 @@ def init() -> None:
 
 def shutdown() -> None:
     """Leave the world: close all connections. Idempotent; called at exit. init() may follow."""
-    global _job, _listener, _meeting
+    global _job, _listener
     if world.is_entered():
         world.current().transport.close()
         world.enter(None)
@@ -68,7 +68,6 @@ def shutdown() -> None:
     if _listener is not None:
         _listener.close()
         _listener = None
-    _meeting = None
 
 
 def is_initialized() -> bool:
@@ -136,11 +135,15 @@ def _enter_alone() -> None:
 
 
 def _meet_fixed(env: FixedEnv) -> None:
-    global _listener, _meeting
-    _listener = DataListener()
-    _meeting = Meeting(env, _CONNECT_TIMEOUT_S)
-    start = _meeting.meet(_listener.address)
-    transport = RingBuilder(_listener, start, f"rank{env.rank}", _CONNECT_TIMEOUT_S).build()
+    global _listener
+    listener = DataListener()
+    try:
+        start = Meeting(env, _CONNECT_TIMEOUT_S).meet(listener.address)
+        transport = RingBuilder(listener, start, f"rank{env.rank}", _CONNECT_TIMEOUT_S).build()
+    except BaseException:
+        listener.close()
+        raise
+    _listener = listener
     world.enter(world.World(start.id, start.placement, transport))
 
 
