@@ -15,7 +15,7 @@ from farandole.testing.records import Records
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=100_000)
-    parser.add_argument("--width", type=int, default=128, help="of the hidden layers; 128: 0.05 M parameters")
+    parser.add_argument("--width", type=int, default=128, help="of the hidden layers; 128: 0.025 M parameters")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--records")
