@@ -50,6 +50,16 @@ def worker_environment(agent_address: str, worker: str, secret: str, slot: int) 
     }
 
 
+def scratch_environment(folder: str) -> dict[str, str]:
+    """The variable that read_scratch_folder() reads."""
+    return {"FARANDOLE_SCRATCH": folder}
+
+
+def read_scratch_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """A folder that the agent removes with the job, also when this process is killed; None without an agent."""
+    return environ.get("FARANDOLE_SCRATCH")
+
+
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's environment for its children, without what an outer job said to it."""
     return {name: value for name, value in environ.items() if not name.startswith(_PREFIX)}

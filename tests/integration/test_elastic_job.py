@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,22 +151,54 @@ def test_a_worker_that_exits_with_code_0_in_the_middle_is_lost_like_any_other(tm
     assert len(proof.generations()) == 3
 
 
-def test_kill_9_of_the_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
+@pytest.fixture
+def temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The temp folder of the job, empty at the start; its path is short enough for sockets in it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # kept on purpose, by torch
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+
+
+def test_killed_workers_leave_no_files_behind(tmp_path: Path, temp_folder: Path) -> None:
+    before = shared_memory_files()
+    with job(tmp_path, ["-np", "2"], "--epochs", "60", "--num-workers", "2") as running:
+        latest = running.wait_until(all_training(2), 60)
+        for _ in range(2):
+            running.kill(latest[1]["pid"])
+            latest = running.wait_until(beyond(latest[0]["generation"], 2), 60)
+        assert list(temp_folder.glob("*/listener-*")), "loader workers pass tensors through the job's own folder"
+        assert running.wait(120) == 0
+    assert list(temp_folder.iterdir()) == []
+    assert shared_memory_files() <= before
+
+
+def test_kill_9_of_the_launcher_leaves_nothing_behind(tmp_path: Path, temp_folder: Path) -> None:
+    before = shared_memory_files()
     with job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
         running.wait_until(all_training(2), 60)
         assert len(processes_with(str(tmp_path))) >= 3
         os.kill(running.process.pid, signal.SIGKILL)
         running.process.wait(10)
         wait_until_gone(str(tmp_path))
+    wait_until(lambda: not list(temp_folder.iterdir()), f"left behind in {temp_folder}")
+    assert shared_memory_files() <= before
 
 
-def test_ctrl_c_ends_the_job_and_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, temp_folder: Path) -> None:
+    before = shared_memory_files()
     with job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
         running.wait_until(all_training(2), 60)
         running.process.send_signal(signal.SIGINT)
         assert running.wait(20) == 130
         wait_until_gone(str(tmp_path))
     assert "Traceback" not in (tmp_path / "output").read_text()
+    assert list(temp_folder.iterdir()) == []
+    assert shared_memory_files() <= before
 
 
 def wait_for_line(path: Path, text: str, timeout_s: float = 60.0) -> None:
@@ -173,7 +207,11 @@ def wait_for_line(path: Path, text: str, timeout_s: float = 60.0) -> None:
         assert time.monotonic() < deadline, path.read_text()
 
 
-def wait_until_gone(needle: str, timeout_s: float = 5.0) -> None:
+def wait_until_gone(needle: str) -> None:
+    wait_until(lambda: not processes_with(needle), f"processes with {needle} were left behind")
+
+
+def wait_until(condition: Callable[[], bool], failure: str, timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while processes_with(needle):
-        assert time.monotonic() < deadline, f"left behind: {processes_with(needle)}"
+    while not condition():
+        assert time.monotonic() < deadline, failure

@@ -21,8 +21,9 @@ DEADLINE_S = 10.0
 # An agent with two workers; one has a child, as a loader. Says the three pids and waits to be killed.
 AGENT = """
 import os, signal, subprocess, sys
+from pathlib import Path
 from farandole.launch.guard import Guard
-guard = Guard()
+guard = Guard(Path(sys.argv[1]))
 guard.start()
 code = "import os, signal; child = os.fork(); child and print(os.getpid(), child, flush=True); signal.pause()"
 workers = [
@@ -62,22 +63,32 @@ def wait_until_ignored(pid: int, number: int) -> None:
     raise TimeoutError(f"process {pid} does not ignore signal {number}")
 
 
-def test_a_kill_9_of_the_agent_takes_the_watched_workers_and_their_children_along() -> None:
-    with subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True) as agent:
+def test_a_kill_9_of_the_agent_takes_the_watched_workers_and_their_children_along(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "file").touch()
+    with subprocess.Popen([sys.executable, "-c", AGENT, str(scratch)], stdout=subprocess.PIPE, text=True) as agent:
         try:
             assert agent.stdout is not None
             worker, child, released, guard = map(int, agent.stdout.readline().split())
             descriptors = [os.pidfd_open(pid) for pid in (worker, child, guard)]
+            shared = [Path(f"/dev/shm/torch_{pid}_1_0") for pid in (worker, child)]
+            for path in shared:
+                path.touch()
         finally:
             agent.kill()
         assert [ends_in_time(descriptor) for descriptor in descriptors] == [True, True, True]
         os.killpg(released, signal.SIGKILL)  # still there
+    assert not scratch.exists()
+    assert not any(path.exists() for path in shared)
 
 
 def test_nothing_that_a_terminal_or_a_batch_system_sends_ends_the_guard_early(
-    sleeper: subprocess.Popen[bytes],
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    with subprocess.Popen([sys.executable, "-I", "-S", guard_process.__file__], stdin=subprocess.PIPE) as guard:
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", guard_process.__file__, str(tmp_path)], stdin=subprocess.PIPE
+    ) as guard:
         assert guard.stdin is not None
         guard.stdin.write(b"watch %d\n" % sleeper.pid)
         guard.stdin.flush()
@@ -89,8 +100,8 @@ def test_nothing_that_a_terminal_or_a_batch_system_sends_ends_the_guard_early(
         assert guard.wait(DEADLINE_S) == 0
 
 
-def test_a_clean_stop_kills_nobody(sleeper: subprocess.Popen[bytes]) -> None:
-    guard = Guard()
+def test_a_clean_stop_kills_nobody(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    guard = Guard(tmp_path)
     guard.start()
     guard.watch(sleeper.pid)
     guard.stop()
@@ -99,9 +110,9 @@ def test_a_clean_stop_kills_nobody(sleeper: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_guard_that_was_killed_is_replaced_and_its_groups_are_watched_again(
-    sleeper: subprocess.Popen[bytes],
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    guard = Guard()
+    guard = Guard(tmp_path)
     guard.start()
     guard.watch(sleeper.pid)
     first = guard._process
@@ -118,8 +129,8 @@ def test_a_guard_that_was_killed_is_replaced_and_its_groups_are_watched_again(
     second.wait(DEADLINE_S)
 
 
-def test_workers_do_not_inherit_the_guards_pipe() -> None:
-    guard = Guard()
+def test_workers_do_not_inherit_the_guards_pipe(tmp_path: Path) -> None:
+    guard = Guard(tmp_path)
     guard.start()
     assert guard._process is not None
     assert guard._process.stdin is not None

@@ -12,7 +12,7 @@ import msgspec
 from farandole.authentication import derive_data_key
 from farandole.channel import Channel, connect
 from farandole.clock import now_s
-from farandole.env import worker_environment
+from farandole.env import scratch_environment, worker_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.launch.output import OutputSink
@@ -85,7 +85,7 @@ class Agent:
         self._server.start()
         self._processes.start()
         obedience, beats, watch = (
-            asyncio.create_task(each) for each in (self._obey(), self._beat(), self._kill_stopped())
+            asyncio.create_task(each) for each in (self._obey(), self._beat(), self._look_at_processes())
         )
         try:
             ends = (obedience, watch, self._processes.broken)
@@ -127,6 +127,7 @@ class Agent:
         elif isinstance(order, Spawn):
             secret = self._server.expect(order.worker)
             added = worker_environment(self._server.address, order.worker, secret, order.slot)
+            added |= scratch_environment(str(self._processes.scratch))
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):
             self._processes.kill(order.worker, order.grace_s)
@@ -166,13 +167,15 @@ class Agent:
             sequence += 1
             await asyncio.sleep(every_s)
 
-    async def _kill_stopped(self) -> None:
-        """A stopped worker would hold up the others for ever. While the job ends it has its grace instead."""
+    async def _look_at_processes(self) -> None:
+        """Know the workers' loader processes. And kill a worker that is stopped: it would hold up the others for
+        ever. While the job ends it has its grace instead."""
         budget_s = self._config.detection_budget_s
         every_s = budget_s / 20
         watch = StoppedWatch(limit_s=budget_s - 2 * every_s)
         while True:
             await asyncio.sleep(every_s)
+            self._processes.note_children()
             looked = {worker: is_stopped(pid) for worker, pid in self._processes.pids().items()}
             for worker in [] if self._is_stopping else watch.look(looked, now_s()):
                 self._on_event(StoppedWorkerKilled(worker, budget_s))

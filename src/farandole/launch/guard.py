@@ -1,5 +1,5 @@
 """No worker outlives its agent: a small process that kills the workers' groups when the agent is gone, also
-after a kill -9 of the agent. Used by agent.py.
+after a kill -9 of the agent, and removes what they leave on disk. Used by agent.py.
 
 PR_SET_PDEATHSIG would do less: it reaches a worker but not its loader processes, and fires when the thread
 that started the worker ends.
@@ -20,9 +20,12 @@ class Guard:
     """The agent's handle on its guard process. The calls do not block.
 
     Should somebody kill the guard, the next call starts another one, which watches the same groups.
+
+    scratch  a folder that it removes as well when the agent is gone
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
         self._process: subprocess.Popen[bytes] | None = None
         self._watched: set[int] = set()
 
@@ -33,7 +36,7 @@ class Guard:
         process, and nothing else, ends the stream.
         """
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SCRIPT)],
+            [sys.executable, "-I", "-S", str(_SCRIPT), str(self._scratch)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

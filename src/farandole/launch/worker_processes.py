@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from farandole.launch.guard import Guard
+from farandole.launch.guard_process import remove_shared_memory
 from farandole.launch.output import OutputSink
 from farandole.launch.process import WorkerProcess, spawn
 
@@ -27,7 +32,7 @@ class WorkerProcesses:
     ) -> None:
         self._command, self._sink = list(command), sink
         self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
-        self._guard = Guard()
+        self._children: dict[str, set[int]] = {}  # seen below each worker so far: its loader processes
         self._running: dict[str, WorkerProcess] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._callers: dict[str, int] = {}
@@ -36,8 +41,15 @@ class WorkerProcesses:
         """Ends with the error when this class failed itself; its workers may be unwatched then."""
 
     def start(self) -> None:
-        """Be ready to spawn."""
-        self._guard.start()
+        """Be ready to spawn. Raises OSError when there is no room for a folder, or none for another process."""
+        self.scratch = Path(tempfile.mkdtemp(prefix="farandole-"))
+        """For what workers would otherwise leave in the temp folder when they are killed; goes with the job."""
+        self._guard = Guard(self.scratch)
+        try:
+            self._guard.start()
+        except OSError:
+            self.scratch.rmdir()
+            raise
 
     def pids(self) -> dict[str, int]:
         """The processes that run and have not been asked to end, by worker."""
@@ -48,6 +60,15 @@ class WorkerProcesses:
         life = asyncio.create_task(self._live(worker, dict(environment)))
         self._lives[worker] = life
         life.add_done_callback(partial(self._on_life_over, worker))
+
+    def note_children(self) -> None:
+        """Remember the processes that the workers have started; to be called every now and then. Once a worker is
+        dead, nobody can tell which were its."""
+        for worker, process in self._running.items():
+            pid = self._callers.get(worker, process.pid)
+            with contextlib.suppress(OSError):  # it has ended, or there is no such file on this system
+                text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+                self._children.setdefault(worker, {pid}).update(map(int, text.split()))
 
     def called_init(self, worker: str, pid: int) -> None:
         """`pid`, often that of the worker's process itself, called init(): it is the one to get a SIGTERM."""
@@ -73,6 +94,7 @@ class WorkerProcesses:
         if self._lives:
             await asyncio.wait(self._lives.values(), timeout=grace_s + _REAP_DEADLINE_S)
         self._guard.stop()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     async def _live(self, worker: str, environment: dict[str, str]) -> None:
         try:
@@ -90,6 +112,7 @@ class WorkerProcesses:
         self._guard.release(process.pid)
         await process.wait_for_output()
         self._sink.closed(worker)
+        remove_shared_memory(self._children.pop(worker, set()))
 
     def _on_life_over(self, worker: str, life: asyncio.Task[None]) -> None:
         del self._lives[worker]

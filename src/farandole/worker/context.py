@@ -13,10 +13,11 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.listener import DataListener
 from farandole.collectives.ring_builder import RingBuilder
-from farandole.env import FixedEnv, read_fixed_env, read_worker_env
+from farandole.env import FixedEnv, read_fixed_env, read_scratch_folder, read_worker_env
 from farandole.errors import JobEnded
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
+from farandole.worker import scratch
 from farandole.worker.fixed_size import Meeting
 from farandole.worker.job import Job
 
@@ -44,6 +45,9 @@ def init() -> None:
     worker_env, fixed_env = read_worker_env(), read_fixed_env()
     if worker_env is not None:
         _slot = worker_env.slot
+        folder = read_scratch_folder()
+        if folder is not None:
+            scratch.use(folder)
         _job = Job(worker_env)
         _report_exceptions(_job)
         if not _job.meet():
