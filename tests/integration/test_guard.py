@@ -136,3 +136,14 @@ def test_workers_do_not_inherit_the_guards_pipe(tmp_path: Path) -> None:
     assert guard._process.stdin is not None
     assert not os.get_inheritable(guard._process.stdin.fileno())
     guard.stop()
+
+
+def test_only_the_shared_memory_of_dead_processes_is_removed(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait(DEADLINE_S)
+    files = {pid: tmp_path / f"torch_{pid}_1_0" for pid in (sleeper.pid, dead.pid)}
+    for path in files.values():
+        path.touch()
+    guard_process.remove_shared_memory(files, tmp_path)
+    assert files[sleeper.pid].exists()
+    assert not files[dead.pid].exists()

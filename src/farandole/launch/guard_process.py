@@ -49,10 +49,20 @@ def members_of(groups: Iterable[int], proc: Path = Path("/proc")) -> set[int]:
 
 def remove_shared_memory(pids: Iterable[int], folder: Path = _SHARED_MEMORY) -> None:
     """Remove the files in which torch passes tensors between processes (torch_PID_...), of dead processes: one
-    that is killed between making such a file and handing it over leaves it there."""
-    for pid in pids:
+    that is killed between making such a file and handing it over leaves it there. A living process may have come
+    by a dead one's number; its files stay."""
+    for pid in filter(_is_dead, pids):
         for path in folder.glob(f"torch_{pid}_*"):
             path.unlink(missing_ok=True)
+
+
+def _is_dead(pid: int) -> bool:
+    """Gone, or dead and waiting for its parent to ask for its exit code."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True
+    return text[text.rindex(b")") + 2 :].startswith((b"Z", b"X"))
 
 
 def main() -> None:

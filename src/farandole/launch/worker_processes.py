@@ -32,7 +32,7 @@ class WorkerProcesses:
     ) -> None:
         self._command, self._sink = list(command), sink
         self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
-        self._children: dict[str, set[int]] = {}  # seen below each worker so far: its loader processes
+        self._children: dict[str, set[int]] = {}  # a worker and its loader processes, as last seen
         self._running: dict[str, WorkerProcess] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._callers: dict[str, int] = {}
@@ -62,13 +62,13 @@ class WorkerProcesses:
         life.add_done_callback(partial(self._on_life_over, worker))
 
     def note_children(self) -> None:
-        """Remember the processes that the workers have started; to be called every now and then. Once a worker is
-        dead, nobody can tell which were its."""
+        """Remember the processes that the workers have now; to be called every now and then. Once a worker is dead,
+        nobody can tell which were its."""
         for worker, process in self._running.items():
             pid = self._callers.get(worker, process.pid)
             with contextlib.suppress(OSError):  # it has ended, or there is no such file on this system
                 text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-                self._children.setdefault(worker, {pid}).update(map(int, text.split()))
+                self._children[worker] = {pid, *map(int, text.split())}
 
     def called_init(self, worker: str, pid: int) -> None:
         """`pid`, often that of the worker's process itself, called init(): it is the one to get a SIGTERM."""
