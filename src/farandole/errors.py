@@ -1,18 +1,21 @@
 """Every exception of Farandole.
 
 FarandoleError
-├── RecoverableError       the run loop handles it: regroup, then go on
-│   ├── PeerLost           a rank vanished inside a collective
-│   └── GenerationEnded    the generation was aborted, or a planned change waits; also for later calls
+├── HorovodInternalError   a collective failed: Horovod's name, for scripts that catch or raise it
+│   ├── RecoverableError   the run loop handles it: regroup, then go on
+│   │   ├── PeerLost       a rank vanished inside a collective
+│   │   └── GenerationEnded  the generation was aborted, or a planned change waits; also for later calls
+│   └── CollectiveMismatch ranks disagree on what they are doing; fatal too
 └── FatalError             a person has to act
     ├── ConfigError        flags, arguments or environment that cannot work
     ├── NotInitialized     a call that needs init() came before it
-    ├── CollectiveMismatch ranks disagree on what they are doing
     ├── StepError          the training loop broke a rule of the step
     ├── DataError          data set, loader or cursor do not fit together
     ├── AuthenticationError  the other side of a connection did not prove the job token
     ├── ProtocolError      the other side of a connection said something it must not say
     └── JobEnded           the coordinator ended the job, or agent and coordinator are gone
+
+HostsUpdatedInterrupt      no error: a planned change waits, the commit rule's run loop regroups
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ class FarandoleError(RuntimeError):
     """Base of all."""
 
 
-class RecoverableError(FarandoleError):
+class HorovodInternalError(FarandoleError):
+    """A collective failed. Under the commit rule the run loop restores the last commit and regroups."""
+
+
+class RecoverableError(HorovodInternalError):
     """The elastic run loop catches it, regroups and goes on. Outside an elastic function it ends the worker."""
 
 
@@ -62,8 +69,9 @@ class NotInitialized(FatalError, ValueError):
     """A call that needs `init()` came before it (a ValueError, as in Horovod)."""
 
 
-class CollectiveMismatch(FatalError):
-    """Ranks disagree on what they are doing: operation, shape, dtype, step or samples."""
+class CollectiveMismatch(FatalError, HorovodInternalError):
+    """Ranks disagree on what they are doing: operation, shape, dtype, step or samples. Doing it again would not
+    help, so the run loop lets it pass."""
 
 
 class StepError(FatalError):
@@ -84,3 +92,17 @@ class ProtocolError(FatalError):
 
 class JobEnded(FatalError):
     """The coordinator ended the job, or agent and coordinator are gone."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """Hosts came or will go: raised on all ranks by the same commit() or check_host_updates().
+
+    skip_sync  kept for scripts that read it; Farandole always re-agrees on the state
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+    def __str__(self) -> str:
+        return "hosts were added or will be removed; regrouping"

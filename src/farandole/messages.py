@@ -95,10 +95,14 @@ class Abort(Message, frozen=True):
 
 class Prepare(Message, frozen=True):
     """A planned change: move to generation `number` at a boundary that all members agree on.
-    Answer, once there: Ready(number). An Abort with a higher number cancels it."""
+    Answer, once there: Ready(number). An Abort with a higher number cancels it.
+
+    update  what changes, in Horovod's numbers: 1 workers go, 2 workers come, 3 both
+    """
 
     number: int
     reason: str
+    update: int = 0
 
 
 class Start(Message, frozen=True):

@@ -92,7 +92,8 @@ def test_nothing_that_a_terminal_or_a_batch_system_sends_ends_the_guard_early(
         assert guard.stdin is not None
         guard.stdin.write(b"watch %d\n" % sleeper.pid)
         guard.stdin.flush()
-        wait_until_ignored(guard.pid, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            wait_until_ignored(guard.pid, number)  # each: under nohup SIGHUP is ignored from the start
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             guard.send_signal(number)
         guard.stdin.close()
