@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 import torch
-from rings import Ring, build, listeners, ring
+from rings import DEADLINE_S, Ring, build, listeners, ring
 
 from farandole.collectives.buffers import DTYPES
+from farandole.collectives.reduction import Reduction
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 
@@ -33,6 +36,81 @@ def test_all_reduce_sums_every_dtype_at_every_length(size: int, dtype: torch.dty
             world.run(lambda transport, parts=parts: transport.all_reduce(parts[transport.rank]))
             expected = sum(inputs(size, numel, dtype), torch.zeros(numel, dtype=dtype))
             assert all(torch.equal(part, expected) for part in parts)
+
+
+@pytest.mark.parametrize("op", [Reduction.MIN, Reduction.MAX, Reduction.PRODUCT], ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_takes_other_operations_than_the_sum(size: int, dtype: torch.dtype, op: Reduction) -> None:
+    expected = {
+        Reduction.MIN: lambda stacked: stacked.amin(dim=0),
+        Reduction.MAX: lambda stacked: stacked.amax(dim=0),
+        Reduction.PRODUCT: lambda stacked: stacked.prod(dim=0),
+    }[op]
+    with ring(size) as world:
+        for numel in {0, 1, 1000, 50_000}:
+            parts = [part % 4 for part in inputs(size, numel, dtype)]
+            result = expected(torch.stack(parts)).to(dtype)
+            world.run(lambda transport, parts=parts: transport.all_reduce(parts[transport.rank], op=op))
+            assert all(torch.equal(part, result) for part in parts)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_reduction_that_no_transport_knows_is_refused(size: int) -> None:
+    with ring(size) as world, pytest.raises(ValueError, match="SUM, MIN, MAX, PRODUCT"):
+        world.run(lambda transport: transport.all_reduce(torch.zeros(1), op=Reduction.ADASUM))
+
+
+def in_background(function: Callable[[], object]) -> Future[object]:
+    future: Future[object] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - the test gets it
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
+
+
+def test_a_rank_that_waits_hears_that_another_one_has_begun() -> None:
+    with ring(3) as world, os.fdopen(os.eventfd(0), "wb", buffering=0) as wake:
+        waiting = [in_background(lambda t=t: t.wait_until_called(wake.fileno())) for t in world.transports[1:]]
+        begun = in_background(world.transports[0].barrier)
+        assert waiting[0].result(DEADLINE_S) is True
+        joined = in_background(world.transports[1].barrier)
+        assert waiting[1].result(DEADLINE_S) is True
+        world.transports[2].barrier()
+        assert [each.result(DEADLINE_S) for each in (begun, joined)] == [None, None]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_that_waits_is_woken_by_its_own_process(size: int) -> None:
+    with ring(size) as world, os.fdopen(os.eventfd(1), "rb", buffering=0) as wake:
+        assert world.transports[0].wait_until_called(wake.fileno()) is False
+
+
+def test_a_neighbour_that_goes_between_operations_is_no_news_until_it_is_needed() -> None:
+    with ring(2) as world, os.fdopen(os.eventfd(0), "wb", buffering=0) as wake:
+        world.transports[1].close()
+        assert world.transports[0].wait_until_called(wake.fileno()) is False
+        again = in_background(lambda: world.transports[0].wait_until_called(wake.fileno()))
+        assert not again.done()
+        assert world.hints[0] == []
+        os.eventfd_write(wake.fileno(), 1)
+        assert again.result(DEADLINE_S) is False
+        with pytest.raises(PeerLost):
+            world.transports[0].barrier()
+        assert len(world.hints[0]) == 1
+
+
+def test_an_abort_ends_waiting() -> None:
+    with ring(2) as world, os.fdopen(os.eventfd(0), "wb", buffering=0) as wake:
+        waiting = in_background(lambda: world.transports[0].wait_until_called(wake.fileno()))
+        world.transports[0].abort("worker w1 was lost")
+        with pytest.raises(GenerationEnded, match="w1 was lost"):
+            waiting.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -23,9 +23,9 @@ from farandole.errors import ProtocolError
 class Acceptor:
     """Listens to all callers at once, so that none can hold up the one that counts.
 
-    `expected` says who that is; its nonce means nothing. Callers of a newer generation stay with the listener
-    for the build of that generation; all others are hung up on. The events of `selector` carry the function
-    to call.
+    `expected` says who that is; its nonce means nothing. Callers of a newer generation, or of a higher channel of
+    this one, stay with the listener for that build; all others are hung up on. The events of `selector` carry the
+    function to call.
     """
 
     def __init__(
@@ -107,9 +107,12 @@ class Acceptor:
                 caller.sock.send(acceptor_reply(self._key, introduction, caller.nonce))
             except OSError:
                 self._drop(caller)
-        elif introduction.generation.number <= self._expected.generation.number:
+        elif introduction.generation.number < self._expected.generation.number or (
+            introduction.generation.number == self._expected.generation.number
+            and introduction.channel <= self._expected.channel
+        ):
             self._drop(caller)
-        # Else it heard of a newer generation before us. Order only says who may wait: identity is proved.
+        # Else it is ahead of us. Order only says who may wait: identity is proved.
 
     def _hear_proof(self, caller: Caller, introduction: Introduction) -> None:
         if self.is_done or not is_dialer_proved(self._key, introduction, caller.nonce, caller.received):

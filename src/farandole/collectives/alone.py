@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import threading
 
 import torch
 
-from farandole.collectives.buffers import flat_view
+from farandole.collectives.buffers import combiner, flat_view
+from farandole.collectives.reduction import Reduction
 from farandole.errors import GenerationEnded
 
 
@@ -29,9 +31,10 @@ class AloneTransport:
     def size(self) -> int:
         return 1
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         self._raise_if_ended("all_reduce")
         flat_view(tensor)
+        combiner(op)
         return [bytes(note)]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -46,6 +49,11 @@ class AloneTransport:
 
     def barrier(self) -> None:
         self._raise_if_ended("barrier")
+
+    def wait_until_called(self, wake: int) -> bool:
+        self._raise_if_ended("wait")
+        select.select([wake], [], [])
+        return False
 
     def abort(self, reason: str) -> None:
         with self._lock:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from farandole.collectives.reduction import Reduction
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
@@ -27,6 +31,23 @@ def dtype_code(dtype: torch.dtype) -> int:
         names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
         raise ValueError(f"cannot reduce or broadcast {dtype}; convert it to one of {names}")
     return code
+
+
+_COMBINERS: dict[Reduction, Callable[..., torch.Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.PRODUCT: torch.mul,
+}
+
+
+def combiner(op: Reduction) -> Callable[..., torch.Tensor]:
+    """f(a, b, out=...) for what transports can reduce by. Raises ValueError for the rest."""
+    combine = _COMBINERS.get(op)
+    if combine is None:
+        names = ", ".join(each.name for each in _COMBINERS)
+        raise ValueError(f"a transport reduces by {names}, got {op!r}")
+    return combine
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

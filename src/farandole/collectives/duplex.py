@@ -42,6 +42,7 @@ class Duplex:
         self._check = check
         self._poll = select.poll()
         self._cannot_send: str | None = None
+        self._has_lost_previous = False
         to_next.setblocking(False)
         from_previous.setblocking(False)
 
@@ -73,6 +74,34 @@ class Duplex:
                 if outgoing and self._cannot_send:
                     return Broken("send", self._cannot_send)
                 self._wait(wants_to_send=bool(outgoing), wants_to_receive=wanted is not None)
+
+    def wait_for_data(self, wake: int) -> bool:
+        """Between operations: wait for bytes from the previous rank (True), for something to read from `wake`, or
+        for a neighbour to go (False). Once one has gone, only `wake` counts. Raises what `check` raises, and
+        CollectiveMismatch when the next rank says so."""
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        if not (self._has_lost_previous or self._cannot_send):
+            poll.register(self._previous_fd, select.POLLIN)
+            poll.register(self._next_fd, select.POLLIN)
+        while True:
+            events = dict(poll.poll(_SLICE_MS))
+            if not events and self._check is not None:
+                self._check()
+            if self._next_fd in events:
+                self._hear_why()
+            if self._previous_fd in events:
+                return self._has_data()
+            if events:
+                return False
+
+    def _has_data(self) -> bool:
+        """Whether the previous rank has sent something; otherwise it has gone."""
+        with contextlib.suppress(OSError):
+            if self._from_previous.recv(1, socket.MSG_PEEK):
+                return True
+        self._has_lost_previous = True
+        return False
 
     def say_why(self, text: str) -> None:
         """Tell the previous rank, best effort, why this one stops; it raises CollectiveMismatch with it."""

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import torch
 
-from farandole.collectives.buffers import byte_view, dtype_code, flat_view
+from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.duplex import Duplex
+from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.ring_schedules import (
     Agreement,
+    Combine,
     Outgoing,
     Schedule,
     broadcast_around,
@@ -73,18 +75,18 @@ class RingTransport:
     def size(self) -> int:
         return self._size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
-        flat = flat_view(tensor)
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        flat, combine = flat_view(tensor), combiner(op)
         total_bytes = flat.numel() * flat.element_size()
-        header = Header(Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), 0, total_bytes, len(note))
+        header = Header(Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(note))
         if total_bytes <= _SMALL_BYTES:
             blobs = self._gather(header, bytes(byte_view(flat)) + note, [total_bytes + len(note)] * self._size)
-            _sum_into(flat, blobs)
+            _combine_into(flat, blobs, combine)
             return [bytes(blob[total_bytes:]) for blob in blobs]
         notes = [bytearray(len(note)) for _ in range(self._size)]
         notes[self._rank][:] = note
         outgoing: Outgoing = deque()
-        self._run(header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, notes))
+        self._run(header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, notes, combine))
         return [bytes(each) for each in notes]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -107,6 +109,13 @@ class RingTransport:
     def barrier(self) -> None:
         header = Header(Operation.BARRIER, self._sequence + 1, note_bytes=1)
         self._gather(header, b"\0", [1] * self._size)
+
+    def wait_until_called(self, wake: int) -> bool:
+        self._raise_if_ended("wait")
+        was_called = self._duplex.wait_for_data(wake)
+        if self._abort_reason is not None:
+            self._raise_if_ended("wait")
+        return was_called
 
     def abort(self, reason: str) -> None:
         with self._lock:
@@ -186,11 +195,11 @@ class RingTransport:
         self._duplex.shut_down()
 
 
-def _sum_into(flat: torch.Tensor, blobs: list[bytearray]) -> None:
-    """Sum the tensors at the front of all blobs, in the order of the ranks, as every rank does."""
+def _combine_into(flat: torch.Tensor, blobs: list[bytearray], combine: Combine) -> None:
+    """Reduce the tensors at the front of all blobs, in the order of the ranks, as every rank does."""
     if flat.numel() == 0:
         return
     first, second, *others = (torch.frombuffer(blob, dtype=flat.dtype, count=flat.numel()) for blob in blobs)
-    torch.add(first, second, out=flat)
+    combine(first, second, out=flat)
     for other in others:
-        flat.add_(other)
+        combine(flat, other, out=flat)

@@ -35,6 +35,8 @@ class RingBuilder:
     on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
                later
     check      called at least once a second while build() or a collective waits; may raise
+    channel    tells the rings of one generation apart; each has its own. Those between the same workers are built
+               in the order of their channels
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class RingBuilder:
         timeout_s: float,
         on_broken: OnBroken | None = None,
         check: Callable[[], None] | None = None,
+        channel: int = 0,
     ) -> None:
+        self._channel = channel
         self._listener, self._start, self._worker, self._timeout_s = listener, start, worker, timeout_s
         self._on_broken, self._check = on_broken, check
         self._lock = threading.Lock()
@@ -107,8 +111,8 @@ class RingBuilder:
     def _connect(self) -> tuple[socket.socket, socket.socket]:
         """Two proved connections: to the next rank, from the previous one."""
         start = self._start
-        ours = Introduction(start.id, self._worker, start.next.worker, b"")
-        theirs = Introduction(start.id, start.previous.worker, self._worker, b"")
+        ours = Introduction(start.id, self._worker, start.next.worker, b"", self._channel)
+        theirs = Introduction(start.id, start.previous.worker, self._worker, b"", self._channel)
         with contextlib.ExitStack() as cleanup:
             selector = cleanup.enter_context(selectors.DefaultSelector())
             self._open_wake(selector, cleanup)

@@ -11,6 +11,7 @@ import struct
 from typing import NamedTuple
 
 from farandole.collectives.buffers import DTYPES
+from farandole.collectives.reduction import Reduction
 
 _LAYOUT = struct.Struct("!4sBBHQQQ")
 _MAGIC = b"Frd1"
@@ -32,7 +33,7 @@ class Header(NamedTuple):
 
     sequence     operations of this generation, this one included
     dtype_code   buffers.dtype_code; 0 where there is no tensor
-    source       rank whose tensor is broadcast; 0 elsewhere
+    source       rank whose tensor is broadcast; the Reduction of an all_reduce; 0 elsewhere
     total_bytes  of the tensor, or of all payloads together once their lengths are known
     note_bytes   of one rank's note
     """
@@ -60,13 +61,15 @@ class Header(NamedTuple):
             text += f" with a note of {self.note_bytes} bytes"
         if self.operation is Operation.BROADCAST:
             text += f" from rank {self.source}"
+        if self.operation is Operation.ALL_REDUCE and self.source != Reduction.SUM:
+            text += f" by {Reduction(self.source).name.lower()}"
         return f"{text} (operation {self.sequence})"
 
 
 def describe_packed(packed: bytes) -> str:
     """What a neighbour's header says, or that it is none."""
     magic, operation, dtype_code, source, sequence, total_bytes, note_bytes = _LAYOUT.unpack(packed)
-    known = magic == _MAGIC and dtype_code <= len(DTYPES)
-    if not known or operation not in list(Operation):
+    known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(Operation)
+    if not known or (operation == Operation.ALL_REDUCE and source not in list(Reduction)):
         return "something that is no operation of this version"
     return Header(Operation(operation), sequence, dtype_code, source, total_bytes, note_bytes).describe()

@@ -8,7 +8,7 @@ what is passed on, so a schedule never waits to send and no rank ever stands sti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,6 +20,9 @@ from farandole.errors import CollectiveMismatch
 BLOCK_BYTES = 256 * 1024
 """A block is added, or passed on, as soon as it is there: while it is hot in the cache. A multiple of every
 dtype's size."""
+
+Combine = Callable[..., torch.Tensor]
+"""combine(a, b, out=...): one of torch's elementwise functions, such as torch.add"""
 
 Outgoing = deque[memoryview]
 Schedule = Iterator[memoryview]
@@ -63,12 +66,13 @@ def reduce_around(
     rank: int,
     flat: torch.Tensor,
     notes: list[bytearray],
+    combine: Combine,
 ) -> Schedule:
-    """Sum `flat` over all ranks in place: reduce-scatter, then all-gather, each of size - 1 steps.
+    """Reduce `flat` over all ranks in place: reduce-scatter, then all-gather, each of size - 1 steps.
 
-    In step s of the reduce-scatter a rank receives chunk and note of rank - s - 1, adds its own part to the
+    In step s of the reduce-scatter a rank receives chunk and note of rank - s - 1, combines its own part with the
     chunk and passes both on. Then it owns the finished chunk of the next rank, and the finished chunks go
-    around once more. Each chunk is summed once, along one path, so that all ranks get the same bits.
+    around once more. Each chunk is reduced once, along one path, so that all ranks get the same bits.
     """
     size = len(notes)
     data, item_bytes = byte_view(flat), flat.element_size()
@@ -95,7 +99,8 @@ def reduce_around(
             outgoing.append(note)
         for start, stop in runs(owner):
             yield memoryview(staging)[: (stop - start) * item_bytes]
-            flat[start:stop].add_(arrived[: stop - start])
+            mine = flat[start:stop]
+            combine(mine, arrived[: stop - start], out=mine)
             outgoing.append(part(start, stop))
     for step in range(size - 1):
         for start, stop in runs(rank - step):

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from farandole.collectives.reduction import Reduction
+
 
 class Transport(Protocol):
     """Collectives of one generation. All ranks call the same operations in the same order.
@@ -21,9 +23,10 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
-        """Sum a contiguous CPU tensor over all ranks, in place, with the same bits on every rank.
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        """Reduce a contiguous CPU tensor over all ranks, in place, with the same bits on every rank.
 
+        op    SUM, MIN, MAX or PRODUCT
         `note` (same length on all ranks) rides along without a message of its own; returns the notes of
         all ranks, by rank. A tensor may be empty.
         """
@@ -39,6 +42,13 @@ class Transport(Protocol):
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
+        ...
+
+    def wait_until_called(self, wake: int) -> bool:
+        """Wait, between operations, until another rank has begun one (True), or there is something to read from
+        the descriptor `wake`, or a neighbour is gone (False). A neighbour may go when nobody needs it any more;
+        whoever does need it learns from the next operation that it is lost. Raises GenerationEnded after an abort.
+        """
         ...
 
     def abort(self, reason: str) -> None:

@@ -3,14 +3,20 @@ from __future__ import annotations
 import torch
 
 from farandole.collectives.buffers import dtype_code
+from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, describe_packed
 
 
 def test_a_header_describes_itself_before_and_after_its_way() -> None:
-    header = Header(Operation.ALL_REDUCE, 7, dtype_code(torch.float32), 0, 4000, 64)
+    header = Header(Operation.ALL_REDUCE, 7, dtype_code(torch.float32), Reduction.SUM, 4000, 64)
     text = "all_reduce of 4000 bytes of float32 with a note of 64 bytes (operation 7)"
     assert header.describe() == text
     assert describe_packed(header.pack()) == text
+
+
+def test_a_reduction_that_is_no_sum_is_named() -> None:
+    header = Header(Operation.ALL_REDUCE, 1, dtype_code(torch.int64), Reduction.MAX, 8)
+    assert header.describe() == "all_reduce of 8 bytes of int64 by max (operation 1)"
 
 
 def test_a_broadcast_names_its_source() -> None:
