@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from farandole.collectives.transport import Transport
 from farandole.errors import NotInitialized
 from farandole.membership import GenerationId, Placement
 
+if TYPE_CHECKING:
+    from farandole.collectives.named.engine import NamedCollectives
+
 
 @dataclass(frozen=True)
 class World:
-    """One generation as this worker sees it."""
+    """One generation as this worker sees it.
+
+    transport  for the main thread: gradients, agreements, state. All ranks make the same calls in the same order
+    named      the named collectives, on connections of their own
+    """
 
     id: GenerationId
     placement: Placement
     transport: Transport
+    named: NamedCollectives | None = None
 
 
 _current: World | None = None

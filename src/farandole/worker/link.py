@@ -42,11 +42,12 @@ class Link:
 
     Orders are kept, newest first: `ordered` is the number of the newest ABORT, `prepared` that of the newest
     PREPARE which no ABORT has overtaken. `on_abort(number, reason)` runs on the link's thread and must end
-    whatever the main thread is blocked in.
+    whatever the main thread is blocked in. `on_prepare`, where set, runs there too, for each PREPARE.
     """
 
     def __init__(self, env: WorkerEnv, on_abort: Callable[[int, str], None]) -> None:
         self._on_abort = on_abort
+        self.on_prepare: Callable[[Prepare], None] | None = None
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()
         self.ordered = 0
@@ -191,6 +192,8 @@ class Link:
                 self._on_abort(message.number, message.reason)
             elif isinstance(message, Prepare):
                 self.prepared = message.number if message.number > self.ordered else 0
+                if self.prepared and self.on_prepare is not None:
+                    self.on_prepare(message)
             elif isinstance(message, Start):
                 self._start, self.prepared = message, 0
             elif isinstance(message, Released):
