@@ -1,0 +1,25 @@
+"""Where the alias `horovod` lies, and when it must not be used. The command line and the alias itself ask here."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+from farandole.errors import ConfigError
+
+
+def alias_path() -> Path:
+    """The folder that, on PYTHONPATH, makes `import horovod` mean Farandole."""
+    return Path(__file__).parent / "alias"
+
+
+def refuse_beside_real_horovod() -> None:
+    """Raises ConfigError when Horovod itself is installed: the alias would hide it."""
+    try:
+        real = metadata.distribution("horovod")
+    except metadata.PackageNotFoundError:
+        return
+    raise ConfigError(
+        f"Horovod {real.version} is installed in this Python, and Farandole's alias `horovod` would hide it: uninstall "
+        "it (pip uninstall horovod), or leave it and write `import farandole as hvd` instead"
+    )

@@ -1,0 +1,23 @@
+"""HorovodBasics: the calls about the process's place in the job, as methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import farandole
+
+
+class HorovodBasics:
+    """Any public function of Farandole is a method of it. Few scripts make one; `mpi_ops._basics` is one."""
+
+    def __init__(self, *_: object) -> None:
+        """Horovod's takes the path of its C++ library; there is none here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(farandole, name)
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        """The global ranks of each process set that exists now, by its number."""
+        from farandole.collectives.named import process_sets
+
+        return process_sets.ids_and_ranks()

@@ -1,0 +1,78 @@
+"""What Horovod's tests and some scripts ask about an installation, and two small tools."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from importlib import util
+from typing import Any, ParamSpec, TypeVar
+
+from farandole.env import changed_environment
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+env = changed_environment
+"""`with env(NAME="value"):` the environment is changed inside; names whose value is None are left alone."""
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether `horovod.<name>` works here: "torch" does, if torch is installed; nothing else."""
+    return ext_base_name == "torch" and util.find_spec("torch") is not None
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """True: what scripts reach through Gloo, elastic jobs above all, Farandole does itself."""
+    return True
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """False: Farandole needs no MPI."""
+    return False
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """0: tensors do not travel through NCCL yet."""
+    return 0
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """False: there is no IBM DDL in Farandole."""
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """False: there is no Intel oneCCL in Farandole."""
+    return False
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether torch can use a GPU here."""
+    if not extension_available(ext_base_name):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether `num_rank` is 1, 2, 4, 8, ..."""
+    return num_rank > 0 and num_rank.bit_count() == 1
+
+
+def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
+    """`values` in `n` consecutive parts whose lengths differ by one at most, the longer ones first."""
+    size, longer = divmod(len(values), n)
+    starts = [part * size + min(part, longer) for part in range(n + 1)]
+    return [values[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def is_iterable(value: object) -> bool:
+    """Whether `iter(value)` works."""
+    return isinstance(value, Iterable) or hasattr(value, "__getitem__")
+
+
+def _cache(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, called once for each set of arguments."""
+    cached: Any = functools.cache(function)
+    return functools.wraps(function)(lambda *args, **kwargs: cached(*args, **kwargs))

@@ -1,0 +1,1 @@
+"""Horovod's folder of this name."""

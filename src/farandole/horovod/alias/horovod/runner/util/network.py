@@ -1,0 +1,12 @@
+"""Which hosts are this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from farandole.launch.hosts import is_this_machine
+
+
+def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:
+    """The names that are not this machine's."""
+    return [name for name in all_host_names if not is_this_machine(name)]

@@ -1,0 +1,5 @@
+"""ElasticSampler, where scripts look for it."""
+
+from farandole.data.sampler import ElasticSampler
+
+__all__ = ["ElasticSampler"]

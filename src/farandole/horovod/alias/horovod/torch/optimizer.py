@@ -1,0 +1,5 @@
+"""DistributedOptimizer, where scripts look for it."""
+
+from farandole.optim.distributed_optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]
