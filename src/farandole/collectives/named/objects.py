@@ -1,0 +1,208 @@
+"""Parameters, optimizer state and any Python value from one rank to all, or from all to all. Scripts call these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+
+from farandole.collectives import world
+from farandole.collectives.named.operations import allgather, broadcast_, broadcast_async_, synchronize
+from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_parameters(params: Mapping[str, torch.Tensor] | Sequence[Any], root_rank: int) -> None:
+    """Overwrite tensors with those of rank `root_rank`, in place.
+
+    params  a dict of tensors (`model.state_dict()`), or a list of tensors or of (name, tensor). Tensors are
+            matched over ranks by name, and where there is none by their place in the list.
+    Raises ValueError for anything else, HorovodInternalError when ranks differ in shape or dtype.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, list):
+        named = [_named(place, each) for place, each in enumerate(params)]
+    else:
+        raise ValueError(
+            f"broadcast_parameters takes a dict of tensors, or a list of tensors or (name, tensor), got "
+            f"{type(params).__name__}; pass model.state_dict() or list(model.named_parameters())"
+        )
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"broadcast_parameters: {name!r} is a {type(tensor).__name__}, not a tensor")
+    handles = [broadcast_async_(tensor.detach(), root_rank, name) for name, tensor in named]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Rank `root_rank`'s `obj`, on every rank of the process set. `root_rank` is a global rank.
+
+    Other ranks may pass anything, None for example. `name` only matters when several threads broadcast at once.
+    """
+    name = name or "broadcast_object"
+    is_root = world.current().placement.rank == root_rank
+    payload = _to_bytes(obj) if is_root else None
+    length = torch.tensor([payload.numel() if payload is not None else 0])
+    broadcast_(length, root_rank, f"{name}.length", process_set)
+    if payload is None:
+        payload = torch.empty(int(length), dtype=torch.uint8)
+    broadcast_(payload, root_rank, f"{name}.bytes", process_set)
+    return obj if is_root else _from_bytes(payload)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's `obj`, by rank. `name` only matters when several threads gather at once."""
+    name = name or "allgather_object"
+    payload = _to_bytes(obj)
+    lengths = allgather(torch.tensor([payload.numel()]), f"{name}.length").tolist()
+    gathered = allgather(payload, f"{name}.bytes")
+    return [_from_bytes(piece) for piece in torch.split(gathered, lengths)]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Make the optimizer's state and options (lr, betas, ...) those of rank `root_rank`, on every rank.
+
+    State that the root has and this rank has not is created, what the root has not is dropped; options keep
+    their Python types. Nothing steps, so no parameter moves (Horovod takes a real step to create the state and
+    moves a joining worker by one learning rate). Where the root has no state yet, parameters that require
+    gradients are left with gradients of zeros, as scripts know it from Horovod.
+
+    model  not needed; Horovod's signature
+    Raises ValueError for LBFGS, and when the optimizers have other parameters or groups.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "cannot broadcast the state of torch.optim.LBFGS: it hangs together by more than its parameters; "
+            "broadcast_object(optimizer.state_dict()) and load_state_dict() copy it as a whole"
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _refuse_other_optimizers(allgather_object(_shapes(optimizer), "optimizer.shapes"))
+    outline = broadcast_object(_outline(optimizer, parameters), root_rank, "optimizer.outline")
+    for group, options in zip(optimizer.param_groups, outline.options, strict=True):
+        for key, value in options.items():
+            _set(group, key, value)
+    tensors = _follow(outline, optimizer, parameters)
+    broadcast_parameters(tensors, root_rank)
+    if not outline.states and not isinstance(optimizer, torch.optim.SparseAdam):  # which refuses dense gradients
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor of the state, which travels by itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device_type: str
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What a root says of its optimizer before the tensors come.
+
+    options  of each parameter group, without the parameters
+    states   by index of the parameter over all groups, with a _Place for each tensor
+    """
+
+    options: list[dict[str, Any]]
+    states: dict[int, dict[Any, Any]]
+
+
+def _outline(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> _Outline:
+    options = [
+        {key: _off_device(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    states = {
+        index: {key: _placed(value) for key, value in optimizer.state[parameter].items()}
+        for index, parameter in enumerate(parameters)
+        if parameter in optimizer.state
+    }
+    return _Outline(options, states)
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
+    """Of all parameters, by group."""
+    return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _placed(value: Any) -> Any:
+    return _Place(value.shape, value.dtype, value.device.type) if isinstance(value, torch.Tensor) else value
+
+
+def _off_device(value: Any) -> Any:
+    """Another rank may not have the device that a tensor lies on."""
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_other_optimizers(by_rank: list[list[list[tuple[int, ...]]]]) -> None:
+    """On every rank, or on none: who went on alone would wait for ever."""
+    for rank, shapes in enumerate(by_rank):
+        if shapes != by_rank[0]:
+            raise ValueError(
+                f"broadcast_optimizer_state: rank {rank}'s optimizer has parameters of shapes {shapes} by group, "
+                f"rank 0's {by_rank[0]}; build the same optimizer on every rank"
+            )
+
+
+def _follow(
+    outline: _Outline, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    """Give the state the root's structure; the tensors to be overwritten, alike on all ranks."""
+    tensors = []
+    for index, parameter in enumerate(parameters):
+        wanted = outline.states.get(index)
+        if wanted is None:
+            optimizer.state.pop(parameter, None)
+            continue
+        state = optimizer.state[parameter]
+        for key in set(state) - set(wanted):
+            del state[key]
+        for key, value in wanted.items():
+            if not isinstance(value, _Place):
+                state[key] = value
+                continue
+            if _placed(state.get(key)) != value:
+                state[key] = _room(value, parameter)
+            tensors.append((f"optimizer.{index}.{key}", state[key]))
+    return tensors
+
+
+def _room(place: _Place, parameter: torch.Tensor) -> torch.Tensor:
+    """Memory for one tensor of the state: beside the parameter, or on the CPU (a step counter)."""
+    device = parameter.device if parameter.device.type == place.device_type else torch.device("cpu")
+    if place.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=place.dtype, device=device, requires_grad=False)
+    return torch.empty(place.shape, dtype=place.dtype, device=device)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """A learning rate may be a tensor that a captured graph reads: it stays the same one."""
+    current = group.get(key)
+    if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and current.shape == value.shape:
+        current.detach().copy_(value)
+    else:
+        group[key] = value
+
+
+def _named(place: int, each: Any) -> tuple[str, Any]:
+    if isinstance(each, tuple) and len(each) == 2:
+        return each
+    return f"parameter.{place}", each
+
+
+def _to_bytes(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _from_bytes(payload: torch.Tensor) -> Any:
+    return cloudpickle.loads(payload.numpy().tobytes())
