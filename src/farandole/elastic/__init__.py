@@ -1,7 +1,36 @@
 """fd.elastic: what a training script needs to go on while workers come and go."""
 
 from farandole.data.loader import DataLoader
+from farandole.state.handlers import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
+from farandole.state.host_updates import HostUpdateResult
+from farandole.state.object_state import ObjectState, State
+from farandole.state.step_state import StepState
 from farandole.state.torch_state import TorchState
+from farandole.worker.host_updates import notification_manager
+from farandole.worker.run_fn import run_fn
 from farandole.worker.run_loop import run
 
-__all__ = ["DataLoader", "TorchState", "run"]
+__all__ = [
+    "DataLoader",
+    "HostUpdateResult",
+    "ModelStateHandler",
+    "ObjectState",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "State",
+    "StateHandler",
+    "StepState",
+    "TorchState",
+    "get_handler_registry",
+    "notification_manager",
+    "run",
+    "run_fn",
+    "set_handler_registry",
+]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from farandole.state.host_updates import HostUpdateResult
+
 
 class RunLoop(Protocol):
-    """The elastic run loop, as optimizer and loader see it."""
+    """The elastic run loop, as optimizer, loader and state see it."""
 
     def can_repeat(self) -> bool:
         """Whether a fault in the step in flight can be absorbed: the loader will hand out its batch again."""
@@ -22,6 +24,14 @@ class RunLoop(Protocol):
 
     def agree(self, prepared_by_rank: list[int]) -> None:
         """Take note of what every rank holds: a planned change is agreed when all hold the same."""
+        ...
+
+    def hears_of_updates(self) -> bool:
+        """Whether it answers `agreed_update`; else nobody but the state itself can know of host events."""
+        ...
+
+    def agreed_update(self) -> HostUpdateResult | None:
+        """Called by all ranks at the same commit: the change that all of them go along with now; None: none."""
         ...
 
 
@@ -52,3 +62,16 @@ def agree(prepared_by_rank: list[int]) -> None:
     """From the headers of all ranks, in order of rank."""
     if _run_loop is not None:
         _run_loop.agree(prepared_by_rank)
+
+
+def hears_of_updates() -> bool:
+    return _run_loop is not None and _run_loop.hears_of_updates()
+
+
+def agreed_update() -> HostUpdateResult | None:
+    return _run_loop.agreed_update() if _run_loop is not None else None
+
+
+def is_elastic() -> bool:
+    """Whether an elastic function runs, so that the world may change its size."""
+    return _run_loop is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -13,7 +14,33 @@ from farandole.collectives.transport import Transport
 from farandole.errors import FatalError, PeerLost
 from farandole.membership import Progress
 from farandole.state import packing, streaming
-from farandole.state.torch_state import TorchState
+
+
+class Shared(Protocol):
+    """A state as a sync sees it: StepState, or the one of commit_sync.py."""
+
+    is_holder: bool
+
+    @property
+    def progress(self) -> Progress: ...
+
+    def capture(self) -> None:
+        """Remember the small state as it is now."""
+        ...
+
+    def captured(self) -> packing.Packed:
+        """What capture() remembered; the caller must not change it."""
+        ...
+
+    def load_small(self, small: Mapping[str, Any]) -> None: ...
+
+    def large(self) -> dict[str, Any]:
+        """{"parameters": {module: {name: tensor}}, "optimizer": {key: {name: value}}}; live, not copied."""
+        ...
+
+    def load_large(self, large: Mapping[str, Any]) -> None:
+        """Raises ConfigError, with nothing changed, when the source has another model."""
+        ...
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -57,7 +84,7 @@ def is_behind(standing: Standing, source: Standing) -> bool:
     return not standing.is_holder or standing.progress.step != source.progress.step or standing.digest != source.digest
 
 
-def synchronize(state: TorchState, transport: Transport, founding: bool) -> SyncReport:
+def synchronize(state: Shared, transport: Transport, founding: bool) -> SyncReport:
     """Make the state of all ranks equal to the source's. All ranks of a generation call it.
 
     The small state has been captured (state.capture()). Copies arrive in staging memory, are checked, and only

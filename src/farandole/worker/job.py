@@ -36,6 +36,7 @@ class Job:
         self._live: dict[int, list[_Abortable]] = {}  # by number of the generation
         self._retired: list[Transport] = []
         self._agreed = 0
+        self._neighbour = ""  # the worker of the next rank
         self.has_finished = False  # an elastic function has returned on all workers
         self.link = Link(env, self._abort_below)
         self.link.open(env, self._listener.address)
@@ -64,6 +65,7 @@ class Job:
         self._watch(number, transport)
         if world.is_entered():
             self._retired.append(world.current().transport)
+        self._neighbour = start.next.worker
         world.enter(world.World(start.id, start.placement, transport))
         self._agreed = 0
         return transport
@@ -97,6 +99,11 @@ class Job:
     def has_to_regroup(self) -> bool:
         """Whether an ABORT waits, or every rank has agreed on a planned change."""
         return self.link.ordered > world.current().id.number or bool(self._agreed)
+
+    def ask_for_regroup(self, reason: str) -> None:
+        """The main thread left this generation without a fault that others could see. To the coordinator it is a
+        failed connection: if nothing else explains it, it aborts the generation, with unchanged members."""
+        self.link.send(LinkBroken(world.current().id.number, self._neighbour, "send", reason))
 
     def demanded_number(self) -> int:
         """The generation to be READY for; 0 for a newcomer, which is ready for any.

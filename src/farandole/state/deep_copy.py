@@ -1,0 +1,110 @@
+"""Copies of nested values whose tensors may be filled in later. Commits are made of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from farandole.errors import ConfigError
+
+TensorPair = tuple[torch.Tensor, torch.Tensor]
+"""(source, target)"""
+
+
+class Snapshot:
+    """One value as it was at the last commit. Memory for tensors is used again by the next commit."""
+
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._targets: list[torch.Tensor] = []
+
+    def take(self, value: Any, is_later: Callable[[torch.Tensor], bool] | None = None) -> list[TensorPair]:
+        """Remember `value`: containers and objects now; tensors for which `is_later` holds as soon as somebody
+        carries out the returned copies, all others now."""
+        sources = list(tensors_in(value))
+        targets = [self._target(place, source) for place, source in enumerate(sources)]
+        memo: dict[int, Any] = {id(source): target for source, target in zip(sources, targets, strict=True)}
+        self._value = copy.deepcopy(value, memo)  # first, since it may raise
+        self._targets = targets
+        later = []
+        for source, target in zip(sources, targets, strict=True):
+            if is_later is not None and is_later(source):
+                later.append((source.detach(), target))
+            else:
+                target.copy_(source.detach())
+        return later
+
+    def view(self) -> Any:
+        """The value, with the snapshot's own tensors in it: only for those who copy out of them."""
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in self._targets}
+        return copy.deepcopy(self._value, memo)
+
+    def copy(self) -> Any:
+        """The value; nothing in it is shared with the snapshot."""
+        return copy.deepcopy(self._value)
+
+    def _target(self, place: int, source: torch.Tensor) -> torch.Tensor:
+        if place < len(self._targets):
+            kept = self._targets[place]
+            if _layout(kept) == _layout(source):
+                return kept
+        return torch.empty_like(source, requires_grad=False)
+
+
+def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Named values, copied together, so that what they share stays shared. Tensors lose their graph.
+
+    Raises ConfigError, naming the value, when one cannot be copied.
+    """
+    try:
+        copied: dict[str, Any] = _copied(dict(values))
+        return copied
+    except Exception:
+        for name, value in values.items():
+            _refuse_uncopyable(name, value, owner)
+        raise
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors in nested dicts, lists and tuples, each once, always in the same order."""
+    seen: set[int] = set()
+
+    def walk(value: Any) -> Iterator[torch.Tensor]:
+        if id(value) in seen:
+            return
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            seen.add(id(value))
+            yield value
+        elif isinstance(value, Mapping):
+            seen.add(id(value))
+            for each in value.values():
+                yield from walk(each)
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes | range):
+            seen.add(id(value))
+            for each in value:
+                yield from walk(each)
+
+    # A list, since whoever walks keeps the values alive anyway, and ids must not be used twice.
+    yield from list(walk(value))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
+def _copied(value: Any) -> Any:
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors_in(value)}
+    return copy.deepcopy(value, memo)
+
+
+def _refuse_uncopyable(name: str, value: object, owner: str) -> None:
+    try:
+        _copied(value)
+    except Exception as error:  # deepcopy raises whatever the value's own methods raise
+        raise ConfigError(
+            f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}); a commit could not keep it: "
+            f"give {owner} values that can be copied and pickled, or objects with state_dict()"
+        ) from error

@@ -1,0 +1,192 @@
+"""How a TorchState saves, restores and synchronizes the values that are more than plain values.
+
+A handler's own sync() copies from rank 0. Inside `elastic.run` values of the built-in handlers are synchronized all
+together instead, from the rank with the newest commit (commit_sync.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from farandole.state.background_copy import finish_all, finish_before_loading
+from farandole.state.deep_copy import Snapshot, TensorPair, tensors_in
+from farandole.state.parts import is_stateful
+
+
+class StateHandler:
+    """One value of a TorchState. Users derive from it for types of their own, and put it into the registry."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Remember the value as it is now."""
+        raise NotImplementedError(f"{type(self).__name__} has no save()")
+
+    def restore(self) -> None:
+        """Return the value to what the last save() remembered."""
+        raise NotImplementedError(f"{type(self).__name__} has no restore()")
+
+    def sync(self) -> None:
+        """Make the value of all ranks equal to rank 0's. A collective."""
+        raise NotImplementedError(f"{type(self).__name__} has no sync()")
+
+    def set_value(self, value: Any) -> None:
+        """The attribute was assigned: another object is to be handled from now on. It is saved as it is."""
+        self.value = value
+        self.save()
+
+
+class SnapshotHandler(StateHandler):
+    """Base of the built-in handlers: what they remember is a deep copy of the value's state_dict()."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._snapshot = Snapshot()
+        self.save()
+
+    def save(self) -> None:
+        finish_all()  # what a commit has begun would be finished into the memory of this one
+        self.begin_save(frozenset())
+
+    def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
+        """Remember everything now but what only an optimizer's step changes: the returned copies, which somebody
+        has to carry out before the next step.
+
+        optimized  data_ptr() of the parameters that optimizers own
+        """
+        return self._snapshot.take(self.value.state_dict())
+
+    def restore(self) -> None:
+        finish_all()
+        self.value.load_state_dict(self._snapshot.copy())
+
+
+class ModelStateHandler(SnapshotHandler):
+    """A torch.nn.Module: parameters, persistent buffers, extra state."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        finish_before_loading(model)
+        super().__init__(model)
+
+    def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
+        return self._snapshot.take(self.value.state_dict(), lambda tensor: tensor.data_ptr() in optimized)
+
+    def restore(self) -> None:
+        finish_all()
+        self.value.load_state_dict(self._snapshot.view())  # which copies out of the tensors
+
+    def sync(self) -> None:
+        from farandole.collectives.named.objects import broadcast_parameters
+
+        finish_all()
+        state = self.value.state_dict()
+        broadcast_parameters({key: value for key, value in state.items() if isinstance(value, torch.Tensor)}, 0)
+        self.save()
+
+    def set_value(self, value: torch.nn.Module) -> None:
+        finish_before_loading(value)
+        super().set_value(value)
+
+
+class OptimizerStateHandler(SnapshotHandler):
+    """A torch.optim.Optimizer: its state and the options of its groups."""
+
+    def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
+        state = self.value.state_dict()
+        # Not what is in the groups: a scheduler changes a learning rate that is a tensor, outside of step().
+        moved_by_step = {id(tensor) for tensor in tensors_in(state["state"])}
+        return self._snapshot.take(state, (lambda tensor: id(tensor) in moved_by_step) if optimized else None)
+
+    def sync(self) -> None:
+        from farandole.collectives.named.objects import broadcast_optimizer_state
+
+        finish_all()
+        broadcast_optimizer_state(self.value, 0)
+        self.save()
+
+
+@runtime_checkable
+class RecordingSampler(Protocol):
+    """A sampler that knows which samples were trained, as ElasticSampler does."""
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class SamplerStateHandler(SnapshotHandler):
+    """A sampler that records progress. Loading its state also divides what is left among the current world.
+
+    Sets of trained indices, which differ by rank, are united; everything else is rank 0's.
+    """
+
+    def sync(self) -> None:
+        from farandole.collectives.named.objects import allgather_object
+
+        states = allgather_object(self.value.state_dict())
+        self.value.load_state_dict(_united(states))
+        self.save()
+
+    def has_sets(self) -> bool:
+        """Whether each rank records for itself, so that a state of one rank is not everything."""
+        return any(isinstance(value, set | frozenset) for value in self.value.state_dict().values())
+
+
+class StatefulHandler(SnapshotHandler):
+    """Any other object with state_dict() and load_state_dict(): a scheduler, a GradScaler, a meter.
+
+    The object stays the same one, so that it stays bound to its optimizer.
+    """
+
+    def sync(self) -> None:
+        from farandole.collectives.named.objects import broadcast_object
+
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
+        self.save()
+
+
+Registry = list[tuple[type, Callable[[Any], StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (RecordingSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Pairs of type and handler; the first type that fits is taken. The list itself: what is put in counts."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    global _registry
+    _registry = registry
+
+
+def handler_for(value: Any) -> StateHandler | None:
+    """A new handler for the value; None for a plain one."""
+    for kind, make in _registry:
+        if isinstance(value, kind):
+            return make(value)
+    if is_stateful(value):
+        return StatefulHandler(value)
+    return None
+
+
+BUILT_IN = (ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StatefulHandler)
+"""Whose values commit_sync.py can synchronize together."""
+
+
+def _united(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's state, with the sets of all ranks in it that are in the same epoch."""
+    source = states[0]
+    same_epoch = [state for state in states if state.get("epoch") == source.get("epoch")]
+    return {
+        key: set().union(*(state[key] for state in same_epoch)) if isinstance(value, set | frozenset) else value
+        for key, value in source.items()
+    }

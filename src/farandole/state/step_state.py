@@ -1,0 +1,209 @@
+"""The state under the step rule: with a loader of Farandole nothing has to be committed. TorchState makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from farandole.errors import ConfigError
+from farandole.membership import Progress
+from farandole.state import step
+from farandole.state.object_state import State
+from farandole.state.packing import Packed, unpack
+from farandole.state.parts import is_stateful, load_optimizer_entry, pack_small, refuse_other_model
+from farandole.state.ticket import Batch, Ticket
+from farandole.state.torch_state import TorchState, broadcast_value, current_rank
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """What the state needs of a loader: where it is, and to move it with a decided step."""
+
+    epoch: int
+    cursor: int
+    seed: int
+    boundary: Any  # the run loop puts itself here (data/boundary.py)
+
+    def commit(self, ticket: Ticket) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def set_world(self, rank: int, size: int) -> None: ...
+    def limit_local_batch(self, world: int) -> None: ...
+
+
+class StepState(TorchState):
+    """Model, optimizer, loader and whatever else moves with a step: what TorchState(loader=...) returns.
+
+    TorchState(model=..., optimizer=..., loader=..., after_step=[scheduler.step], scheduler=scheduler, best=0.0)
+
+    model, optimizer, loader  the things to train with; `optimizer` a DistributedOptimizer
+    after_step  called without arguments right after each applied optimizer step, inside the atomic step
+    **tracked   every keyword becomes an attribute: objects with state_dict()/load_state_dict() (schedulers, a
+                GradScaler, further modules) and picklable values. On a regroup they come from the source rank;
+                when a step is done again they are put back to where they were before it.
+
+    `state.step` is the number of decided steps. Raises ConfigError for values that cannot be pickled.
+
+    Large state is parameters and optimizer tensors, small state all the rest (design: words).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        loader: Loader | None = None,
+        after_step: Iterable[Callable[[], object]] = (),
+        **tracked: Any,
+    ) -> None:
+        State.__init__(self, bcast_object=broadcast_value, get_rank=current_rank)
+        # Any: a script should not have to ask at each use whether it has given them.
+        self.model: Any = model
+        self.optimizer: Any = optimizer
+        self.loader: Any = loader
+        self.step = 0
+        self.lineage = 1
+        self.boundary = 0
+        self.is_holder = False
+        self.after_step = list(after_step)
+        self._names = list(tracked)
+        for name, value in tracked.items():
+            if hasattr(self, name):
+                raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
+            if isinstance(value, torch.optim.Optimizer):
+                raise ConfigError(f"TorchState: {name!r} is a second optimizer; one state moves one optimizer")
+            setattr(self, name, value)
+        self._snapshot = Packed(b"", [])
+        step.on_decided(self._on_decided)
+
+    # What Horovod's scripts call -------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Nothing to do: the state is always at the last decided step, and the loader notices planned changes."""
+
+    def check_host_updates(self) -> None:
+        """Nothing to do, as in commit()."""
+
+    def save(self) -> None:
+        """capture(). The loader does it at each boundary."""
+        self.capture()
+
+    def restore(self) -> None:
+        """put_back(): the small state only. Parameters are never rolled back."""
+        self.put_back()
+
+    def sync(self) -> None:
+        """Not possible: the run loop synchronizes a state with a loader. Raises ConfigError."""
+        raise ConfigError("a TorchState with a loader is synchronized by elastic.run; do not call sync()")
+
+    # Progress --------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        epoch, cursor = (self.loader.epoch, self.loader.cursor) if self.loader is not None else (0, 0)
+        return Progress(self.lineage, self.step, epoch, cursor, self.boundary)
+
+    def _on_decided(self, batch: Batch | None) -> None:
+        """The rest of the atomic step; runs inside optimizer.step()."""
+        for callback in self.after_step:
+            callback()
+        if self.loader is not None and batch is not None:
+            self.loader.commit(batch.ticket)
+        self.step += 1
+
+    # Small state -----------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Remember the small state as it is now: at each boundary."""
+        packed = self._pack_small()
+        kept = self._snapshot.tensors
+        if [(t.shape, t.dtype) for t in kept] == [(t.shape, t.dtype) for t in packed.tensors]:
+            if kept:
+                torch._foreach_copy_(kept, [tensor.detach() for tensor in packed.tensors])
+        else:
+            kept = [tensor.detach().clone() for tensor in packed.tensors]
+        self._snapshot = Packed(packed.skeleton, kept)
+
+    def put_back(self) -> None:
+        """Return the small state to the last capture(), before a step is done again."""
+        if self._snapshot.skeleton:
+            self.load_small(unpack(self._snapshot))
+
+    def captured(self) -> Packed:
+        """What capture() remembered; the caller must not change it."""
+        return self._snapshot
+
+    def load_small(self, small: Mapping[str, Any]) -> None:
+        """Take over a small state, captured here or on another worker."""
+        for name, module in self._modules().items():
+            for key, buffer in module.named_buffers():
+                buffer.detach().copy_(small["buffers"][name][key])
+        if self.optimizer is not None:
+            for group, saved in zip(self.optimizer.param_groups, small["groups"], strict=True):
+                group.update(saved)
+        for name, saved in small["stateful"].items():
+            getattr(self, name).load_state_dict(saved)
+        for name, value in small["values"].items():
+            setattr(self, name, value)
+        self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
+        if self.loader is not None:
+            self.loader.load_state_dict(small["loader"])
+
+    def _pack_small(self) -> Packed:
+        return pack_small(self._small())
+
+    def _small(self) -> dict[str, Any]:
+        modules = self._modules()
+        others = {name: getattr(self, name) for name in self._names if name not in modules}
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return {
+            "lineage": self.lineage,
+            "step": self.step,
+            "boundary": self.boundary,
+            "loader": self.loader.state_dict() if self.loader is not None else None,
+            "buffers": {name: dict(module.named_buffers()) for name, module in modules.items()},
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "stateful": {name: value.state_dict() for name, value in others.items() if is_stateful(value)},
+            "values": {name: value for name, value in others.items() if not is_stateful(value)},
+        }
+
+    # Large state -----------------------------------------------------------------------------------------
+
+    def large(self) -> dict[str, Any]:
+        """Parameters by module and name, and the optimizer's state by parameter index; live, not copied."""
+        state: dict[int, dict[str, Any]] = {}
+        for index, parameter in enumerate(self._optimized()):
+            if parameter in self.optimizer.state:
+                state[index] = dict(self.optimizer.state[parameter])
+        return {"parameters": self._parameters(), "optimizer": state}
+
+    def load_large(self, large: Mapping[str, Any]) -> None:
+        """Take over parameters and optimizer tensors that came from another worker. Raises ConfigError, with
+        nothing changed, when its model has other parameters than ours."""
+        ours = self._parameters()
+        refuse_other_model(ours, large["parameters"])
+        with torch.no_grad():
+            for name, parameters in ours.items():
+                for key, parameter in parameters.items():
+                    parameter.copy_(large["parameters"][name][key])
+            for index, parameter in enumerate(self._optimized()):
+                load_optimizer_entry(self.optimizer, parameter, large["optimizer"].get(index))
+
+    def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By module and name; those that the optimizer moves and no module has, by their place in it."""
+        named: dict[str, dict[str, torch.Tensor]] = {
+            name: dict(module.named_parameters()) for name, module in self._modules().items()
+        }
+        known = {id(parameter) for group in named.values() for parameter in group.values()}
+        loose = {str(i): p for i, p in enumerate(self._optimized()) if id(p) not in known}
+        return {**named, "optimizer": loose}
+
+    def _optimized(self) -> list[torch.Tensor]:
+        if self.optimizer is None:
+            return []
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        named = {"model": self.model, **{name: getattr(self, name) for name in self._names}}
+        return {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}

@@ -1,0 +1,206 @@
+"""The run loop of the commit rule, as in Horovod: a fault or a planned change leaves the function, the workers
+regroup and agree on the state, and the function is called again."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from typing import TypeVar
+
+from farandole.collectives import world
+from farandole.collectives.transport import Transport
+from farandole.errors import (
+    CollectiveMismatch,
+    GenerationEnded,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    RecoverableError,
+)
+from farandole.messages import Elastic, Synced
+from farandole.state import boundary, step
+from farandole.state.background_copy import finish_all
+from farandole.state.commit_sync import CommittedState, can_be_staged
+from farandole.state.host_updates import HostUpdateResult
+from farandole.state.object_state import State
+from farandole.state.sync import SyncReport, synchronize
+from farandole.state.torch_state import TorchState
+from farandole.worker.finish import all_have_finished
+from farandole.worker.host_updates import PlannedUpdates
+from farandole.worker.job import Job
+from farandole.worker.leaving import leaving_on_sigterm
+from farandole.worker.recovery import regroup
+
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger("farandole")
+
+_WORD = struct.Struct("<2q")  # prepared, update
+
+
+class CommitLoop:
+    """One call of an elastic function. What state and optimizer ask is answered here."""
+
+    def __init__(self, job: Job | None, state: State) -> None:
+        self._job = job
+        self._state = state
+        self._committed = CommittedState(state) if isinstance(state, TorchState) else None
+        self._updates = PlannedUpdates(job, state)
+
+    def run(self, call: Callable[[], ResultT]) -> ResultT:
+        boundary.install(self)
+        try:
+            with leaving_on_sigterm(self._job), self._updates:
+                self._enter()
+                while True:
+                    try:
+                        result = call()
+                    except HostsUpdatedInterrupt as interrupt:
+                        self._interrupted(interrupt)
+                    except CollectiveMismatch:
+                        raise
+                    except HorovodInternalError as error:
+                        self._failed(error)
+                    else:
+                        if all_have_finished(self._job):
+                            return result
+                        self._roll_back()
+                    self._regroup()
+        finally:
+            boundary.install(None)
+
+    # Entering and leaving the function ------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
+        job = self._job
+        step.close()
+        if job is not None:
+            job.link.send(Elastic())
+            if job.is_newcomer() or job.has_to_regroup():
+                self._regroup()
+                return
+        here = world.current()
+        try:
+            self._agree(here.transport, founding=True)
+        except RecoverableError:
+            if job is None:
+                raise
+            self._regroup()
+            return
+        if job is not None:
+            job.link.send(Synced(here.id.number))
+
+    def _interrupted(self, interrupt: HostsUpdatedInterrupt) -> None:
+        """A planned change: what is live stays."""
+        logger.info("leaving the elastic function: %s", interrupt)
+        if self._job is not None and not self._job.has_to_regroup():
+            self._ask_for_regroup("the script raised HostsUpdatedInterrupt")
+
+    def _failed(self, error: HorovodInternalError) -> None:
+        """A fault: back to the last commit. Raises `error` where there is nobody to regroup with."""
+        if self._job is None and world.current().placement.size > 1:
+            raise error
+        logger.info("leaving the elastic function, back to the last commit: %s", error)
+        if self._job is not None and not isinstance(error, RecoverableError):
+            self._ask_for_regroup(f"the script raised {type(error).__name__}: {error}")
+        self._roll_back()
+
+    def _roll_back(self) -> None:
+        if self._job is not None:
+            self._job.quiesce()  # an operation in flight could still write into what is restored
+        self._state.restore()
+
+    def _ask_for_regroup(self, reason: str) -> None:
+        """This worker alone knows that it left the function: end its part of the generation, so that nobody waits
+        for it in a collective, and have the coordinator end the generation for all."""
+        assert self._job is not None
+        if world.current().placement.size > 1 and not self._job.has_to_regroup():
+            world.current().transport.abort(reason)
+            self._job.ask_for_regroup(reason)
+
+    # The next generation --------------------------------------------------------------------------------------
+
+    def _regroup(self) -> None:
+        """From wherever the function was left to the same state on all members of the next generation."""
+        step.close()
+        finish_all()
+        here = world.current()
+        if self._job is None or (here.placement.size == 1 and self._is_member() and not self._job.has_to_regroup()):
+            self._reset()  # alone, and nobody comes: only this worker has to begin again
+            self._agree(here.transport, founding=False)
+            return
+        done = regroup(self._job, self._reset_and_agree)
+        done.log(f"commit {self._state._commits}" if isinstance(self._state, TorchState) else "commit rule")
+
+    def _is_member(self) -> bool:
+        return self._job is not None and not self._job.is_newcomer()
+
+    def _reset_and_agree(self, transport: Transport, founding: bool) -> SyncReport | None:
+        self._reset()
+        return self._agree(transport, founding)
+
+    def _reset(self) -> None:
+        """The world has changed. Before the sync: what callbacks change in the state (a learning rate that goes with
+        size()) must reach everybody, and does when the source has it."""
+        if isinstance(self._state, TorchState):
+            for optimizer in self._state._optimizers():
+                abandon = getattr(optimizer, "abandon_step", None)
+                if abandon is not None:
+                    abandon()
+        self._state.on_reset()
+        self._updates.tell_again()
+
+    def _agree(self, transport: Transport, founding: bool) -> SyncReport | None:
+        """The same state on all ranks. Never skipped, whatever the change was."""
+        if self._committed is not None and can_be_staged(self._committed.state):
+            self._committed.capture()
+            report = synchronize(self._committed, transport, founding)
+            self._committed.settle()
+            return report
+        try:
+            self._state.sync()
+        except CollectiveMismatch:
+            raise
+        except RecoverableError:
+            self._roll_back()
+            raise
+        except HorovodInternalError as error:
+            self._ask_for_regroup(f"sync() raised {type(error).__name__}: {error}")
+            self._roll_back()
+            raise GenerationEnded("sync", world.current().id.number, str(error)) from error
+        return None
+
+    # State and optimizer ask (state/boundary.py) --------------------------------------------------------------
+
+    def can_repeat(self) -> bool:
+        return False
+
+    def steps_decided(self) -> int:
+        return 0
+
+    def prepared(self) -> int:
+        return self._job.link.prepared if self._job is not None else 0
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        if self._job is not None:
+            self._job.agree(prepared_by_rank)
+
+    def hears_of_updates(self) -> bool:
+        return self._job is not None or world.current().placement.size > 1
+
+    def agreed_update(self) -> HostUpdateResult | None:
+        """One small all_gather; nothing when alone, and nothing under a fixed-size launcher."""
+        job, transport = self._job, world.current().transport
+        if job is None:
+            return None
+        number = job.link.prepared
+        word = _WORD.pack(number, self._updates.update(number))
+        said = [_WORD.unpack(each) for each in (transport.all_gather(word) if transport.size > 1 else [word])]
+        job.agree([prepared for prepared, _ in said])
+        if not job.has_to_regroup():
+            return None
+        update = HostUpdateResult.no_update
+        for _, each in said:
+            update |= HostUpdateResult(each)
+        return update

@@ -1,0 +1,33 @@
+"""What SIGTERM means inside an elastic function: leave, with nothing lost. Preemption notices come as SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from farandole.worker.job import Job
+
+
+class leaving_on_sigterm:  # noqa: N801 - reads as a statement
+    """While an elastic function runs, SIGTERM means: leave at the next boundary, nothing is lost."""
+
+    def __init__(self, job: Job | None) -> None:
+        self._job = job
+        self._is_installed = False
+
+    def __enter__(self) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._job is not None and in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._is_installed = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
+        assert self._job is not None
+        if self._job.link.is_over():
+            raise SystemExit(128 + signal.SIGTERM)
+        self._job.link.ask_to_leave()

@@ -1,0 +1,49 @@
+"""run_fn(function, reset): the elastic loop with a reset of the script's own, by Horovod's name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from farandole.errors import HorovodInternalError, HostsUpdatedInterrupt
+from farandole.state.object_state import State
+from farandole.worker import context
+from farandole.worker.host_updates import notification_manager
+from farandole.worker.run_loop import run
+
+P = ParamSpec("P")
+StateT = TypeVar("StateT", bound=State)
+ResultT = TypeVar("ResultT")
+
+
+def run_fn(
+    function: Callable[Concatenate[StateT, P], ResultT], reset: Callable[[], object]
+) -> Callable[Concatenate[StateT, P], ResultT]:
+    """As elastic.run, for a world that `reset` makes anew: it is called after each fault and host event.
+
+    In a job with a coordinator this is elastic.run: workers regroup in place there, and `reset`, which would end
+    this worker's membership by shutdown(), is not called.
+    """
+    in_job = run(function)
+
+    @functools.wraps(function)
+    def elastic(state: StateT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if context.job() is not None:
+            return in_job(state, *args, **kwargs)
+        notification_manager.register_listener(state)
+        try:
+            while True:
+                try:
+                    state.sync()  # never skipped: a worker that joins waits in it
+                    return function(state, *args, **kwargs)
+                except HorovodInternalError:
+                    state.restore()
+                except HostsUpdatedInterrupt:
+                    pass
+                reset()
+                state.on_reset()
+        finally:
+            notification_manager.remove_listener(state)
+
+    return elastic

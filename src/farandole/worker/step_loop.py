@@ -1,0 +1,167 @@
+"""The run loop of the step rule: faults and planned changes are absorbed in place, at the step they came in."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from typing import TypeVar
+
+from farandole.collectives import world
+from farandole.collectives.transport import Transport
+from farandole.errors import CollectiveMismatch, RecoverableError
+from farandole.messages import Elastic, Synced
+from farandole.state import boundary, step
+from farandole.state.host_updates import HostUpdateResult
+from farandole.state.step_state import StepState
+from farandole.state.sync import SyncReport, synchronize
+from farandole.worker.finish import all_have_finished
+from farandole.worker.job import Job
+from farandole.worker.leaving import leaving_on_sigterm
+from farandole.worker.randomness import reseed
+from farandole.worker.recovery import regroup
+
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger("farandole")
+
+_EPOCH_END = struct.Struct("<3q")  # epoch, decided steps, prepared
+
+
+class StepLoop:
+    """One call of an elastic function. What loader and optimizer ask at each boundary is answered here."""
+
+    def __init__(self, job: Job | None, state: StepState) -> None:
+        self._job = job
+        self._state = state
+
+    def run(self, call: Callable[[], ResultT]) -> ResultT:
+        state = self._state
+        boundary.install(self)
+        if state.loader is not None:
+            state.loader.boundary = self
+        try:
+            with leaving_on_sigterm(self._job):
+                self._enter()
+                while True:
+                    try:
+                        result = call()
+                    except RecoverableError as error:
+                        if self._job is None:
+                            raise
+                        logger.info("leaving the elastic function to regroup: %s", error)
+                    else:
+                        if all_have_finished(self._job):
+                            return result
+                    self._regroup()
+        finally:
+            boundary.install(None)
+            step.close()
+
+    # Entering and returning ------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
+        job = self._job
+        step.close()
+        if self._state.loader is not None and not (job is not None and job.is_newcomer()):
+            self._state.loader.limit_local_batch(world.current().placement.size)
+        self._state.capture()
+        if job is not None:
+            job.link.send(Elastic())
+        if job is not None and (job.is_newcomer() or job.has_to_regroup()):
+            self._regroup()
+            return
+        here = world.current()
+        try:
+            synchronize(self._state, here.transport, founding=not self._state.is_holder)
+        except RecoverableError:
+            if job is None:
+                raise
+            self._regroup()
+            return
+        if job is not None:
+            job.link.send(Synced(here.id.number))
+        if self._state.loader is not None:
+            self._state.loader.set_world(here.placement.rank, here.placement.size)
+
+    # The loader asks (data/boundary.py) ------------------------------------------------------------------
+
+    def reach(self) -> None:
+        """A boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
+        is_inside_ticket = step.state() == "open"
+        if self._job is not None and (step.state() == "aborted" or self._job.has_to_regroup()):
+            if step.is_undecided():
+                step.aborted()
+            self._regroup()
+        elif is_inside_ticket or step.state() in ("reduced", "aborted"):
+            return  # the next micro-batch, or a loop body that the loader is about to refuse
+        self._pass_boundary()
+
+    def reach_epoch_end(self) -> bool:
+        """Every rank has resumed epochs(). False: there was a regroup instead, and the epoch is as it was, or
+        as it is on the ranks that had passed already."""
+        state = self._state
+        epoch = state.progress.epoch
+        try:
+            notes = world.current().transport.all_gather(_EPOCH_END.pack(epoch, state.step, self.prepared()))
+        except RecoverableError:
+            if self._job is None:
+                raise
+            self._regroup()
+            return False
+        said = [_EPOCH_END.unpack(note) for note in notes]
+        if any(each[:2] != said[0][:2] for each in said):
+            raise CollectiveMismatch(
+                f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
+            )
+        self.agree([each[2] for each in said])
+        state.boundary += 1
+        return True
+
+    def _pass_boundary(self) -> None:
+        """Remember the small state, and start the step's random numbers from (seed, step, rank): a step that
+        is done again sees the same ones."""
+        state = self._state
+        state.boundary += 1
+        state.capture()
+        seed = state.loader.seed if state.loader is not None else 0
+        reseed(seed, state.step, world.current().placement.rank)
+
+    def _regroup(self) -> None:
+        """From a fault or an agreed change to the same state on all members of the next generation."""
+        assert self._job is not None
+        state = self._state
+        if step.is_undecided():
+            state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
+        else:
+            state.capture()
+        step.close()
+        done = regroup(self._job, self._agree)
+        if state.loader is not None:
+            state.loader.set_world(done.rank, done.size)
+        done.log(f"step {state.step}")
+
+    def _agree(self, transport: Transport, founding: bool) -> SyncReport:
+        return synchronize(self._state, transport, founding)
+
+    # The optimizer asks (state/boundary.py) --------------------------------------------------------------
+
+    def can_repeat(self) -> bool:
+        return self._job is not None and step.batch() is not None
+
+    def steps_decided(self) -> int:
+        return self._state.step
+
+    def prepared(self) -> int:
+        return self._job.link.prepared if self._job is not None else 0
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        if self._job is not None:
+            self._job.agree(prepared_by_rank)
+
+    def hears_of_updates(self) -> bool:
+        return True
+
+    def agreed_update(self) -> HostUpdateResult | None:
+        return None  # The loader notices planned changes, and nobody has to leave the function for one.
