@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from farandole.errors import ConfigError
 
@@ -18,6 +19,17 @@ class JobConfig:
     start_timeout_s     from the first worker's init() until all workers must have called it
     detection_budget_s  how long a silent host or a stopped worker may stay unnoticed
     grace_s             from SIGTERM to SIGKILL when a worker is stopped
+
+    What elastic jobs of Horovod do otherwise:
+
+    on_failure          what a lost worker costs the job: its "slot" is restarted within its budget, or its
+                        whole "host" is out and all workers there with it, whatever the budget
+    cooldown_range_s    shortest and longest time for which a host is out; None: for ever
+    reset_limit         generations after the first one that may be started, at most; None: any number
+    fills_slots         the job has as many workers as hosts offer slots (up to max_np) and follows the hosts as
+                        they come and go; num_proc is what it waits for before it begins
+    waits_for_newcomers members hear of new hosts at once and then wait for the workers there; otherwise they
+                        hear of new workers once those are ready to train
     """
 
     num_proc: int
@@ -28,6 +40,11 @@ class JobConfig:
     start_timeout_s: float = 120.0
     detection_budget_s: float = 3.0
     grace_s: float = 5.0
+    on_failure: Literal["slot", "host"] = "slot"
+    cooldown_range_s: tuple[float, float] | None = None
+    reset_limit: int | None = None
+    fills_slots: bool = False
+    waits_for_newcomers: bool = False
 
     def __post_init__(self) -> None:
         if self.num_proc < 1:
@@ -51,3 +68,14 @@ class JobConfig:
                 raise ConfigError(f"{flag} must be a positive number of seconds, got {value}")
         if not 0 <= self.grace_s < float("inf"):
             raise ConfigError(f"--grace must be a number of seconds >= 0, got {self.grace_s}")
+        if self.on_failure not in ("slot", "host"):
+            raise ConfigError(f"--on-failure must be slot or host, got {self.on_failure!r}")
+        if self.cooldown_range_s is not None:
+            low, high = self.cooldown_range_s
+            if not 0 < low <= high < float("inf"):
+                raise ConfigError(
+                    f"--blacklist-cooldown-range needs two positive numbers of seconds, the shorter first, "
+                    f"got {low} {high}"
+                )
+        if self.reset_limit is not None and self.reset_limit < 0:
+            raise ConfigError(f"--reset-limit must not be negative, got {self.reset_limit}")

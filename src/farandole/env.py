@@ -11,8 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farandole.errors import ConfigError
+from farandole.membership import Placement
 
 _PREFIX = "FARANDOLE_"
+
+# What tells a process its place in one job of Horovod; not for the workers of another one.
+_HOROVOD_PLACE = frozenset(
+    "HOROVOD_" + name
+    for name in (
+        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
+        *("RENDEZVOUS_ADDR", "RENDEZVOUS_PORT", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "SECRET_KEY"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,34 @@ class FixedEnv:
     master_port: int
 
 
+@dataclass(frozen=True)
+class HorovodSettings:
+    """What a user sets with HOROVOD_ variables, in Horovod's defaults.
+
+    timeline              file that the timeline is written to; None: none, or not yet
+    timeline_is_armed     start_timeline() may be called later (also when a file is given)
+    mark_cycles           the timeline shows each round of negotiation
+    stall_check           warn of operations that some ranks have not submitted
+    stall_warning_s       after so many seconds
+    stall_shutdown_s      and end them with an error after so many; None: never
+    dynamic_process_sets  process sets may be added after init()
+    fusion_bytes          so many bytes of small tensors are reduced as one
+    cache_capacity        so many negotiated operations are remembered; 0: none
+    log_level             "trace", "debug", "info", "warning", "error" or "fatal"
+    """
+
+    timeline: str | None = None
+    timeline_is_armed: bool = False
+    mark_cycles: bool = False
+    stall_check: bool = True
+    stall_warning_s: float = 60.0
+    stall_shutdown_s: float | None = None
+    dynamic_process_sets: bool = False
+    fusion_bytes: int = 64 << 20
+    cache_capacity: int = 1024
+    log_level: str = "warning"
+
+
 def worker_environment(agent_address: str, worker: str, secret: str, slot: int) -> dict[str, str]:
     """The variables that read_worker_env() reads."""
     return {
@@ -47,6 +85,21 @@ def worker_environment(agent_address: str, worker: str, secret: str, slot: int) 
         "FARANDOLE_WORKER": worker,
         "FARANDOLE_SECRET": secret,
         "FARANDOLE_SLOT": str(slot),
+    }
+
+
+def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> dict[str, str]:
+    """What Horovod tells a worker when it starts it: the place that it will most likely get, the name that its
+    host was given, and whether the job is an elastic one."""
+    return {
+        "HOROVOD_RANK": str(placement.rank),
+        "HOROVOD_SIZE": str(placement.size),
+        "HOROVOD_LOCAL_RANK": str(placement.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(placement.local_size),
+        "HOROVOD_CROSS_RANK": str(placement.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(placement.cross_size),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_ELASTIC": "1" if is_elastic else "0",
     }
 
 
@@ -62,7 +115,9 @@ def read_scratch_folder(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's environment for its children, without what an outer job said to it."""
-    return {name: value for name, value in environ.items() if not name.startswith(_PREFIX)}
+    return {
+        name: value for name, value in environ.items() if not name.startswith(_PREFIX) and name not in _HOROVOD_PLACE
+    }
 
 
 def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None:
@@ -84,6 +139,30 @@ def read_fixed_env(environ: Mapping[str, str] = os.environ) -> FixedEnv | None:
         if all(name in environ for name in names.marks):
             return _read(environ, launcher, names)
     return None
+
+
+def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
+    """The user's HOROVOD_ settings, as they are now: scripts set them in os.environ just before init(). A variable
+    that is empty counts as not set. Raises ConfigError for a value that cannot be meant."""
+    environ = os.environ if environ is None else environ
+    default = HorovodSettings()
+    timeline = environ.get("HOROVOD_TIMELINE") or None
+    shutdown_s = _seconds(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0)
+    level = (environ.get("HOROVOD_LOG_LEVEL") or default.log_level).lower()
+    if level not in _LOG_LEVELS:
+        raise ConfigError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, got {level!r}")
+    return HorovodSettings(
+        timeline=None if timeline == "DYNAMIC" else timeline,
+        timeline_is_armed=timeline is not None,
+        mark_cycles=_is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        stall_check=not _is_set(environ, "HOROVOD_STALL_CHECK_DISABLE"),
+        stall_warning_s=_seconds(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_warning_s),
+        stall_shutdown_s=shutdown_s or None,
+        dynamic_process_sets=_is_set(environ, "HOROVOD_DYNAMIC_PROCESS_SETS"),
+        fusion_bytes=_amount(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes),
+        cache_capacity=_amount(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity),
+        log_level=level,
+    )
 
 
 def uses_agent_store(environ: Mapping[str, str] = os.environ) -> bool:
@@ -230,6 +309,37 @@ def _launcher_pid() -> int:
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
     return os.getppid()  # No /proc: then only without such a script.
+
+
+_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    """Numbers are what Horovod reads here; words are what people write."""
+    text = environ.get(name, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on") or text.isdigit():
+        return True
+    raise ConfigError(f"{name} must be 0 or 1, got {environ[name]!r}")
+
+
+def _amount(environ: Mapping[str, str], name: str, default: int) -> int:
+    number = _number(environ, name) if environ.get(name) else default
+    if number < 0:
+        raise ConfigError(f"{name} must not be negative, got {number}")
+    return number
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{name} must be a number of seconds >= 0, got {text!r}")
+    return value
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -47,6 +47,82 @@ class AgentWasLost(Event):
 
 
 @dataclass(frozen=True)
+class HostAdded(Event):
+    """`slots` is the number of all its slots; `old_slots` what it offered before, 0 for a new host."""
+
+    host: str
+    slots: int
+    old_slots: int = 0
+
+    def line(self) -> str:
+        if self.old_slots:
+            return f"host {self.host} now offers {_count(self.slots, 'slot')} instead of {self.old_slots}"
+        return f"host {self.host} offers {_count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class HostRemoved(Event):
+    """`slots` are left of it: 0 when the whole host is to be left. `workers` go at the next boundary."""
+
+    host: str
+    slots: int
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        workers = ", ".join(self.workers) or "none"
+        what = f"no longer offers more than {_count(self.slots, 'slot')}" if self.slots else "is no longer there"
+        return f"host {self.host} {what}; workers that leave: {workers}"
+
+
+@dataclass(frozen=True)
+class HostRefused(Event):
+    """Host discovery named a host that cannot be used; the job goes on with the others."""
+
+    host: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host} is not used: {self.reason}"
+
+
+@dataclass(frozen=True)
+class HostDiscoveryFailed(Event):
+    """Which hosts are there could not be found out; the job keeps those that it knows."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.reason}; the hosts stay what they were, and it is tried again"
+
+
+@dataclass(frozen=True)
+class HostBlacklisted(Event):
+    """A worker was lost there: nothing is started on the host any more, for `cooldown_s` or for ever (None).
+    `workers` were stopped for it."""
+
+    host: str
+    failures: int
+    cooldown_s: float | None
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        how_long = "for good" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
+        stopped = f", and {', '.join(self.workers)} with it" if self.workers else ""
+        return f"host {self.host} is out {how_long} after {_count(self.failures, 'failure')}{stopped}"
+
+
+@dataclass(frozen=True)
+class HostCooledDown(Event):
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again: its cool-down is over"
+
+
+@dataclass(frozen=True)
 class WorkerSpawned(Event):
     """`restart` is 0 for the first worker of a slot."""
 

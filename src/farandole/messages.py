@@ -188,10 +188,12 @@ AgentMessage: TypeAlias = AgentHello | FromWorker | WorkerExited | SpawnFailed |
 
 
 class Spawn(Message, frozen=True):
-    """Start a worker in this slot."""
+    """Start a worker in this slot. `expected`: the place that it will most likely get, for scripts that look at it
+    before init()."""
 
     worker: str
     slot: int
+    expected: Placement | None = None
 
 
 class Kill(Message, frozen=True):
@@ -215,6 +217,12 @@ class StartWorkers(Message, frozen=True):
     starts: dict[str, Start]
 
 
+class Dismissed(Message, frozen=True):
+    """The job goes on without this host, on which no worker of it is left; the agent goes."""
+
+    reason: str
+
+
 class JobEnded(Message, frozen=True):
     """The job is over; the agent ends what is left of its workers and goes."""
 
@@ -222,4 +230,4 @@ class JobEnded(Message, frozen=True):
     reason: str
 
 
-ToAgent: TypeAlias = Spawn | Kill | TellWorkers | StartWorkers | JobEnded
+ToAgent: TypeAlias = Spawn | Kill | TellWorkers | StartWorkers | Dismissed | JobEnded

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from farandole.authentication import new_token
 from farandole.config import JobConfig
@@ -14,6 +14,8 @@ from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import inherited_environment
 from farandole.events import Event
 from farandole.launch.agent import Agent, AgentConfig
+from farandole.launch.discovery import HostDiscovery
+from farandole.launch.hosts import HostSlots
 from farandole.launch.output import OutputOptions, OutputSink
 
 
@@ -21,10 +23,12 @@ async def run_local(
     config: JobConfig,
     command: Sequence[str],
     *,
+    hosts: tuple[HostSlots, ...] | HostDiscovery | None = None,
     host: str,
     port: int,
     output: OutputOptions,
     on_event: Callable[[Event], None],
+    extra_environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
     raised. The first SIGINT or SIGTERM ends the job with grace, the second at once.

@@ -1,0 +1,93 @@
+"""Which hosts a job may use, asked again and again: they come and go. local.py asks, the coordinator follows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable
+from typing import Protocol
+
+from farandole.errors import ConfigError, FarandoleError
+from farandole.launch.hosts import HostSlots, parse_host
+
+DISCOVERY_PERIOD_S = 1.0
+SCRIPT_TIME_LIMIT_S = 60.0
+_REPORTED_CHARACTERS = 500  # of what a failed script wrote to stderr
+
+
+class DiscoveryFailed(FarandoleError):
+    """The hosts could not be found out this time. What was known before still holds."""
+
+
+class HostDiscovery(Protocol):
+    """`find` gives the hosts that are there now; it raises DiscoveryFailed and never blocks the event loop.
+    It is asked again `period_s` seconds after each answer."""
+
+    period_s: float
+
+    def find(self) -> Awaitable[tuple[HostSlots, ...]]: ...
+
+
+class ScriptDiscovery:
+    """Runs a command (in a shell, as Horovod does) whose output names a host in each line: `host` or
+    `host:slots`. Nothing at all means that no host is there now.
+
+    default_slots  of hosts without a number
+    time_limit_s   a run that takes longer is killed, and counts as failed
+    """
+
+    def __init__(
+        self,
+        command: str,
+        default_slots: int = 1,
+        *,
+        period_s: float | None = None,
+        time_limit_s: float = SCRIPT_TIME_LIMIT_S,
+    ) -> None:
+        if default_slots < 1:
+            raise ConfigError(f"--slots-per-host must be at least 1, got {default_slots}")
+        self.period_s = DISCOVERY_PERIOD_S if period_s is None else period_s
+        self._command, self._default_slots, self._time_limit_s = command, default_slots, time_limit_s
+
+    async def find(self) -> tuple[HostSlots, ...]:
+        """Run it once. Raises DiscoveryFailed when it fails, takes too long or writes anything but hosts."""
+        text = await self._run()
+        hosts: dict[str, HostSlots] = {}
+        for line in filter(None, map(str.strip, text.splitlines())):
+            try:
+                host = parse_host(line, self._default_slots)
+            except ConfigError as error:
+                raise self._failed(f"wrote the line {line!r}: {error}; a line must be 'host' or 'host:slots'") from None
+            hosts[host.name] = host  # The last line about a host counts, as in Horovod.
+        return tuple(hosts.values())
+
+    async def _run(self) -> str:
+        try:
+            process = await asyncio.create_subprocess_shell(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise self._failed(f"could not be started: {error}") from None
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), self._time_limit_s)
+        except asyncio.TimeoutError:
+            raise self._failed(f"did not end within {self._time_limit_s:g} s and was killed") from None
+        finally:
+            if process.returncode is None:  # too late, or nobody wants to know any more
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode != 0:
+            said = err.decode("utf-8", "backslashreplace").strip()[-_REPORTED_CHARACTERS:]
+            raise self._failed(f"ended with exit code {process.returncode}" + (f": {said}" if said else ""))
+        return out.decode("utf-8", "backslashreplace")
+
+    def _failed(self, how: str) -> DiscoveryFailed:
+        return DiscoveryFailed(f"the host discovery script {self._command!r} {how}")

@@ -1,0 +1,112 @@
+"""Hosts and their slots, as people write them. Used by the command line, host discovery and local.py."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from farandole.errors import ConfigError
+
+_HOST_LINE = re.compile(r"(?P<name>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?")
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """A host, under the name that it was given, and how many workers it has room for.
+    Raises ConfigError for a name that cannot be one, or fewer than one slot."""
+
+    name: str
+    slots: int
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*", self.name):
+            raise ConfigError(f"{self.name!r} is not the name of a host")
+        if self.slots < 1:
+            raise ConfigError(f"host {self.name} needs at least 1 slot, got {self.slots}")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:
+    """Hosts in the order in which they are written: "a:2,b:2"; without a number, `default_slots`.
+    Raises ConfigError for anything else, and for a host that is named twice."""
+    words = [word.strip() for word in text.split(",")]
+    try:
+        return _each_once(parse_host(word, default_slots) for word in words)
+    except ConfigError as error:
+        raise ConfigError(f"the hosts {text!r} cannot be read: {error}; write them as host1:2,host2:4") from None
+
+
+def parse_host(text: str, default_slots: int = 1) -> HostSlots:
+    """One host: "a:2", or "a" with `default_slots`. Raises ConfigError for anything else."""
+    name, colon, slots = text.rpartition(":")
+    return HostSlots(name, _count(slots)) if colon else HostSlots(text, default_slots)
+
+
+def parse_hostfile(path: str | Path) -> tuple[HostSlots, ...]:
+    """Hosts of a file with a line "host slots=N" for each; "host" alone has one slot. Empty lines and what
+    follows a # do not count. Raises ConfigError that names the line, also when there is no host in it."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the hostfile {path} cannot be read: {error}") from None
+    hosts: list[HostSlots] = []
+    for number, line in enumerate(lines, start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        try:
+            match = _HOST_LINE.fullmatch(content)
+            if match is None:
+                raise ConfigError("a line must look like 'host slots=2'")
+            slots = 1 if match["slots"] is None else _count(match["slots"])
+            hosts = [*_each_once([*hosts, HostSlots(match["name"], slots)])]
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}, {line!r}: {error}") from None
+    if not hosts:
+        raise ConfigError(f"the hostfile {path} names no host; it needs lines such as 'host slots=2'")
+    return tuple(hosts)
+
+
+@lru_cache(maxsize=1024)
+def is_this_machine(name: str) -> bool:
+    """Whether the name, or numeric address, leads to this machine. May ask the name service, which can take
+    seconds; the answer is remembered."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    """Only an address of this machine can be listened on."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0, *address[2:]))
+    except OSError:
+        return False
+    return True
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"the number of slots must be a whole number, got {text!r}") from None
+
+
+def _each_once(hosts: Iterable[HostSlots]) -> tuple[HostSlots, ...]:
+    seen: dict[str, HostSlots] = {}
+    for host in hosts:
+        if host.name in seen:
+            raise ConfigError(f"host {host.name} is named twice")
+        seen[host.name] = host
+    return tuple(seen.values())
