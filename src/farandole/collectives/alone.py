@@ -50,7 +50,7 @@ class AloneTransport:
     def barrier(self) -> None:
         self._raise_if_ended("barrier")
 
-    def wait_until_called(self, wake: int) -> bool:
+    def wait_until_called(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
         select.select([wake], [], [])
         return False

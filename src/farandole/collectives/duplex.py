@@ -75,25 +75,23 @@ class Duplex:
                     return Broken("send", self._cannot_send)
                 self._wait(wants_to_send=bool(outgoing), wants_to_receive=wanted is not None)
 
-    def wait_for_data(self, wake: int) -> bool:
+    def wait_for_data(self, wake: int) -> bool | None:
         """Between operations: wait for bytes from the previous rank (True), for something to read from `wake`, or
-        for a neighbour to go (False). Once one has gone, only `wake` counts. Raises what `check` raises, and
-        CollectiveMismatch when the next rank says so."""
+        for a neighbour to go (False); None when a second has passed. Once a neighbour has gone, only `wake` counts.
+        Raises what `check` raises, and CollectiveMismatch when the next rank says so."""
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         if not (self._has_lost_previous or self._cannot_send):
             poll.register(self._previous_fd, select.POLLIN)
             poll.register(self._next_fd, select.POLLIN)
-        while True:
-            events = dict(poll.poll(_SLICE_MS))
-            if not events and self._check is not None:
+        events = dict(poll.poll(_SLICE_MS))
+        if not events:
+            if self._check is not None:
                 self._check()
-            if self._next_fd in events:
-                self._hear_why()
-            if self._previous_fd in events:
-                return self._has_data()
-            if events:
-                return False
+            return None
+        if self._next_fd in events:
+            self._hear_why()
+        return self._previous_fd in events and self._has_data()
 
     def _has_data(self) -> bool:
         """Whether the previous rank has sent something; otherwise it has gone."""

@@ -110,7 +110,7 @@ class RingTransport:
         header = Header(Operation.BARRIER, self._sequence + 1, note_bytes=1)
         self._gather(header, b"\0", [1] * self._size)
 
-    def wait_until_called(self, wake: int) -> bool:
+    def wait_until_called(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
         was_called = self._duplex.wait_for_data(wake)
         if self._abort_reason is not None:

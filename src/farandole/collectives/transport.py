@@ -44,10 +44,12 @@ class Transport(Protocol):
         """Return once every rank has called it."""
         ...
 
-    def wait_until_called(self, wake: int) -> bool:
+    def wait_until_called(self, wake: int) -> bool | None:
         """Wait, between operations, until another rank has begun one (True), or there is something to read from
-        the descriptor `wake`, or a neighbour is gone (False). A neighbour may go when nobody needs it any more;
-        whoever does need it learns from the next operation that it is lost. Raises GenerationEnded after an abort.
+        the descriptor `wake`, or a neighbour is gone (False); None when nothing of it happened for a second.
+
+        A neighbour may go when nobody needs it any more; whoever does need it learns from the next operation that
+        it is lost. Raises GenerationEnded after an abort.
         """
         ...
 

@@ -1,0 +1,164 @@
+"""From a user's call to operations: what can be wrong on one rank alone is found here. operations.py calls it.
+
+All functions raise ValueError for a tensor, a name or a process set that cannot work. An unnamed operation takes
+its number first, so that ranks keep counting alike when one of them made a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from farandole.collectives.named import adasum
+from farandole.collectives.named.engine import NamedCollectives
+from farandole.collectives.named.handles import ExchangeHandle, Handle
+from farandole.collectives.named.operation import Operation
+from farandole.collectives.named.process_sets import ProcessSet, engine
+from farandole.collectives.named.requests import CPU, GLOBAL_SET, Key, Kind, Request
+from farandole.collectives.reduction import Reduction
+from farandole.errors import HorovodInternalError
+
+REDUCIBLE = (
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+)
+
+
+class Call:
+    """One call of a public function: in which process set, under which name, with which handle.
+
+    name     the user's; None for a running number
+    tensors  how many of them, for a grouped function; None for the plain one
+
+    Raises ValueError for a process set that was not added, or does not have this rank.
+    """
+
+    def __init__(self, kind: Kind, name: str | None, process_set: ProcessSet, tensors: int | None = None) -> None:
+        self.named: NamedCollectives = engine()
+        self.kind, self.process_set = kind, process_set
+        number = process_set.process_set_id
+        prefix = ("" if tensors is None else "grouped_") + kind.name.lower()
+        if name is None:
+            name = f"noname.{self.named.next_number(kind, -1 if number is None else number)}"
+        self.name = f"{prefix}.{name}"
+        if number is None or number not in self.named.process_sets:
+            raise ValueError(f"{self.name}: {process_set} was not added, or was removed; see add_process_set()")
+        self.id, self.ranks = number, self.named.process_sets[number]
+        if self.named.rank not in self.ranks:
+            raise ValueError(f"{self.name}: rank {self.named.rank} is not in {process_set}")
+        self._tensors = tensors
+        if kind is Kind.ALLTOALL:
+            self.handle: Handle = ExchangeHandle()
+        else:
+            self.handle = Handle(1 if tensors is None else tensors, is_group=tensors is not None)
+        self._operations: list[Operation] = []
+
+    def add(
+        self,
+        tensor: torch.Tensor | None = None,
+        *,
+        in_place: bool = False,
+        shape: Sequence[int] | None = None,
+        op: Reduction = Reduction.SUM,
+        root: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        splits: Sequence[int] = (),
+    ) -> None:
+        """The call's next tensor, or its only one."""
+        part, name, group = len(self._operations), self.name, ""
+        if self._tensors is not None:
+            name, group = f"{name}_{part + 1}of{self._tensors}", name
+        key = Key(self.id, self.kind, name)
+        if tensor is None:
+            request = Request(key)
+        else:
+            request = Request(
+                key,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape if shape is None else shape),
+                int(op),
+                root,
+                float(prescale),
+                float(postscale),
+                CPU if tensor.device.type == "cpu" else tensor.device.index or 0,
+                tuple(splits),
+                group,
+                self._tensors or 0,
+            )
+        self._operations.append(Operation(request, tensor, in_place, self.handle, part))
+
+    def submit(self) -> Handle:
+        """Hand everything over at once."""
+        if self._operations:
+            self.named.submit(self._operations)
+        return self.handle
+
+
+def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> None:
+    """A dense tensor; with rows, where rows are what is dealt out."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{call.name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(
+            f"{call.name}: a dense tensor is needed, got one of layout {tensor.layout}; see sparse_allreduce_async()"
+        )
+    if at_least_1d and tensor.dim() == 0:
+        raise ValueError(f"{call.name}: a scalar has no rows to deal out; the tensor needs at least one dimension")
+
+
+def check_same_device(call: Call, tensors: Sequence[torch.Tensor]) -> None:
+    """The tensors of a group travel together. Raises HorovodInternalError, as Horovod does."""
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise HorovodInternalError(f"{call.name}: all tensors of a group must be on one device, got {devices}")
+
+
+def check_reduction(call: Call, tensor: torch.Tensor, op: Reduction, scales: tuple[float, float]) -> None:
+    """Whether tensors of this dtype can be reduced by `op`."""
+    if tensor.dtype not in REDUCIBLE:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
+        raise ValueError(f"{call.name}: tensors of {tensor.dtype} cannot be reduced; convert it to one of {names}")
+    if tensor.dtype is torch.bool and (op is Reduction.AVERAGE or scales != (1.0, 1.0)):
+        raise ValueError(f"{call.name}: bools have no average and no scale; use op=Sum (or), Product (and), Min or Max")
+    if op is Reduction.ADASUM:
+        if call.id != GLOBAL_SET:
+            raise NotImplementedError(f"{call.name}: Adasum works on all ranks only, not on {call.process_set}")
+        adasum.require_power_of_two(len(call.ranks))
+        if not tensor.is_floating_point():
+            raise ValueError(f"{call.name}: Adasum takes floating point tensors, got {tensor.dtype}")
+
+
+def check_root(call: Call, root_rank: int) -> None:
+    """A global rank, of a member."""
+    if root_rank not in call.ranks:
+        raise ValueError(f"{call.name}: root_rank must be one of the global ranks {list(call.ranks)}, got {root_rank}")
+
+
+def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None) -> list[int]:
+    """How many rows each member gets, checked against the tensor."""
+    size, rows = len(call.ranks), tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"{call.name}: {rows} rows cannot be dealt out evenly to {size} ranks; say how many each gets in splits"
+            )
+        return [rows // size] * size
+    values = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32)
+    if values.is_floating_point() or values.is_complex() or values.dtype is torch.bool or values.dim() != 1:
+        raise ValueError(
+            f"{call.name}: splits must be one dimension of 32-bit integers, got {values.dtype} of shape "
+            f"{tuple(values.shape)}"
+        )
+    numbers: list[int] = values.tolist()
+    if len(numbers) != size:
+        raise ValueError(f"{call.name}: splits must have one entry for each of {size} ranks, got {len(numbers)}")
+    if min(numbers) < 0 or sum(numbers) > rows:
+        raise ValueError(f"{call.name}: splits must be counts that add up to at most {rows} rows, got {numbers}")
+    return numbers

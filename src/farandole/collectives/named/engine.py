@@ -1,0 +1,253 @@
+"""The named collectives of one generation: a thread that matches what all ranks submitted, and carries it out.
+
+Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has
+something to say or another rank has begun a round; then all ranks exchange their words (rounds.py), decide alike
+what to do (negotiation.py) and do it in the same order (execution.py). A world of one does all this in the
+calling thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from farandole.collectives.alone import AloneTransport
+from farandole.collectives.named.execution import Execution
+from farandole.collectives.named.negotiation import Negotiation
+from farandole.collectives.named.operation import Operation
+from farandole.collectives.named.requests import (
+    GLOBAL_SET,
+    AllJoined,
+    Decision,
+    Execute,
+    Fail,
+    Kind,
+    SetAdded,
+    SetRemoved,
+)
+from farandole.collectives.named.rounds import Rounds
+from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.submitted import Submitted
+from farandole.collectives.named.wake import Wake
+from farandole.collectives.transport import Transport
+from farandole.errors import CollectiveMismatch
+from farandole.membership import Placement
+
+Connect = Callable[[tuple[int, ...], int], Transport]
+"""connect(global ranks, process set): a transport among these ranks only; all of them call it at once"""
+
+# For the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class NamedCollectives:
+    """All operations that are matched by name, from the start of a generation to its end.
+
+    transport  of its own: nobody else runs collectives on it. close() closes it
+    connect    opens the connections of a process set
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        placement: Placement,
+        connect: Connect,
+        settings: NamedSettings | None = None,
+    ) -> None:
+        self.settings = settings or NamedSettings()
+        self._rank, self._size = placement.rank, placement.size
+        self._connect = connect
+        self._rounds = Rounds(transport)
+        self._negotiation = Negotiation(placement.size, self.settings.cache_capacity, self.settings.fusion_bytes)
+        self._execution = Execution()
+        self._transports: dict[int, Transport] = {GLOBAL_SET: transport}
+        self._sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
+        self._numbers: defaultdict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
+        self._wake = Wake()
+        self._submitted = Submitted(self._wake)
+        self._is_closing = False
+        self._alone = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if placement.size > 1:
+            self._thread = threading.Thread(target=self._run, name="farandole-collectives", daemon=True)
+            self._thread.start()
+
+    @property
+    def rank(self) -> int:
+        """This rank, among all."""
+        return self._rank
+
+    @property
+    def process_sets(self) -> Mapping[int, tuple[int, ...]]:
+        """The global ranks of each process set, by its id; 0 is the set of all ranks."""
+        return MappingProxyType(self._sets)
+
+    def next_number(self, kind: Kind, process_set: int) -> int:
+        """The running number for an unnamed operation: the same on all members, as long as all submit the same."""
+        return next(self._numbers[kind, process_set])
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """From any thread: have these carried out; the other ranks hear of all of them in one round.
+
+        Raises ValueError when one of the names is in flight in its process set, and what ended this generation
+        if it has ended; then none is submitted.
+        """
+        self._submitted.add(operations)
+        if self._thread is None:
+            self._run_alone()
+
+    def abort(self, reason: str) -> None:
+        """From any thread: whatever runs or waits ends with GenerationEnded, and so does whatever comes later."""
+        for transport in list(self._transports.values()):
+            transport.abort(reason)
+
+    def wait_until_quiet(self) -> None:
+        """After abort(): return when all handles have ended and no tensor of the user's is touched any more."""
+        if self._thread is None:
+            self._run_alone()
+        else:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Take part in a round that has begun, then leave. What still waits then ends with GenerationEnded.
+
+        Idempotent; after abort() at once."""
+        self._is_closing = True
+        if self._thread is not None and self._thread.is_alive():
+            self._submitted.wake()
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        self.abort("the named collectives were closed")
+        self.wait_until_quiet()
+        self._end_by_transport()
+        for transport in self._transports.values():
+            transport.close()
+        self._wake.close()
+
+    # Rounds ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """The thread, from the first round to the last."""
+        try:
+            while self._wait_for_reason():
+                self._round()
+        except BaseException as error:  # noqa: BLE001 - every handle gets it
+            self._end(error)
+
+    def _run_alone(self) -> None:
+        with self._alone:
+            try:
+                self._round()
+            except BaseException as error:  # noqa: BLE001 - as in _run
+                self._end(error)
+
+    def _wait_for_reason(self) -> bool:
+        """Wait until a round is due; False when this rank is to leave instead."""
+        transport = self._transports[GLOBAL_SET]
+        while not self._submitted.has_unsaid:
+            if self._is_closing:
+                return False
+            was_called = transport.wait_until_called(self._wake.descriptor)
+            if was_called or self._wake.is_set:
+                return True
+            if was_called is False and self._is_over_for_all():
+                return True
+        return True
+
+    def _is_over_for_all(self) -> bool:
+        """A neighbour has gone, so that no round will ever end again. Whether this rank has to find out why.
+
+        If nothing waits here, the neighbour may simply have finished, which is no failure. But the ranks beyond,
+        who cannot see it, must not wait for it."""
+        if self._submitted.is_empty:
+            self.abort("a neighbouring rank has left")
+        return not self._submitted.is_empty
+
+    def _round(self) -> None:
+        """Exchange words with all ranks, and do what follows from them. Raises what the transport raises."""
+        unsaid = self._submitted.take_unsaid()
+        said = self._negotiation.words(self._rank, [operation.request for operation in unsaid])
+        for decision in self._negotiation.round(self._rounds.exchange(said)):
+            self._carry_out(decision)
+
+    def _end(self, error: BaseException) -> None:
+        """This rank takes part in nothing any more; neither does any other, whose next round needs it."""
+        self.abort(f"rank {self._rank} has ended its named collectives: {error}")
+        self._submitted.end(error)
+
+    def _end_by_transport(self) -> None:
+        """After an abort: what waits gets the error that the transport has for it."""
+        try:
+            self._transports[GLOBAL_SET].barrier()
+        except Exception as error:  # noqa: BLE001 - handed on
+            self._submitted.end(error)
+
+    # Decisions -------------------------------------------------------------------------------------------
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case Execute():
+                self._execute(decision)
+            case Fail():
+                self._finish(decision, CollectiveMismatch(decision.message))
+            case AllJoined():
+                self._finish_join(decision)
+            case SetAdded():
+                self._add_set(decision)
+            case SetRemoved():
+                self._remove_set(decision)
+
+    def _execute(self, decision: Execute) -> None:
+        first = decision.operations[0]
+        transport = self._transports.get(first.key.process_set)
+        if transport is None:
+            return  # of a process set without this rank
+        mine = [
+            None if each.parts[transport.rank] is None else self._submitted.find(each.key)
+            for each in decision.operations
+        ]
+        self._execution.carry_out(decision.operations, mine, transport)
+        self._submitted.forget(mine)
+
+    def _finish(self, decision: Fail | SetAdded | SetRemoved, result: object) -> None:
+        """End this rank's part, if it has one: with a result, or with an error."""
+        operation = self._submitted.find(decision.key)
+        if operation is not None:
+            if isinstance(result, BaseException):
+                operation.fail(result)
+            else:
+                operation.finish(result)
+            self._submitted.forget([operation])
+
+    def _finish_join(self, decision: AllJoined) -> None:
+        for operation in self._submitted.in_flight():
+            if operation.key.kind is Kind.JOIN and operation.key.process_set == decision.process_set:
+                operation.finish(decision.last_rank)
+                self._submitted.forget([operation])
+
+    def _add_set(self, decision: SetAdded) -> None:
+        """Open the connections of a new process set. Its members do so at the same point of the same round."""
+        ranks = decision.ranks
+        self._sets[decision.process_set] = ranks
+        if self._rank in ranks:
+            alone = len(ranks) == 1
+            transport = AloneTransport() if alone else self._connect(ranks, decision.process_set)
+            self._transports[decision.process_set] = transport
+        self._finish(decision, decision.process_set)
+
+    def _remove_set(self, decision: SetRemoved) -> None:
+        number = decision.process_set
+        self._sets.pop(number, None)
+        transport = self._transports.pop(number, None)
+        if transport is not None:
+            transport.close()
+        # Of those that nobody has heard of yet the negotiation says that there is no such set.
+        said = [operation for operation in self._submitted.in_flight() if operation.was_said]
+        left = [operation for operation in said if operation.key.process_set == number]
+        for operation in left:
+            operation.fail(CollectiveMismatch(f"{operation.key.name}: process set {number} was removed"))
+        self._submitted.forget(left)
+        self._finish(decision, True)

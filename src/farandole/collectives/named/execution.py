@@ -1,0 +1,48 @@
+"""Carries out what a round decided to execute: each kind of operation by its function. engine.py calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from farandole.collectives.named import moving, reducing
+from farandole.collectives.named.operation import Operation
+from farandole.collectives.named.requests import Agreed, Kind
+from farandole.collectives.transport import Transport
+
+_ONE: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
+    Kind.ALLGATHER: moving.all_gather,
+    Kind.BROADCAST: moving.broadcast,
+    Kind.ALLTOALL: moving.all_to_all,
+}
+
+
+class Execution:
+    """For one thread; keeps the flat buffers of one generation."""
+
+    def __init__(self) -> None:
+        self._buffers = reducing.FusionBuffers()
+
+    def carry_out(self, agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport) -> None:
+        """One operation, or several allreduces that share a flat buffer, on the transport of their process set.
+
+        mine  this rank's operations, in the same order; None where it takes part with zeros because it has joined
+
+        Ends each of them, well or with an error that is this rank's own. Raises what the transport raises; then
+        some have not ended.
+        """
+        first, kind = agreed[0], agreed[0].key.kind
+        with torch.no_grad():
+            if len(agreed) > 1:
+                reducing.all_reduce_fused(agreed, mine, transport, self._buffers)
+            elif kind is Kind.ALLREDUCE:
+                reducing.all_reduce(first, mine[0], transport)
+            elif kind is Kind.REDUCESCATTER:
+                reducing.reduce_scatter(first, mine[0], transport)
+            elif mine[0] is None:
+                raise AssertionError(f"{first.key} was agreed on without this rank")
+            elif kind is Kind.BARRIER:
+                mine[0].finish(None)  # That all ranks have said it is all there is to it.
+            else:
+                _ONE[kind](first, mine[0], transport)

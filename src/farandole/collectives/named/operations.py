@@ -1,0 +1,194 @@
+"""Horovod's operations on tensors, those that wait for their result; the asynchronous ones are handed on.
+
+Arguments as in asynchronous.py. All raise what their asynchronous form raises, and what synchronize() raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from farandole.collectives.named import asynchronous, autograd
+from farandole.collectives.named.asynchronous import (
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    reducescatter_async,
+    reduction,
+)
+from farandole.collectives.named.building import Call
+from farandole.collectives.named.compression import Compression, Compressor
+from farandole.collectives.named.grouped import (
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_reducescatter,
+)
+from farandole.collectives.named.handles import poll, synchronize
+from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.named.requests import Kind
+from farandole.collectives.named.sparse import sparse_allreduce_async
+from farandole.collectives.reduction import Reduction
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce `tensor` into a new one. Gradients flow through it."""
+    scales = (prescale_factor, postscale_factor)
+    how = reduction(op, average)
+    small, context = compression.compress(tensor)
+    (result,) = autograd.all_reduce(
+        lambda inputs: allreduce_async(inputs[0], None, name, how, *scales, process_set),
+        [small],
+        how,
+        scales,
+        process_set,
+    )
+    return compression.decompress(result, context)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce `tensor` in place, and return it."""
+    how = reduction(op, average)
+    handle = allreduce_async_(tensor, None, name, how, prescale_factor, postscale_factor, process_set)
+    result: torch.Tensor = handle.take()
+    return result
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The rows of all ranks' tensors, in the order of the ranks. Gradients flow through it."""
+    (result,) = autograd.all_gather(lambda inputs: allgather_async(inputs[0], name, process_set), [tensor], process_set)
+    return result
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The tensor of `root_rank` (a global rank), in a new one. Gradients flow through it."""
+    return autograd.broadcast(
+        lambda inputs: broadcast_async(inputs[0], root_rank, name, process_set), tensor, root_rank, process_set
+    )
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The tensor of `root_rank` (a global rank), in place; returns `tensor`."""
+    result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).take()
+    return result
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Some rows for each rank, and some rows from each. Gradients flow through it.
+
+    With `splits` a pair: the tensor, and how many of its rows came from each rank (int32, on the CPU).
+    """
+    output, received = autograd.all_to_all(
+        lambda inputs: alltoall_async(inputs[0], splits, name, process_set), tensor, process_set
+    )
+    return output if splits is None else (output, received)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce `tensor`, and keep this rank's share of the rows. Gradients flow through it."""
+    scales = (prescale_factor, postscale_factor)
+    how = reduction(op)
+    small, context = compression.compress(tensor)
+    (result,) = autograd.reduce_scatter(
+        lambda inputs: asynchronous.reducescatter_async(inputs[0], name, how, process_set, *scales),
+        [small],
+        how,
+        scales,
+        process_set,
+    )
+    return compression.decompress(result, context)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have. Returns the rank that was last.
+
+    Meanwhile it contributes zeros to what the others reduce. An Average is still divided by the number of all
+    ranks. Operations other than reductions fail on the others, with CollectiveMismatch.
+
+    device  accepted for Horovod's scripts; zeros need no device here
+    """
+    call = Call(Kind.JOIN, None, global_process_set)
+    call.add()
+    last: int = call.submit().take()
+    return last
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once all ranks of the process set have called it; other operations may be outstanding."""
+    call = Call(Kind.BARRIER, None, process_set)
+    call.add()
+    call.submit().take()

@@ -1,0 +1,253 @@
+"""Process sets: some of the ranks, for operations among themselves. Scripts make them; operations.py asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from farandole.collectives import world
+from farandole.collectives.named.handles import Handle
+from farandole.collectives.named.operation import Operation
+from farandole.collectives.named.requests import GLOBAL_SET, Key, Kind, Request
+from farandole.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from farandole.collectives.named.engine import NamedCollectives
+
+
+class ProcessSet:
+    """Some of the ranks, by their global numbers.
+
+    Means nothing until it is given to init() or add_process_set(); then it has an id. After a change of the
+    membership it stands for the workers that have these ranks then. When there are no such ranks any more it is
+    as it was before it was added.
+
+    ranks           global ranks, sorted
+    process_set_id  the same on all ranks; None before it was added and after it was removed
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """Raises ValueError for anything but ranks that differ from each other."""
+        if not isinstance(ranks, Iterable):
+            raise ValueError(f"a ProcessSet is made of ranks, got {ranks!r} (communicators of MPI are not known here)")
+        self._ranks = sorted(ranks)
+        if any(not isinstance(rank, int) or rank < 0 for rank in self._ranks):
+            raise ValueError(f"a ProcessSet is made of ranks, from 0 on, got {self._ranks}")
+        if len(set(self._ranks)) < len(self._ranks):
+            raise ValueError(f"a ProcessSet has each rank once, got {self._ranks}")
+        self.process_set_id: int | None = None
+
+    @property
+    def ranks(self) -> list[int] | None:
+        return list(self._ranks)
+
+    def size(self) -> int | None:
+        """How many ranks it has; None before it was added."""
+        return None if self.process_set_id is None else len(self._ranks)
+
+    def rank(self) -> int | None:
+        """This worker's place in it, from 0; None before it was added. Raises ValueError for one that is not in it."""
+        if self.process_set_id is None:
+            return None
+        here = world.current().placement.rank
+        if here not in self._ranks:
+            raise ValueError(f"rank {here} is not in {self}")
+        return self._ranks.index(here)
+
+    def included(self) -> bool | None:
+        """Whether this worker is in it; None before init()."""
+        return world.current().placement.rank in self._ranks if world.is_entered() else None
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks, whatever their number."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = GLOBAL_SET
+
+    @property
+    def ranks(self) -> list[int] | None:
+        return list(range(world.current().placement.size)) if world.is_entered() else None
+
+    def size(self) -> int | None:
+        return world.current().placement.size if world.is_entered() else None
+
+    def rank(self) -> int | None:
+        return world.current().placement.rank if world.is_entered() else None
+
+    def included(self) -> bool | None:
+        return True if world.is_entered() else None
+
+
+global_process_set: ProcessSet = _GlobalProcessSet()
+"""The process set of all ranks: what operations use unless they are told otherwise."""
+
+_added: list[ProcessSet] = []  # in the order in which they were added
+_unclaimed: set[tuple[int, ...]] = set()  # added anew after a regroup, and not again by the script
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a process set while the job runs. All ranks call it, with the same ranks, in the same order.
+
+    After a regroup a script may add what it has added before: every process set is there again already, and keeps
+    its id.
+
+    Raises ValueError when dynamic process sets are not enabled, when there is one of these ranks already, and when
+    other ranks add something else.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    named = engine()
+    _require_dynamic(named)
+    ranks = tuple(added.ranks or ())
+    if ranks in _unclaimed:
+        _unclaimed.remove(ranks)
+        added.process_set_id = _ids(named)[ranks]
+        _added.append(added)
+        return added
+    _require_possible(ranks, named)
+    _add_all([added], named)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set away again. All ranks call it. False if it was not added, or is the global one.
+
+    Raises ValueError when dynamic process sets are not enabled, or other ranks remove another one.
+    """
+    number = process_set.process_set_id
+    if number is None or number == GLOBAL_SET:
+        return False
+    named = engine()
+    _require_dynamic(named)
+    ranks = named.process_sets.get(number, ())
+    _forget(number)
+    return bool(_change(named, Kind.REMOVE_PROCESS_SET, [ranks])[0])
+
+
+def process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """All process sets of this world, those of others included."""
+    return {number: list(ranks) for number, ranks in engine().process_sets.items()}
+
+
+def register_static(process_sets: Sequence[ProcessSet]) -> None:
+    """Add what init(process_sets=...) was given. All ranks call it, also with nothing.
+
+    Raises ValueError, on all ranks, when they differ, name a rank that there is not, or have one twice.
+    """
+    named = engine()
+    wanted = [tuple(each.ranks or ()) for each in process_sets]
+    heard = _gather(wanted, named)
+    if any(theirs != wanted for theirs in heard):
+        raise ValueError(f"init(): ranks disagree on process_sets; rank {named.rank} has {wanted}, all: {heard}")
+    for place, ranks in enumerate(wanted):
+        _require_possible(ranks, named)
+        if ranks in wanted[:place]:
+            raise ValueError(f"init(): process_sets has {list(ranks)} twice")
+    _add_all(process_sets, named)
+
+
+def recreate(is_newcomer: bool) -> None:
+    """Add all process sets again, in a new generation. All ranks call it before any other named operation.
+
+    The order is that of the lowest rank that is no newcomer; what others have beside is added behind. A process
+    set that names a rank which there is no more is not added: its object has no id from now on.
+    """
+    named = engine()
+    mine = [tuple(each.ranks or ()) for each in _added]
+    heard = _gather([*mine, (-1,)] if is_newcomer else mine, named)
+    members = [theirs for theirs in heard if (-1,) not in theirs]
+    everything = dict.fromkeys(ranks for theirs in [*members, *heard] for ranks in theirs if ranks != (-1,))
+    size = len(named.process_sets[GLOBAL_SET])
+    possible = [ranks for ranks in everything if ranks[-1] < size and len(ranks) < size]
+    _change(named, Kind.ADD_PROCESS_SET, possible)
+    ids = _ids(named)
+    for each in _added:
+        each.process_set_id = ids.get(tuple(each.ranks or ()))
+    _unclaimed.clear()
+    _unclaimed.update(possible)
+
+
+def forget_all() -> None:
+    """After shutdown(): no process set has an id any more."""
+    for each in _added:
+        each.process_set_id = None
+    _added.clear()
+    _unclaimed.clear()
+
+
+def engine() -> NamedCollectives:
+    """The named collectives of the current world. Raises NotInitialized before init()."""
+    named = world.current().named
+    if named is None:
+        raise RuntimeError("this world has no named collectives")
+    return named
+
+
+def _add_all(process_sets: Sequence[ProcessSet], named: NamedCollectives) -> None:
+    numbers = _change(named, Kind.ADD_PROCESS_SET, [tuple(each.ranks or ()) for each in process_sets])
+    for each, number in zip(process_sets, numbers, strict=True):
+        each.process_set_id = number
+        _added.append(each)
+
+
+def _change(named: NamedCollectives, kind: Kind, all_ranks: Sequence[tuple[int, ...]]) -> Sequence[int]:
+    """Add or remove process sets, all in one round. Raises ValueError where other ranks do something else."""
+    if not all_ranks:
+        return ()
+    handle = Handle(len(all_ranks), is_group=True)
+    operations = []
+    for part, ranks in enumerate(all_ranks):
+        name = f"{kind.name.lower()}.{named.next_number(kind, GLOBAL_SET)}"
+        operations.append(Operation(Request(Key(GLOBAL_SET, kind, name), ranks=ranks), handle=handle, part=part))
+    named.submit(operations)
+    try:
+        numbers: Sequence[int] = handle.take()
+    except CollectiveMismatch as error:
+        raise ValueError(str(error)) from error
+    return numbers
+
+
+def _gather(mine: Sequence[tuple[int, ...]], named: NamedCollectives) -> list[list[tuple[int, ...]]]:
+    """What every rank says, by rank."""
+    payload = msgspec.json.encode(mine)
+    name = f"process_sets.{named.next_number(Kind.ALLGATHER, -1)}"
+    request = Request(Key(GLOBAL_SET, Kind.ALLGATHER, name), "uint8", (len(payload),))
+    operation = Operation(request, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    named.submit([operation])
+    parts = operation.handle.take().split(operation.handle.received[0])
+    return [msgspec.json.decode(bytes(part.tolist()), type=list[tuple[int, ...]]) for part in parts]
+
+
+def _ids(named: NamedCollectives) -> dict[tuple[int, ...], int]:
+    return {ranks: number for number, ranks in named.process_sets.items()}
+
+
+def _require_dynamic(named: NamedCollectives) -> None:
+    if not named.settings.dynamic_process_sets:
+        raise ValueError(
+            "process sets can be added and removed only if that is enabled, on all ranks: "
+            'init(process_sets="dynamic"), or HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment'
+        )
+
+
+def _require_possible(ranks: tuple[int, ...], named: NamedCollectives) -> None:
+    size = len(named.process_sets[GLOBAL_SET])
+    if not ranks or ranks[-1] >= size:
+        raise ValueError(f"a process set of ranks {list(ranks)} is not possible: there are ranks 0 to {size - 1}")
+    number = _ids(named).get(ranks)
+    if number is not None:
+        raise ValueError(f"there is a process set of ranks {list(ranks)} already, with id {number}")
+
+
+def _forget(number: int) -> None:
+    for each in [each for each in _added if each.process_set_id == number]:
+        _unclaimed.discard(tuple(each.ranks or ()))
+        each.process_set_id = None
+        _added.remove(each)

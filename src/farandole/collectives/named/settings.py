@@ -1,0 +1,31 @@
+"""What can be set about named collectives. Pure; the worker reads the environment and hands this in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farandole.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NamedSettings:
+    """Horovod's settings, under our names. Raises ConfigError for values that cannot work.
+
+    cache_capacity        how many requests are remembered, so that repeating one costs a byte or two; 0 for none
+    fusion_bytes          up to this size several allreduces share one flat buffer; 0 for none
+    stall_warning_s       after this time a warning names operations that some ranks have not submitted; 0 for never
+    stall_abort_s         after this time such an operation is given up with an error; 0 for never
+    dynamic_process_sets  whether add_process_set and remove_process_set are allowed
+    """
+
+    cache_capacity: int = 1024
+    fusion_bytes: int = 64 << 20
+    stall_warning_s: float = 60.0
+    stall_abort_s: float = 0.0
+    dynamic_process_sets: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cache_capacity", "fusion_bytes", "stall_warning_s", "stall_abort_s"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name} must not be negative, got {value}")
