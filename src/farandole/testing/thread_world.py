@@ -1,18 +1,24 @@
-"""A world of threads in one process: collectives through shared memory of the interpreter, no socket, no clock."""
+"""A world of threads in one process: collectives through shared memory of the interpreter, no clock."""
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from farandole.collectives.buffers import combiner, flat_view
+from farandole.collectives.reduction import Reduction
 from farandole.errors import GenerationEnded, PeerLost
 
 ResultT = TypeVar("ResultT")
 
 _DEADLINE_S = 30.0
+_SECOND_S = 1.0
 
 
 class ThreadWorld:
@@ -24,10 +30,12 @@ class ThreadWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.transports = [ThreadTransport(self, rank) for rank in range(size)]
         self._barrier = threading.Barrier(size, timeout=_DEADLINE_S)
         self._slots: list[Any] = [None] * size
         self._deaths: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._worlds: dict[int, ThreadWorld] = {}
+        self.transports = [ThreadTransport(self, rank) for rank in range(size)]
 
     def kill(self, rank: int, before: int) -> None:
         self._deaths[rank] = before
@@ -41,7 +49,7 @@ class ThreadWorld:
                 results[rank] = function(self.transports[rank])
             except BaseException as error:  # noqa: BLE001 - handed to the caller
                 results[rank] = error
-                self._barrier.abort()
+                self.end()
 
         threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
@@ -50,18 +58,49 @@ class ThreadWorld:
             thread.join(_DEADLINE_S)
         return results
 
+    def connect(self, rank: int) -> Callable[[tuple[int, ...], int], ThreadTransport]:
+        """connect(ranks, process_set) of one rank: its transport in a world of some of the ranks."""
+
+        def connect(ranks: tuple[int, ...], process_set: int) -> ThreadTransport:
+            with self._lock:
+                inner = self._worlds.setdefault(process_set, ThreadWorld(len(ranks)))
+            return inner.transports[ranks.index(rank)]
+
+        return connect
+
+    def end(self) -> None:
+        """Nobody gets anywhere any more."""
+        self._barrier.abort()
+        self.call_all()
+
+    def call_all(self) -> None:
+        """Whoever waits between operations looks around."""
+        for transport in self.transports:
+            transport.call()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._barrier.broken
+
+    @property
+    def begun(self) -> int:
+        """How many operations the fastest rank has begun."""
+        return max(transport.begun for transport in self.transports)
+
     def exchange(self, rank: int, count: int, op: str, value: Any) -> list[Any]:
         """Everybody's value, by rank; the heart of all collectives."""
         if self._deaths.get(rank) == count:
-            self._barrier.abort()
+            self.end()
             raise SystemExit(1)
         try:
             self._slots[rank] = value
-            self._barrier.wait()
-            values = list(self._slots)
+            self.call_all()
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise PeerLost(op, 0, (rank + 1) % self.size) from None
+        values = list(self._slots)
+        with contextlib.suppress(threading.BrokenBarrierError):  # Completion beats failure.
+            self._barrier.wait()
         return values
 
 
@@ -70,14 +109,20 @@ class ThreadTransport:
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
-        self._count = 0
         self._aborted: str | None = None
+        self._lock = threading.Lock()
+        self._call: tuple[socket.socket, socket.socket] | None = None  # while it waits between operations
+        self._has_seen_end = False
+        self.begun = 0
         self.rank = rank
         self.size = world.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"") -> list[bytes]:
-        values = self._exchange("all_reduce", (tensor.clone(), note))
-        tensor.copy_(torch.stack([value for value, _ in values]).sum(dim=0))
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        flat, combine = flat_view(tensor), combiner(op)
+        values = self._exchange("all_reduce", (flat.clone(), note))
+        flat.copy_(values[0][0])
+        for other, _ in values[1:]:
+            combine(flat, other, out=flat)
         return [note for _, note in values]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -89,15 +134,51 @@ class ThreadTransport:
     def barrier(self) -> None:
         self._exchange("barrier", None)
 
+    def wait_until_called(self, wake: int) -> bool | None:
+        with self._lock:
+            woken, _ = self._call = socket.socketpair()
+        try:
+            while True:
+                self._raise_if_aborted("wait")
+                if self._world.begun > self.begun:
+                    return True
+                if self._world.has_ended and not self._has_seen_end:
+                    self._has_seen_end = True
+                    return False
+                ready = select.select([wake, woken.fileno()], [], [], _SECOND_S)[0]
+                if wake in ready:
+                    return False
+                if not ready:
+                    return None
+                woken.recv(4096)
+        finally:
+            with self._lock:
+                for sock in self._call:
+                    sock.close()
+                self._call = None
+
+    def call(self) -> None:
+        """From any thread: if the rank waits between operations, it looks around."""
+        with self._lock:
+            if self._call is not None:
+                self._call[1].send(b"\0")
+
     def abort(self, reason: str) -> None:
-        self._aborted = reason
-        self._world._barrier.abort()
+        self._aborted = self._aborted or reason
+        self._world.end()
 
     def close(self) -> None:
-        pass
+        self.abort("its transport was closed")
 
     def _exchange(self, op: str, value: Any) -> list[Any]:
+        self._raise_if_aborted(op)
+        self.begun += 1
+        try:
+            return self._world.exchange(self.rank, self.begun - 1, op, value)
+        except PeerLost:
+            self._raise_if_aborted(op)
+            raise
+
+    def _raise_if_aborted(self, op: str) -> None:
         if self._aborted is not None:
             raise GenerationEnded(op, 0, self._aborted)
-        self._count += 1
-        return self._world.exchange(self.rank, self._count - 1, op, value)
