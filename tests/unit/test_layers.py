@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "worker": {"collectives", "state", "optim", "data"},
     "elastic": {"collectives", "state", "optim", "data", "worker"},
     "coordinator": set(),
-    "launch": {"coordinator"},
+    "launch": {"coordinator", "horovod"},  # where the alias lies
 }
 WITHOUT_TORCH = {GROUND, "coordinator", "launch"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}

@@ -1,23 +1,49 @@
-"""What can be asked of `farandole run`: options, checked, and a command, untouched. Used by cli.py."""
+"""What can be asked of `farandole run` and `horovodrun`: options, checked, and a command, untouched. Used by
+cli.py."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from farandole.config import JobConfig
 from farandole.errors import ConfigError
+from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
+from farandole.launch.config_file import read_config_file
+from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
+from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.run_parser import run_parser, unused_options
 
-USAGE_ERROR = 2
+
+@dataclass(frozen=True)
+class Program:
+    """By which name the command line was called.
+
+    is_horovodrun  what was not said is as under Horovod: jobs are elastic only when asked for, a worker that
+                   was lost takes its host out, and scripts find `horovod`
+    """
+
+    name: str = "farandole run"
+    is_horovodrun: bool = False
+
+
+FARANDOLE_RUN = Program()
+HOROVODRUN = Program("horovodrun", is_horovodrun=True)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One `farandole run`, checked as far as its words allow."""
+    """One job, checked as far as its words allow.
+
+    hosts             where workers run; None: on this machine, or where the discovery script says
+    discovery_script  a command that prints the hosts; slots_per_host: of those it gives no number for
+    environment       what the workers' environment has beside what they inherit
+    notes             what was asked for and has no effect, one sentence each
+    loudness          the name of a report.Loudness
+    """
 
     config: JobConfig
     command: tuple[str, ...]
@@ -25,50 +51,130 @@ class RunOptions:
     port: int
     output_directory: Path | None
     prefix_timestamp: bool
-    loudness: str  # the name of a report.Loudness
+    loudness: str
+    hosts: tuple[HostSlots, ...] | None = None
+    discovery_script: str | None = None
+    slots_per_host: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
-def parse_run(arguments: Sequence[str]) -> RunOptions:
-    """What the arguments behind `farandole run` ask for. From the first word on that is no option of ours,
+def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
+    """What the arguments behind the program's name ask for. From the first word on that is no option of ours,
     they are the user's and are not looked into. Raises SystemExit when they cannot work."""
-    parser, with_value = _run_parser()
-    ours, command = split_command(arguments, with_value)
+    parser, words = run_parser(program.name)
+    ours, command = split_command(arguments, words)
     options = parser.parse_args(ours)
     try:
-        if options.num_proc is None:
-            raise ConfigError("how many workers? say so with -np, for example -np 3")
-        _check_address(options.host, options.port)
-        return RunOptions(
-            config=JobConfig(
-                num_proc=options.num_proc,
-                min_np=options.min_np,
-                max_np=options.max_np,
-                restarts=options.restarts,
-                elastic_timeout_s=options.elastic_timeout,
-                start_timeout_s=options.start_timeout,
-                detection_budget_s=options.detection_budget,
-                grace_s=options.grace,
-            ),
-            command=tuple(checked(command)),
-            host=options.host,
-            port=options.port,
-            output_directory=options.output_filename,
-            prefix_timestamp=options.prefix_timestamp,
-            loudness=options.loudness,
-        )
+        return _run_options(options, command, program)
     except ConfigError as error:
         parser.error(str(error))
 
 
-def split_command(arguments: Sequence[str], with_value: frozenset[str]) -> tuple[list[str], list[str]]:
+def split_command(arguments: Sequence[str], words: Mapping[str, int]) -> tuple[list[str], list[str]]:
     """Our options, and the user's command: it begins at the first word that is neither an option nor the
-    value of one, or behind `--`. `with_value`: the options whose value is the next word."""
+    value of one, or behind `--`. `words`: how many of the next words are an option's values; 0 where not said."""
     index = 0
     while index < len(arguments) and arguments[index].startswith("-"):
         if arguments[index] == "--":
             return list(arguments[:index]), list(arguments[index + 1 :])
-        index += 2 if arguments[index] in with_value else 1
+        index += 1 + words.get(arguments[index], 0)
     return list(arguments[:index]), list(arguments[index:])
+
+
+def _run_options(options: argparse.Namespace, command: Sequence[str], program: Program) -> RunOptions:
+    hosts = _hosts(options)
+    config = _job_config(options, program, hosts)
+    _check_address(options.host, options.port)
+    settings, notes = _settings(options)
+    environment = variables(settings)
+    if options.tcp_flag:
+        environment["NCCL_IB_DISABLE"] = "1"
+    if options.horovod or program.is_horovodrun:
+        environment |= alias_environment()
+    return RunOptions(
+        config=config,
+        command=tuple(checked(command)),
+        host=options.host,
+        port=options.port,
+        output_directory=options.output_filename,
+        prefix_timestamp=options.prefix_timestamp,
+        loudness=options.loudness,
+        hosts=hosts,
+        discovery_script=options.host_discovery_script,
+        slots_per_host=1 if options.slots is None else options.slots,
+        environment=environment,
+        notes=tuple(notes),
+    )
+
+
+def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:
+    num_proc = options.num_proc
+    if num_proc is None:
+        slots = sum(host.slots for host in hosts) if hosts else 3
+        raise ConfigError(f"how many workers? say so with -np, for example -np {slots}")
+    has_script = options.host_discovery_script is not None
+    is_elastic = has_script or options.min_num_proc is not None or options.max_num_proc is not None
+    follows_horovod = program.is_horovodrun
+    fewest, most, restarts = JobConfig.min_np, options.max_num_proc, JobConfig.restarts
+    if follows_horovod:
+        fewest = num_proc
+        if not is_elastic:
+            most, restarts = num_proc, 0  # who is lost ends the job
+    config = JobConfig(
+        num_proc=num_proc,
+        min_np=fewest if options.min_num_proc is None else options.min_num_proc,
+        max_np=most,
+        restarts=restarts if options.restarts is None else options.restarts,
+        elastic_timeout_s=options.elastic_timeout,
+        start_timeout_s=options.start_timeout,
+        detection_budget_s=options.detection_budget,
+        grace_s=options.grace,
+        on_failure=options.on_failure or ("host" if follows_horovod else "slot"),
+        cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
+        reset_limit=options.reset_limit,
+        fills_slots=follows_horovod and is_elastic,
+        waits_for_newcomers=follows_horovod and is_elastic,
+    )
+    if hosts is not None and (slots := sum(host.slots for host in hosts)) < num_proc:
+        raise ConfigError(f"-np {num_proc} is above the {slots} slots of {', '.join(map(str, hosts))}")
+    return config
+
+
+def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
+    if options.slots is not None and options.slots < 1:
+        raise ConfigError(f"--slots-per-host must be at least 1, got {options.slots}")
+    if options.hosts is not None:
+        return parse_hosts(options.hosts, options.slots or 1)
+    if options.hostfile is not None:
+        return parse_hostfile(options.hostfile)
+    return None
+
+
+def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:
+    """Horovod's settings by name, from the configuration file and, before it, from flags; and what of all that
+    was asked for has no effect."""
+    given: dict[str, Given] = {}
+    reasons = unused_options(options)
+    notes: list[str] = []
+    if options.config_file is not None:
+        file = read_config_file(options.config_file)
+        given |= file.settings
+        notes += [f"{options.config_file}: {key} is no known setting, and was passed over" for key in file.unknown]
+        if file.controller == "mpi" and not (options.use_gloo or options.use_mpi):
+            reasons.append((f"{options.config_file}: controller mpi", "MPI is not used"))
+    for setting in SETTINGS:
+        value = getattr(options, setting.name)
+        if value is not None:
+            given[setting.name] = Given(value, setting.flag)
+            check(setting, given[setting.name])
+    reasons += without_effect(given)
+    by_reason: dict[str, list[str]] = {}
+    for label, reason in reasons:
+        by_reason.setdefault(reason, []).append(label)
+    for reason, labels in by_reason.items():
+        notes.append(f"{', '.join(labels)} {'has' if len(labels) == 1 else 'have'} no effect: {reason}")
+    return given, notes
 
 
 def _check_address(host: str, port: int) -> None:
@@ -85,126 +191,3 @@ def _check_address(host: str, port: int) -> None:
         )
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, not below a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"{self.prog}: {message}\nTry '{self.prog} --help'.\n")
-
-
-def _run_parser() -> tuple[argparse.ArgumentParser, frozenset[str]]:
-    """The parser of our own options, and which of them take a value."""
-    parser = Parser(
-        prog="farandole run",
-        usage="farandole run -np N [options] command ...",
-        description="Run a command as N workers that train one model, and go on when some are lost or join.",
-        epilog="Example: farandole run -np 3 --min-np 2 python train.py --epochs 10",
-        allow_abbrev=False,
-    )
-    actions = [
-        *_size_options(parser),
-        *_time_options(parser),
-        *_output_options(parser),
-        *_address_options(parser),
-    ]
-    with_value = (action.option_strings for action in actions if action.nargs != 0)
-    return parser, frozenset(flag for flags in with_value for flag in flags)
-
-
-def _size_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    add = parser.add_argument_group("how many workers").add_argument
-    return [
-        add(
-            "-np",
-            "-n",
-            "--num-proc",
-            type=int,
-            metavar="N",
-            help="workers to start with and to keep (required)",
-        ),
-        add(
-            "--min-np",
-            "--min-num-proc",
-            type=int,
-            default=JobConfig.min_np,
-            metavar="N",
-            help="fewest workers that may go on training (default: %(default)s)",
-        ),
-        add(
-            "--max-np",
-            "--max-num-proc",
-            type=int,
-            default=JobConfig.max_np,
-            metavar="N",
-            help="most workers that may ever train (default: as many as -np)",
-        ),
-        add(
-            "--restarts",
-            type=int,
-            default=JobConfig.restarts,
-            metavar="N",
-            help="how often a lost worker is replaced, for each slot (default: %(default)s)",
-        ),
-    ]
-
-
-def _time_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    group = parser.add_argument_group("time limits, in seconds")
-    return [
-        group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
-        for flag, default, text in (
-            (
-                "--elastic-timeout",
-                JobConfig.elastic_timeout_s,
-                "how long a job may have fewer than --min-np workers",
-            ),
-            (
-                "--start-timeout",
-                JobConfig.start_timeout_s,
-                "from the first worker's init() to the last one's",
-            ),
-            ("--detection-budget", JobConfig.detection_budget_s, "how long a hung worker may stay unnoticed"),
-            ("--grace", JobConfig.grace_s, "from SIGTERM to SIGKILL when a worker is stopped"),
-        )
-    ]
-
-
-def _output_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    group = parser.add_argument_group("output")
-    loudness = group.add_mutually_exclusive_group()
-    parser.set_defaults(loudness="NORMAL")
-    return [
-        group.add_argument(
-            "--output-filename",
-            type=Path,
-            metavar="DIR",
-            help="also write what workers print to DIR/rank.N/stdout and stderr",
-        ),
-        group.add_argument(
-            "-prefix-timestamp",
-            "--prefix-timestamp",
-            action="store_true",
-            help="begin each line of a worker with the time",
-        ),
-        loudness.add_argument(
-            "-q",
-            "--quiet",
-            dest="loudness",
-            action="store_const",
-            const="QUIET",
-            help="only warnings and the end",
-        ),
-        loudness.add_argument(
-            "--verbose", dest="loudness", action="store_const", const="VERBOSE", help="every event of the job"
-        ),
-    ]
-
-
-def _address_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    add = parser.add_argument_group("where the coordinator listens").add_argument
-    return [
-        add("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)"),
-        add("--port", type=int, default=0, help="default: a free one"),
-    ]

@@ -6,10 +6,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from farandole import __version__
 from farandole.errors import ConfigError
-from farandole.launch.arguments import USAGE_ERROR, Parser, RunOptions, parse_run
+from farandole.launch.arguments import FARANDOLE_RUN, Program, RunOptions, parse_run
+from farandole.launch.run_parser import USAGE_ERROR, Parser
+
+if TYPE_CHECKING:
+    from farandole.launch.discovery import HostDiscovery
+    from farandole.launch.hosts import HostSlots
 
 INTERRUPTED = 130  # what a shell makes of SIGINT
 
@@ -18,13 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of `farandole` with these arguments (sys.argv's unless given). Raises SystemExit after
     --help, --version and usage errors, as argparse does."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "run":
+        return run_program(arguments[1:], FARANDOLE_RUN)
+    parser = _main_parser()
+    parser.parse_args(arguments)
+    parser.print_help()
+    return USAGE_ERROR
+
+
+def run_program(arguments: Sequence[str] | None, program: Program) -> int:
+    """The exit code of the job that these arguments (sys.argv's unless given) ask for. Raises SystemExit as main
+    does."""
     try:
-        if arguments and arguments[0] == "run":
-            return _run(parse_run(arguments[1:]))
-        parser = _main_parser()
-        parser.parse_args(arguments)
-        parser.print_help()
-        return USAGE_ERROR
+        return _run(parse_run(sys.argv[1:] if arguments is None else arguments, program))
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -55,15 +67,19 @@ def _run(options: RunOptions) -> int:
     try:
         rank_digits = len(str((config.max_np or config.num_proc) - 1))
         output = OutputOptions(options.output_directory, options.prefix_timestamp, rank_digits)
+        for note in options.notes:
+            report.note(note)
         report.started(config, options.command)
         outcome = asyncio.run(
             run_local(
                 config,
                 options.command,
+                hosts=_hosts(options),
                 host=options.host,
                 port=options.port,
                 output=output,
                 on_event=report.on_event,
+                extra_environment=options.environment,
             )
         )
         report.ended(outcome.exit_code, outcome.reason)
@@ -73,3 +89,11 @@ def _run(options: RunOptions) -> int:
         return USAGE_ERROR
     finally:
         report.close()
+
+
+def _hosts(options: RunOptions) -> tuple[HostSlots, ...] | HostDiscovery | None:
+    if options.discovery_script is None:
+        return options.hosts
+    from farandole.launch.discovery import ScriptDiscovery
+
+    return ScriptDiscovery(options.discovery_script, options.slots_per_host)

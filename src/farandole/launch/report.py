@@ -85,6 +85,10 @@ class Report:
         verdict = "success" if exit_code == 0 else f"failed (exit code {exit_code})"
         self._say(f"{verdict}. {reason}")
 
+    def note(self, text: str) -> None:
+        """Something that the person who started the job should know; also when quiet."""
+        self._say(text)
+
     def error(self, text: str) -> None:
         """The job could not be run."""
         self._say(text)

@@ -25,7 +25,7 @@ def test_from_the_first_word_on_everything_is_the_users(
 ) -> None:
     ours = [word for option in options for word in option]
     between, command = (["--"], words) if separated else ([], ["sh", *words])
-    assert split_command([*ours, *between, *command], frozenset({"-np", "--grace"})) == (ours, command)
+    assert split_command([*ours, *between, *command], {"-np": 1, "--grace": 1}) == (ours, command)
 
 
 @given(WORDS)
@@ -42,6 +42,7 @@ def test_every_option_arrives() -> None:
     )
     options = parse_run(text.split())
     assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0)
+    assert (options.hosts, options.discovery_script, options.environment, options.notes) == (None, None, {}, ())
     assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
     assert (options.output_directory, options.prefix_timestamp) == (Path("out"), True)
     assert options.loudness == "VERBOSE"
@@ -72,6 +73,20 @@ def test_the_defaults_are_those_of_the_job(flag: str) -> None:
         ("-np 2 --port 65536 sh", "65536"),
         ("-np 2 -q --verbose sh", "--verbose"),
         ("-np 2 no-such-command", "no-such-command"),
+        ("-H localhost:2 sh", "-np 2"),
+        ("-np 3 -H localhost:2 sh", "-np 3 is above the 2 slots of localhost:2"),
+        ("-np 2 -H localhost:two sh", "two"),
+        ("-np 2 -H localhost:2 --host-discovery-script ./hosts.sh sh", "--host-discovery-script"),
+        ("-np 2 --hostfile no-such-file sh", "no-such-file"),
+        ("-np 2 --slots-per-host 0 sh", "--slots-per-host must be at least 1, got 0"),
+        ("-np 2 --on-failure rank sh", "rank"),
+        ("-np 2 --blacklist-cooldown-range 60 sh", "--blacklist-cooldown-range"),
+        ("-np 2 --blacklist-cooldown-range 60 20 sh", "60"),
+        ("-np 2 --cycle-time-ms -1 sh", "--cycle-time-ms must be >= 0, got -1"),
+        ("-np 2 --autotune-gaussian-process-noise 1.5 sh", "must be between 0 and 1, got 1.5"),
+        ("-np 2 --log-level LOUD sh", "LOUD"),
+        ("-np 2 --stall-check --no-stall-check sh", "--no-stall-check"),
+        ("-np 2 --config-file no-such-file sh", "no-such-file"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line_with_a_hint(

@@ -1,0 +1,100 @@
+"""Settings from a YAML file, in the form of Horovod's `--config-file`. Used by arguments.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from farandole.errors import ConfigError
+from farandole.launch.horovod_settings import Given, Setting, Value, by_key, check
+
+# Written the other way around in a file: key in the file -> (the setting's key, whether to turn it around).
+_OTHER_WORDS = {
+    ("stall_check", "enabled"): ("stall_check", "disabled"),
+    ("logging", "hide_timestamp"): ("logging", "with_timestamp"),
+}
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a file said.
+
+    settings    by name; all of the right type, and checked
+    controller  "gloo" or "mpi"; empty when not said
+    unknown     keys that mean nothing, such as "params.colour"; Horovod passes over them too
+    """
+
+    settings: Mapping[str, Given]
+    controller: str
+    unknown: tuple[str, ...]
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """Raises ConfigError that names the file, the key and the value for what cannot be read or cannot work."""
+    settings: dict[str, Given] = {}
+    unknown: list[str] = []
+    controller = ""
+    known = by_key()
+    for section, content in _sections(path).items():
+        if section == "controller":
+            controller = _controller(path, content)
+            continue
+        if section not in {key[0] for key in known}:
+            unknown.append(section)
+            continue
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: {section} must hold keys and values, got {content!r}")
+        for key, value in content.items():
+            place = (section, _word(key))
+            setting = known.get(_OTHER_WORDS.get(place, place))
+            label = f"{path}: {section}.{key}"
+            if setting is None:
+                unknown.append(f"{section}.{key}")
+            elif value is not None:
+                given = Given(_typed(setting, value, label, is_negated=place in _OTHER_WORDS), label)
+                check(setting, given)
+                settings[setting.name] = given
+    return ConfigFile(settings, controller, tuple(unknown))
+
+
+def _sections(path: Path) -> dict[str, object]:
+    import yaml  # here, because few command lines need it
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config-file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config-file {path} is no YAML: {error}".replace("\n", " ")) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config-file {path} must hold sections such as 'params:', got {content!r}")
+    return {_word(section): inner for section, inner in content.items() if inner is not None}
+
+
+def _word(key: object) -> str:
+    return str(key).replace("-", "_")
+
+
+def _controller(path: Path, value: object) -> str:
+    name = str(value).lower()
+    if name not in ("gloo", "mpi"):
+        raise ConfigError(f"{path}: controller must be gloo or mpi, got {value}")
+    return name
+
+
+def _typed(setting: Setting, value: object, label: str, is_negated: bool) -> Value:
+    kind = setting.kind
+    if kind is bool and isinstance(value, bool):
+        return value != is_negated
+    if kind is str and isinstance(value, str):
+        return value
+    # bool is an int to Python, but nobody means 1 by it.
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    wanted = {bool: "true or false", str: "a text", float: "a number", int: "a whole number"}[kind]
+    raise ConfigError(f"{label} must be {wanted}, got {value!r}")

@@ -1,0 +1,263 @@
+"""The settings that Horovod reads from HOROVOD_ variables: flag, key in a configuration file, variable, and whether
+they change anything here. Pure; run_parser.py makes flags of them, config_file.py reads them from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from farandole.errors import ConfigError
+
+Value: TypeAlias = "int | float | str | bool"
+
+LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    name       of the parsed option, as in Horovod
+    kind       type of its value
+    variable   what the workers read it from
+    key        section and key in a configuration file
+    no_effect  why it changes nothing here; empty where it does
+    on, off    flags of a switch; any other setting has one flag, made of its name
+    unit       the variable's value is the setting's times this
+    most       greatest value; the smallest is 0
+    needs      a setting without which this one is not told to the workers
+    """
+
+    name: str
+    kind: type[int] | type[float] | type[str] | type[bool]
+    variable: str
+    key: tuple[str, str]
+    help: str
+    no_effect: str = ""
+    on: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+    unit: int = 1
+    most: float = float("inf")
+    choices: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def flag(self) -> str:
+        return self.on[0] if self.on else "--" + self.name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A setting's value, and how to call it when it is spoken of: a flag, or a key of a file."""
+
+    value: Value
+    label: str
+
+
+def check(setting: Setting, given: Given) -> None:
+    """Raises ConfigError for a value that Horovod refuses too."""
+    value, label = given.value, given.label
+    if setting.choices and value not in setting.choices:
+        raise ConfigError(f"{label} must be one of {', '.join(setting.choices)}, got {value}")
+    if setting.kind in (int, float):
+        assert isinstance(value, (int, float))
+        if not 0 <= value <= setting.most:
+            limits = ">= 0" if setting.most == float("inf") else f"between 0 and {setting.most:g}"
+            raise ConfigError(f"{label} must be {limits}, got {value}")
+
+
+def variables(given: Mapping[str, Given]) -> dict[str, str]:
+    """What the workers' environment says of these settings, by name."""
+    said = {}
+    for setting in SETTINGS:
+        if setting.name in given and (not setting.needs or (setting.needs in given and given[setting.needs].value)):
+            value = given[setting.name].value
+            if setting.name == "log_with_timestamp":  # The variable says the opposite of the setting.
+                value = not value
+            if isinstance(value, bool):
+                value = int(value)
+            said[setting.variable] = str(value * setting.unit if isinstance(value, (int, float)) else value)
+    if "autotune" in given and not given["autotune"].value:
+        del said["HOROVOD_AUTOTUNE"]
+    return said
+
+
+def without_effect(given: Mapping[str, Given]) -> list[tuple[str, str]]:
+    """(how it was said, why it changes nothing) of those that were asked for in vain."""
+    return [
+        (given[setting.name].label, reason)
+        for setting in SETTINGS
+        if setting.name in given and given[setting.name].value is not False and (reason := _reason(setting, given))
+    ]
+
+
+def by_key() -> dict[tuple[str, str], Setting]:
+    return {setting.key: setting for setting in SETTINGS}
+
+
+def sections() -> Iterable[str]:
+    return dict.fromkeys(setting.key[0] for setting in SETTINGS)
+
+
+def _reason(setting: Setting, given: Mapping[str, Given]) -> str:
+    if setting.needs == "timeline_filename" and "timeline_filename" not in given:
+        return "there is no timeline without --timeline-filename"
+    return setting.no_effect
+
+
+_AT_ONCE = "operations are carried out as soon as all ranks have asked for them"
+_ONE_RING = "tensors always travel on one ring of all workers"
+_NO_TUNING = "nothing is tuned while a job runs"
+_NO_MPI = "MPI is not used"
+_NO_TIMES = "the workers' own log lines have no time; --prefix-timestamp puts one before every line"
+
+
+def _switch(name: str, variable: str, key: tuple[str, str], text: str, no_effect: str = "") -> Setting:
+    flag = name.replace("_", "-")
+    return Setting(name, bool, variable, key, text, no_effect, on=(f"--{flag}",), off=(f"--no-{flag}",))
+
+
+def _tuning(name: str, kind: type[int] | type[float] | type[str], most: float = float("inf")) -> Setting:
+    variable = {"log_file": "LOG"}.get(name, name.upper())
+    return Setting(
+        f"autotune_{name}",
+        kind,
+        f"HOROVOD_AUTOTUNE_{variable}",
+        ("autotune", name),
+        "",
+        _NO_TUNING,
+        most=most,
+        needs="autotune",
+    )
+
+
+SETTINGS = (
+    Setting(
+        "fusion_threshold_mb",
+        int,
+        "HOROVOD_FUSION_THRESHOLD",
+        ("params", "fusion_threshold_mb"),
+        "most MiB of tensors that are reduced together; 0: each alone",
+        unit=1 << 20,
+    ),
+    Setting(
+        "cache_capacity",
+        int,
+        "HOROVOD_CACHE_CAPACITY",
+        ("params", "cache_capacity"),
+        "how many operations are remembered, so that they are announced in few bytes (default: 1024)",
+    ),
+    Setting("cycle_time_ms", float, "HOROVOD_CYCLE_TIME", ("params", "cycle_time_ms"), "", _AT_ONCE),
+    _switch(
+        "hierarchical_allreduce",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        ("params", "hierarchical_allreduce"),
+        "",
+        _ONE_RING,
+    ),
+    _switch(
+        "hierarchical_allgather",
+        "HOROVOD_HIERARCHICAL_ALLGATHER",
+        ("params", "hierarchical_allgather"),
+        "",
+        _ONE_RING,
+    ),
+    _switch("torus_allreduce", "HOROVOD_TORUS_ALLREDUCE", ("params", "torus_allreduce"), "", _ONE_RING),
+    _switch("autotune", "HOROVOD_AUTOTUNE", ("autotune", "enabled"), "", _NO_TUNING),
+    _tuning("log_file", str),
+    _tuning("warmup_samples", int),
+    _tuning("steps_per_sample", int),
+    _tuning("bayes_opt_max_samples", int),
+    _tuning("gaussian_process_noise", float, most=1),
+    Setting(
+        "timeline_filename",
+        str,
+        "HOROVOD_TIMELINE",
+        ("timeline", "filename"),
+        "write what becomes of each named operation to this file, for chrome://tracing",
+    ),
+    Setting(
+        "timeline_mark_cycles",
+        bool,
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        ("timeline", "mark_cycles"),
+        "mark there when each round of negotiation begins",
+        on=("--timeline-mark-cycles",),
+        off=("--no-timeline-mark-cycles",),
+        needs="timeline_filename",
+    ),
+    Setting(
+        "no_stall_check",
+        bool,
+        "HOROVOD_STALL_CHECK_DISABLE",
+        ("stall_check", "disabled"),
+        "do not warn of operations that only some ranks have asked for",
+        on=("--no-stall-check",),
+        off=("--stall-check",),
+    ),
+    Setting(
+        "stall_check_warning_time_seconds",
+        int,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        ("stall_check", "warning_time_seconds"),
+        "warn after this many seconds (default: 60)",
+    ),
+    Setting(
+        "stall_check_shutdown_time_seconds",
+        int,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        ("stall_check", "shutdown_time_seconds"),
+        "give up after this many seconds; must be more than those of the warning (default: never)",
+    ),
+    _switch(
+        "mpi_threads_disable",
+        "HOROVOD_MPI_THREADS_DISABLE",
+        ("library_options", "mpi_threads_disable"),
+        "",
+        _NO_MPI,
+    ),
+    Setting(
+        "num_nccl_streams",
+        int,
+        "HOROVOD_NUM_NCCL_STREAMS",
+        ("library_options", "num_nccl_streams"),
+        "",
+        "NCCL is not used",
+    ),
+    Setting(
+        "thread_affinity",
+        int,
+        "HOROVOD_THREAD_AFFINITY",
+        ("library_options", "thread_affinity"),
+        "",
+        "the threads of a worker run where the system puts them",
+    ),
+    Setting(
+        "gloo_timeout_seconds",
+        int,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        ("library_options", "gloo_timeout_seconds"),
+        "",
+        "Gloo is not used; --detection-budget says how long a hung worker may stay unnoticed",
+    ),
+    Setting(
+        "log_level",
+        str,
+        "HOROVOD_LOG_LEVEL",
+        ("logging", "level"),
+        "least important of the workers' own log lines to show (default: WARNING)",
+        choices=LOG_LEVELS,
+    ),
+    Setting(
+        "log_with_timestamp",
+        bool,
+        "HOROVOD_LOG_HIDE_TIME",
+        ("logging", "with_timestamp"),
+        "",
+        _NO_TIMES,
+        on=("--log-with-timestamp", "--no-log-hide-timestamp"),
+        off=("--log-without-timestamp", "--log-hide-timestamp"),
+    ),
+)

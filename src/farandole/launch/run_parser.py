@@ -1,0 +1,227 @@
+"""The parser of our own options, in groups as `--help` shows them. Used by arguments.py."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from farandole import __version__
+from farandole.config import JobConfig
+from farandole.launch.horovod_settings import SETTINGS, Setting
+
+USAGE_ERROR = 2
+
+# Options of horovodrun's that are taken and change nothing: flags, the option's name, what its value is called,
+# why. A value "," may be given several times, and is a list with commas.
+_LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("--ssh-port", "-p"), "ssh_port", "PORT", "workers are started on this machine only"),
+    (("--ssh-identity-file", "-i"), "ssh_identity_file", "FILE", "workers are started on this machine only"),
+    (("--network-interfaces", "--network-interface"), "nics", ",", "the workers of one machine use its loopback"),
+    (("--mpi",), "use_mpi", "", "MPI is not used"),
+    (("--jsrun",), "use_jsrun", "", "jsrun is not used"),
+    (("--mpi-args",), "mpi_args", "ARGS", "MPI is not used"),
+    (("--binding-args",), "binding_args", "ARGS", "MPI is not used"),
+    (("--tcp",), "tcp_flag", "", "workers always talk over TCP"),
+    (("--disable-cache",), "disable_cache", "", "results of checks are never kept"),
+)
+
+
+def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]]:
+    """The parser of `program`'s options, and how many of the next words belong to each flag that takes any."""
+    parser = Parser(
+        prog=program,
+        usage=f"{program} -np N [options] command ...",
+        description="Run a command as N workers that train one model, and go on when some are lost or join.",
+        epilog=f"Example: {program} -np 3 --min-np 2 python train.py --epochs 10",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
+    parser.add_argument("-cb", "--check-build", action=_CheckBuild, nargs=0, help="show what is available here")
+    for add_options in (_sizes, _hosts, _failures, _times, _output, _address, _horovod, _unused):
+        add_options(parser)
+    words = {flag: _words(action) for action in parser._actions for flag in action.option_strings}
+    return parser, {flag: count for flag, count in words.items() if count}
+
+
+def unused_options(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """(flag, why it changes nothing) of horovodrun's own options that were given in vain."""
+    return [(flags[0], reason) for flags, name, _, reason in _LAUNCHER_FLAGS if getattr(options, name)]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, not below a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}\nTry '{self.prog} --help'.\n")
+
+
+class _CheckBuild(argparse.Action):
+    """As --version does: tell, and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from farandole.launch.check_build import describe_build
+
+        print(describe_build())
+        parser.exit()
+
+
+def _words(action: argparse.Action) -> int:
+    if action.nargs is None:
+        return 1
+    return action.nargs if isinstance(action.nargs, int) else 0
+
+
+def _sizes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how many workers").add_argument
+    add("-np", "-n", "--num-proc", type=int, metavar="N", help="workers to start with and to keep (required)")
+    add(
+        "--min-np",
+        "--min-num-proc",
+        type=int,
+        dest="min_num_proc",
+        metavar="N",
+        help="fewest workers that may go on training (default: 1; under horovodrun as many as -np)",
+    )
+    add(
+        "--max-np",
+        "--max-num-proc",
+        type=int,
+        dest="max_num_proc",
+        metavar="N",
+        help="most workers that may ever train (default: as many as -np; under horovodrun as many as there are slots)",
+    )
+
+
+def _hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where workers run (default: on this machine, one slot for each)")
+    hosts = group.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, each with its number of slots")
+    hosts.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="lines such as: host slots=2")
+    hosts.add_argument(
+        "--host-discovery-script",
+        metavar="FILE",
+        help="a program that is run again and again, and prints a line HOST or HOST:SLOTS for each host there is",
+    )
+    group.add_argument(
+        "--slots-per-host", type=int, dest="slots", metavar="N", help="slots of a host in a line without :SLOTS"
+    )
+
+
+def _failures(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("when workers are lost").add_argument
+    add(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help=f"how often a lost worker is replaced, for each slot (default: {JobConfig.restarts})",
+    )
+    add(
+        "--on-failure",
+        choices=("slot", "host"),
+        help="what a worker that was lost takes out: its slot alone, or its whole host, as under Horovod "
+        "(default: slot; under horovodrun host)",
+    )
+    add(
+        "--blacklist-cooldown-range",
+        type=float,
+        nargs=2,
+        dest="cooldown_range",
+        metavar=("MIN", "MAX"),
+        help="seconds after which a host that was taken out may come back (default: never)",
+    )
+    add("--reset-limit", type=int, metavar="N", help="end the job when it has regrouped more often (default: never)")
+
+
+def _times(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("time limits, in seconds")
+    for flag, default, text in (
+        ("--elastic-timeout", JobConfig.elastic_timeout_s, "how long a job may have fewer than --min-np workers"),
+        ("--start-timeout", JobConfig.start_timeout_s, "from the first worker's init() to the last one's"),
+        ("--detection-budget", JobConfig.detection_budget_s, "how long a hung worker may stay unnoticed"),
+        ("--grace", JobConfig.grace_s, "from SIGTERM to SIGKILL when a worker is stopped"),
+    ):
+        group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
+
+
+def _output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output-filename",
+        type=Path,
+        metavar="DIR",
+        help="also write what workers print to DIR/rank.N/stdout and stderr",
+    )
+    group.add_argument(
+        "-prefix-timestamp",
+        "--prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        help="begin each line of a worker with the time",
+    )
+    loudness = group.add_mutually_exclusive_group()
+    parser.set_defaults(loudness="NORMAL")
+    for flags, name, text in (
+        (("-q", "--quiet"), "QUIET", "only warnings and the end"),
+        (("--verbose",), "VERBOSE", "every event of the job"),
+    ):
+        loudness.add_argument(*flags, dest="loudness", action="store_const", const=name, help=text)
+
+
+def _address(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("where the coordinator listens").add_argument
+    add("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)")
+    add("--port", type=int, default=0, help="default: a free one")
+
+
+def _horovod(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("scripts written for Horovod")
+    group.add_argument(
+        "--horovod",
+        action="store_true",
+        help="let `import horovod.torch` in the workers find Farandole (horovodrun: always)",
+    )
+    group.add_argument(
+        "--config-file", type=Path, metavar="FILE", help="settings in Horovod's YAML form; flags win over it"
+    )
+    group.add_argument("--gloo", action="store_true", dest="use_gloo", help=argparse.SUPPRESS)
+    for setting in SETTINGS:
+        if not setting.no_effect:
+            _add_setting(group, setting)
+
+
+def _unused(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("options of horovodrun's that are taken and change nothing")
+    for flags, name, value, reason in _LAUNCHER_FLAGS:
+        kwargs: dict[str, Any] = {"action": "store_true"} if not value else {"metavar": value}
+        if value == ",":
+            kwargs = {"action": "append", "metavar": "NAME,..."}
+        if value == "PORT":
+            kwargs["type"] = int
+        group.add_argument(*flags, dest=name, help=reason, **kwargs)
+    for setting in SETTINGS:
+        if setting.no_effect:
+            _add_setting(group, setting)
+
+
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    text = setting.help or setting.no_effect
+    if setting.kind is bool:
+        switch = group.add_mutually_exclusive_group()
+        for flags, value in ((setting.on, True), (setting.off, False)):
+            switch.add_argument(
+                *flags,
+                dest=setting.name,
+                action="store_const",
+                const=value,
+                default=None,
+                help=text if value else argparse.SUPPRESS,
+            )
+        return
+    convert: Callable[[str], object] = setting.kind
+    metavar = {int: "N", float: "X", str: "TEXT"}[setting.kind]
+    if setting.choices:
+        group.add_argument(setting.flag, choices=setting.choices, help=text)
+    else:
+        group.add_argument(setting.flag, type=convert, metavar=metavar, help=text)
