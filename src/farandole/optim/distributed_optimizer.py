@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from farandole.collectives import world
-from farandole.errors import RecoverableError, StepError
-from farandole.optim.buckets import BucketPlan
-from farandole.optim.header import StepHeader, check
-from farandole.state import boundary, step
-from farandole.state.ticket import Batch
+from farandole.collectives.named.compression import Compression, Compressor
+from farandole.collectives.named.constants import Adasum, Average
+from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.reduction import Reduction
+from farandole.optim.adasum_delta import DeltaOptimizer
+from farandole.optim.named_path import NamedPath
+from farandole.optim.native_path import NativePath
+from farandole.optim.options import Options, groups_of
+from farandole.optim.wrapping import OptimizerT, WrappedOptimizer, wrap
+from farandole.state import step
 
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
-
-def DistributedOptimizer(optimizer: OptimizerT) -> OptimizerT:  # noqa: N802 - Horovod's name
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: OptimizerT,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Reduction = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> OptimizerT:
     """Make an optimizer train data-parallel. Returns an instance of the same class (isinstance holds),
-    sharing state, defaults and parameter groups with `optimizer`.
+    sharing state, defaults and parameter groups with `optimizer`. Call it after `init()`.
+
+    With a DataLoader of Farandole:
 
     - Gradients are final when `backward()` returns: summed over all workers, weighted so that the sum is the
       gradient of the mean loss over the global batch. Clip, unscale or log them as usual. Parameters that
@@ -28,229 +44,159 @@ def DistributedOptimizer(optimizer: OptimizerT) -> OptimizerT:  # noqa: N802 - H
     - `step()` returns True when the step was applied, False when it was not: a fault came first and the
       loader hands out the same global batch again, or a global batch of several micro-batches is still open.
     - `zero_grad()` does nothing while a global batch is open.
+    - Of the arguments only `compression` may differ from its default; else the first batch raises StepError,
+      as does a second backward pass before `step()`. ConfigError: parameters that are not on the CPU.
+      CollectiveMismatch: workers reduce different steps.
 
-    Without a loader of Farandole, gradients are averaged over the workers. Call it after `init()`; one
-    backward pass for each batch. Raises ConfigError for parameters that are not on the CPU, StepError for a
-    second backward pass before `step()`, CollectiveMismatch when workers reduce different steps.
+    Without one, as in Horovod:
+
+    - Gradients are averaged over the workers by named operations, `gradient.NAME`. They are final when
+      `backward()` returns if it left no parameter of the optimizer without its gradients; in any case when
+      `synchronize()` or `step()` does. Parameters without a gradient take part with zeros.
+    - `step(closure)` reduces after each call of the closure. Without one it returns True.
+    - `synchronize()` before changing gradients and `with skip_synchronize():` around `step()` are Horovod's way;
+      the first without the second gives a warning.
+    - After a failed collective (HorovodInternalError) nothing of the step is left: gradients are None.
+
+    named_parameters          `model.named_parameters()`; without it, names are made of the places
+    compression               a class with compress() and decompress(), applied around the reduction
+    backward_passes_per_step  passes that are summed on each worker before a gradient is reduced; not divided by.
+                              One more raises AssertionError, as does `zero_grad()` between `backward()` and `step()`
+    op                        Average, Sum, ...; Adasum: see adasum_delta.DeltaOptimizer
+    gradient_predivide_factor f: gradients are divided by f before the sum, and by (workers / f) after it
+    groups                    a number of groups, or lists of parameters that are reduced all or none
+    num_groups                Horovod's older name for it
+    sparse_as_dense           sparse gradients are made dense to be reduced; else they are gathered
+    process_set               the workers that reduce with each other; others keep their own gradients
+
+    Raises ValueError for arguments that cannot work, StepError for an optimizer that was wrapped before,
+    NotInitialized before `init()`.
     """
-    if isinstance(optimizer, _Distributed):
-        raise StepError("this optimizer is a DistributedOptimizer already; wrap it once")
-    world.current()  # NotInitialized here is clearer than in the first backward pass
-    base = optimizer.__class__
-    wrapped_class = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
-    wrapped: OptimizerT = object.__new__(wrapped_class)
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # a scheduler made before patched the step of the original into it
-    wrapped._distribute()  # type: ignore[attr-defined]
+    groups = groups_of(groups, num_groups)
+    options = Options(compression, Reduction(op), gradient_predivide_factor, groups, sparse_as_dense, process_set)
+    mixin = DeltaOptimizer if options.op == Adasum else ReducingOptimizer
+    wrapped = wrap(optimizer, mixin)
+    assert isinstance(wrapped, (DeltaOptimizer, ReducingOptimizer))
+    wrapped.distribute(named_parameters, backward_passes_per_step, options)
     return wrapped
 
 
-class _Distributed(torch.optim.Optimizer):
-    """Mixed in before the user's optimizer class."""
+class ReducingOptimizer(WrappedOptimizer):
+    """Reduces gradients, then steps. Mixed in before the user's optimizer class."""
 
-    # GradScaler then always calls our step(), also when it would skip: a skipped step is decided too.
-    _step_supports_amp_scaling = True
+    def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
+        self._set_up(named_parameters, passes_per_step)
+        self._native = NativePath(self._all_parameters, options, self._passes)
+        self._named = NamedPath(self._parameter_names, options, self._passes)
+        self._reduces_in_step = True
 
-    def _distribute(self) -> None:
-        # Fused optimizers unscale and skip by themselves; they say so on the instance or on their class.
-        self._base_scales = self.__dict__.pop("_step_supports_amp_scaling", False)
-        self._hooks: list[RemovableHandle] = []
-        self._plan_buckets()
-
-    def _plan_buckets(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._plan = BucketPlan(parameters)
-        self._filled: set[int] = set()  # parameters whose gradient of this ticket is in its bucket
-        self._pass_is_open = False  # reset by zero_grad() too: a backward pass that raised never closes
-        self._is_reduced = False
-        self._has_stepped = False
-        self._batch: Batch | None = None  # the one that all of this belongs to
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters]
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        batch = step.batch()
+        if batch is not None:
+            self._native.on_gradient(parameter, batch)
+        else:
+            self._named.on_gradient(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
-        self._plan_buckets()
+        self._native.plan_anew()
+        self._named.name(self._parameter_names)
 
-    # From gradient to bucket -----------------------------------------------------------------------------
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Runs inside backward(), once for each parameter, while its gradient is hot in the cache."""
-        if not self._pass_is_open:
-            self._open_pass()
-        if self._has_stepped:  # e.g. a generator's loss that runs through the discriminator
-            return
-        batch = step.batch()
-        view, gradient = self._plan.view(parameter), parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if batch is None:
-            weight = 1.0 / world.current().placement.size
-        else:
-            weight = 0.0 if batch.is_ghost else batch.weight
-        if id(parameter) in self._filled:
-            if weight:
-                view.add_(gradient, alpha=weight)
-        elif weight:
-            torch.mul(gradient, weight, out=view)
-        else:
-            view.zero_()  # not multiplied: a ghost's inf times 0 would be NaN
-        self._filled.add(id(parameter))
-        # The next micro-batch must not accumulate on top of what is in the bucket already.
-        parameter.grad = None
-
-    def _open_pass(self) -> None:
-        self._notice_batch()
-        if self._is_reduced and not self._has_stepped:
-            raise StepError(
-                "a second backward pass for the same batch before optimizer.step(): its gradients are reduced "
-                "already. Add the losses and call backward() once, or let the loader accumulate: "
-                "DataLoader(global_batch_size=..., max_local_batch=...)"
-            )
-        self._pass_is_open = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._close_pass)
-
-    def _close_pass(self) -> None:
-        """Runs at the end of backward(), on the thread that called it."""
-        self._pass_is_open = False
-        batch = step.batch()
-        if not self._has_stepped and (batch is None or batch.is_last):
-            self._reduce()
-
-    def _notice_batch(self) -> None:
-        """What was kept belongs to the last global batch, which was decided or aborted, if there is a new one."""
-        batch = step.batch()
-        if batch is None:
-            if self._has_stepped:
-                self._forget()
-        elif batch is not self._batch:
-            self._batch = batch
-            if batch.index == 0:
-                self._forget()
-
-    def _forget(self) -> None:
-        self._filled.clear()
-        self._is_reduced = self._has_stepped = False
-
-    # From bucket to final gradient -----------------------------------------------------------------------
-
-    def _reduce(self) -> None:
-        """Make every `.grad` that of the global batch. A fault is absorbed where the loader can repeat
-        the batch: gradients are zeroed and the step is marked as aborted."""
-        for bucket in self._plan.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if id(parameter) not in self._filled:
-                    view.zero_()
-        try:
-            self._reduce_buckets()
-        except RecoverableError:
-            for bucket in self._plan.buckets:
-                bucket.flat.zero_()
-            self._publish()
-            step.aborted()
-            if not boundary.can_repeat():
-                raise
-        else:
-            self._publish()
-            step.reduced()
-        self._is_reduced = True
-
-    def _reduce_buckets(self) -> None:
-        here = world.current()
-        buckets = self._plan.buckets
-        for bucket in buckets[:-1]:
-            here.transport.all_reduce(bucket.flat)
-        last = buckets[-1].flat if buckets else torch.empty(0)
-        notes = here.transport.all_reduce(last, self._header(here).pack())
-        headers = [StepHeader.unpack(note) for note in notes]
-        check(headers)
-        boundary.agree([header.prepared for header in headers])
-
-    def _header(self, here: world.World) -> StepHeader:
-        batch = step.batch()
-        ticket = batch.ticket if batch is not None else None
-        return StepHeader(
-            generation=here.id.number,
-            step=boundary.steps_decided(),
-            plan=self._plan.digest,
-            epoch=ticket.epoch if ticket else -1,
-            start=ticket.start if ticket else -1,
-            stop=ticket.stop if ticket else -1,
-            samples=ticket.samples if ticket else 0,
-            prepared=boundary.prepared(),
-        )
-
-    def _publish(self) -> None:
-        for bucket in self._plan.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view if parameter.requires_grad else None
-
-    # From gradient to step -------------------------------------------------------------------------------
+    # The user calls --------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Apply the reduced gradients. True: applied by all. False: not applied (see DistributedOptimizer)."""
-        if closure is not None:
-            raise StepError(
-                "step(closure) would run several backward passes in one step, which would be reduced "
-                "separately; call backward() first and step() without a closure"
-            )
+        """Reduce what is not reduced yet, and apply it (see DistributedOptimizer)."""
         batch = step.batch()
-        if batch is not None and not batch.is_last:
-            return False
-        self._notice_batch()
-        if not self._is_reduced:
-            self._reduce()  # no backward pass reached our parameters; the other workers wait for us
-        if step.state() == "aborted":
-            return False
-        self._refuse_unfrozen()
-        self._has_stepped = True
-        if self._base_scales:
-            super().step()
-        else:
-            self._step_for_scaler()
+        if batch is not None:
+            return self._native.step(batch, self._apply, closure)
+        if closure is None:
+            self._reduce_for_step()
+        loss = self._apply(None if closure is None else self._reduced(closure), self._gradients())
+        self._named.forget()
         step.decided()
-        return True
+        return loss if closure is not None else True
 
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _step_for_scaler(self) -> None:
-        """What torch.amp.GradScaler leaves to optimizers that support it: unscale, and skip on inf or NaN.
+    def synchronize(self) -> None:
+        """Reduce what is not reduced yet, and wait for it: then gradients may be changed."""
+        batch = step.batch()
+        if batch is not None:
+            self._native.reduce_rest(batch)
+        else:
+            self._named.synchronize()
 
-        It has put `grad_scale` and `found_inf` on us, which the user's class must not see, and takes them off."""
-        names = ("grad_scale", "found_inf")
-        asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
-        scale, found_inf = asked.get("grad_scale"), asked.get("found_inf")
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, step() reduces nothing: after synchronize()."""
+        self._reduces_in_step = False
         try:
-            if found_inf is not None and bool(found_inf):
-                return
-            if scale is not None:
-                inverse = scale.double().reciprocal().float()
-                for bucket in self._plan.buckets:
-                    bucket.flat.mul_(inverse.to(bucket.flat.dtype))
-            super().step()
+            yield
         finally:
-            self.__dict__.update(asked)
-
-    def _refuse_unfrozen(self) -> None:
-        """A parameter without our hook would be trained on local gradients: workers would drift apart."""
-        for index, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
-            if parameter.requires_grad and not self._plan.holds(parameter):
-                raise StepError(
-                    f"parameter {index} of shape {tuple(parameter.shape)} did not require gradients when the "
-                    f"DistributedOptimizer was made, and does now; unfreeze it before, or add it with "
-                    f"add_param_group()"
-                )
+            self._reduces_in_step = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; does nothing while the micro-batches of a global batch are being accumulated."""
-        self._pass_is_open = False
+        """As torch's. With a loader it does nothing while the micro-batches of a global batch are being
+        accumulated; without one it raises AssertionError between backward() and step()."""
         batch = step.batch()
-        if batch is None:
-            self._forget()  # nobody else tells us where the next batch begins
-        elif batch.index > 0 and step.state() == "open":
-            return
+        if batch is not None:
+            if not self._native.begin_zeroing(batch):
+                return
+        else:
+            self._passes.refuse_zeroing()
+            self._named.forget()
         super().zero_grad(set_to_none=set_to_none)
+
+    def abandon_step(self) -> None:
+        """Drop what backward passes have left since the last step: gradients, and that there were passes.
+
+        After a failed collective, where gradients may be half reduced; a TorchState does it on restore()."""
+        super().abandon_step()
+        self._named.forget()
+        self._native.forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; backward passes are counted from zero again."""
+        self._named.forget()
+        super().load_state_dict(state_dict)
+
+    # Without a loader ------------------------------------------------------------------------------------
+
+    def _reduce_for_step(self) -> None:
+        if not self._reduces_in_step:
+            return
+        if self._named.was_synchronized:
+            self._named.was_synchronized = False
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
+                "gradients that were changed or added to since then may be reduced once more. Write "
+                "`with optimizer.skip_synchronize(): optimizer.step()`",
+                stacklevel=3,
+            )
+        if self._named.reduce_rest():
+            self._look_for_inf_again()
+
+    def _reduced(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """The closure, leaving reduced gradients behind."""
+
+        def reduced() -> float:
+            self._passes.restart()  # each call is a step's worth of passes
+            loss = closure()
+            self._reduce_for_step()
+            return loss
+
+        return reduced
+
+    def _look_for_inf_again(self) -> None:
+        """A GradScaler has looked at gradients that were not reduced then: workers must not decide differently."""
+        found = self.__dict__.get("found_inf")
+        if found is None:
+            return
+        has_inf = any(not bool(torch.isfinite(_values(gradient)).all()) for gradient in self._gradients())
+        self.found_inf = torch.full_like(found, float(has_inf)) if isinstance(found, torch.Tensor) else has_inf
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

@@ -10,6 +10,8 @@ import torch
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
+from farandole.collectives.named.compression import Compression
+from farandole.collectives.named.constants import Adasum, Sum
 from farandole.errors import GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
@@ -165,10 +167,11 @@ def test_a_ghost_counts_nothing_even_if_its_gradient_is_infinite() -> None:
 def test_a_second_backward_pass_before_the_step_is_refused_with_advice() -> None:
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    loss(net, samples(4)).backward()
-    with pytest.raises(StepError, match="second backward pass"):
+    for _ in hand_out([4]):
         loss(net, samples(4)).backward()
-    optimizer.zero_grad()
+        with pytest.raises(StepError, match="second backward pass"):
+            loss(net, samples(4)).backward()
+        optimizer.zero_grad()
 
 
 def test_two_optimizers_whose_losses_run_through_each_other() -> None:
@@ -185,14 +188,50 @@ def test_two_optimizers_whose_losses_run_through_each_other() -> None:
         two.step()
 
 
-def test_a_parameter_that_was_frozen_when_it_was_wrapped_must_not_be_unfrozen() -> None:
+def test_a_parameter_that_was_frozen_in_the_first_step_must_not_be_unfrozen_under_a_loader() -> None:
     net = model()
     net.bias.requires_grad_(False)
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    net.bias.requires_grad_(True)
-    loss(net, samples(4)).backward()
-    with pytest.raises(StepError, match=r"parameter 1 of shape \(1,\)"):
+    for _ in hand_out([4]):
+        loss(net, samples(4)).backward()
         optimizer.step()
+    net.bias.requires_grad_(True)
+    for _ in hand_out([4]):
+        loss(net, samples(4)).backward()
+        with pytest.raises(StepError, match=r"parameter 1 of shape \(1,\)"):
+            optimizer.step()
+
+
+def test_a_parameter_that_was_frozen_when_it_was_wrapped_is_trained_once_it_is_not() -> None:
+    net = model()
+    net.bias.requires_grad_(False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net.bias.detach().clone()
+    net.bias.requires_grad_(True)
+    for _ in hand_out([4]):
+        loss(net, samples(4)).backward()
+        optimizer.step()
+    assert not torch.equal(net.bias, before)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"backward_passes_per_step": 2}, {"op": Sum}, {"gradient_predivide_factor": 2.0}, {"groups": 1}, {"op": Adasum}],
+)
+def test_what_a_loader_does_by_itself_is_refused_at_its_first_batch(arguments: dict[str, Any]) -> None:
+    net = model()
+    DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **arguments)
+    for _ in hand_out([4]):
+        with pytest.raises(StepError, match="DataLoader"):
+            loss(net, samples(4)).backward()
+
+
+def test_gradients_may_be_compressed_under_a_loader() -> None:
+    net = model()
+    DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression=Compression.bf16)
+    for _ in hand_out([4]):
+        loss(net, samples(4)).backward()
+    assert torch.equal(net.weight.grad, net.weight.grad.bfloat16().double())
 
 
 def test_a_parameter_that_is_frozen_later_is_left_alone() -> None:
@@ -223,10 +262,46 @@ def test_a_step_without_any_gradient_takes_part_with_zeros() -> None:
     assert torch.equal(net.weight, before)
 
 
-def test_a_closure_is_refused() -> None:
+def test_a_closure_is_refused_under_a_loader() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
-    with pytest.raises(StepError, match="closure"):
-        optimizer.step(lambda: 1.0)
+    for _ in hand_out([4]):
+        with pytest.raises(StepError, match="closure"):
+            optimizer.step(lambda: 1.0)
+
+
+def test_alone_there_may_be_any_number_of_passes_between_steps_and_zeroing() -> None:
+    net, x = model(), samples(4)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    loss(net, x).backward()
+    loss(net, x).backward()
+    assert torch.allclose(net.weight.grad, 2 * torch.autograd.grad(loss(net, x), net.weight)[0])
+    optimizer.zero_grad()
+    assert net.weight.grad is None
+
+
+def test_alone_a_closure_gives_its_loss() -> None:
+    net, x = model(), samples(4)
+    optimizer = DistributedOptimizer(torch.optim.LBFGS(net.parameters(), lr=0.5))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(net, x)
+        value.backward()
+        return value
+
+    first = optimizer.step(closure)
+    for _ in range(3):
+        optimizer.step(closure)
+    assert loss(net, x) < first / 10
+
+
+def test_wrapping_anew_leaves_the_old_optimizer_without_hooks() -> None:
+    net = model()
+    old = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), backward_passes_per_step=2)
+    DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in hand_out([4]):
+        loss(net, samples(4)).backward()  # the old one would refuse its two passes
+    assert old.backward_passes_per_step == 2
 
 
 def test_wrapping_twice_is_refused() -> None:
@@ -282,5 +357,6 @@ def test_a_fault_in_backward_is_raised_where_nobody_repeats_the_batch(alone: Alo
     net = model()
     DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     alone.abort("a worker was lost")
-    with pytest.raises(GenerationEnded, match="a worker was lost"):
-        loss(net, samples(4)).backward()
+    for _ in hand_out([4]):
+        with pytest.raises(GenerationEnded, match="a worker was lost"):
+            loss(net, samples(4)).backward()

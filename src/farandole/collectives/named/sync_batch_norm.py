@@ -78,13 +78,12 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         mean, variance, count = _global_statistics(x)
-        scale = torch.rsqrt(variance + eps).to(x.dtype)
         if count < 2:
             raise ValueError(
                 f"SyncBatchNorm needs more than one value for each channel in the global batch when training, got "
                 f"{count:.0f}; its input here has shape {tuple(input.shape)}"
             )
-        centre = mean.to(x.dtype)
+        centre, scale = mean.to(x.dtype), torch.rsqrt(variance + eps).to(x.dtype)
         ctx.save_for_backward(input, weight, centre, scale)
         ctx.count = count
         normalized = (x - _spread(centre, x)) * _spread(scale, x)
@@ -96,7 +95,7 @@ class _Normalize(torch.autograd.Function):
         return normalized.to(input.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         x, weight, centre, scale = ctx.saved_tensors
         dy = gradient.to(scale.dtype)
         x_hat = (x.to(scale.dtype) - _spread(centre, dy)) * _spread(scale, dy)
@@ -118,10 +117,11 @@ def _global_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, flo
     ranks. From each rank's mean and squared distances to it, so that nothing cancels for large means."""
     count = x.numel() // x.size(1)
     mean = _per_channel_sum(x) / max(count, 1)
-    spread = _per_channel_sum((x.double() - _spread(mean, x)).square_())
+    centre = mean.to(x.dtype)  # near the mean is near enough, if what it is off by is taken off again
+    spread = _per_channel_sum((x - _spread(centre, x)).square_()) - count * (mean - centre).square()
     ours = torch.cat([torch.full_like(mean[:1], count), mean, spread])
     by_rank = allgather(ours.unsqueeze(0), "sync_batch_norm.statistics")
-    counts, means, spreads = by_rank.split([1, len(mean), len(mean)], dim=1)
+    counts, means, spreads = torch.split(by_rank, [1, len(mean), len(mean)], dim=1)
     total = counts.sum()
     global_mean = (counts * means).sum(0) / total
     squares = (spreads + counts * (means - global_mean).square()).sum(0)

@@ -1,0 +1,137 @@
+"""DistributedOptimizer(op=Adasum): what is combined is not the gradients but the steps that workers would take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from farandole.collectives import world
+from farandole.collectives.named.adasum import is_power_of_two, require_power_of_two
+from farandole.collectives.named.constants import Adasum, Average
+from farandole.collectives.named.operations import allreduce_async_, synchronize
+from farandole.collectives.named.process_sets import global_process_set
+from farandole.errors import StepError
+from farandole.optim.options import Options
+from farandole.optim.wrapping import WrappedOptimizer, counts_passes
+from farandole.state import boundary, step
+
+
+class DeltaOptimizer(WrappedOptimizer):
+    """Each worker steps on its own gradients; the changes of the parameters are combined by Adasum (adasum.py) and
+    take the place of its own. Momentum and the like stay each worker's own. Mixed in before the user's class.
+
+    - Raises NotImplementedError for process sets other than the global one, and when it is made in a world whose
+      size is not a power of two, unless an elastic function runs.
+    - In an elastic job the size changes. A size that is not a power of two averages the changes instead of
+      combining them by Adasum (4 workers become 3), with one warning; back at a power of two it is Adasum again.
+      A worker alone takes its own step; when others come (1 becomes 2) their changes are combined from the next
+      step on.
+    - `synchronize()` does nothing: there is nothing to reduce before `step()`. `skip_synchronize()` raises
+      AssertionError.
+    - After a failed collective the parameters are as before the step; the state of the user's class (momentum)
+      has moved. A TorchState puts both back.
+    """
+
+    def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
+        if options.process_set is not global_process_set:
+            raise NotImplementedError("op=Adasum works over all workers only; leave process_set out, or use Average")
+        if not boundary.is_elastic():
+            require_power_of_two(world.current().placement.size)
+        self._compression = options.compression
+        self._has_warned = False
+        self._set_up(named_parameters, passes_per_step)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        _refuse_batch()
+        if counts_passes():
+            self._passes.count(id(parameter))
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step, combine the changes, and apply what came of them. Returns the closure's loss, or else True."""
+        _refuse_batch()
+        moved = [parameter for parameter in self._parameter_names if parameter.requires_grad]
+        is_alone = world.current().placement.size == 1
+        before = [] if is_alone else [parameter.detach().clone() for parameter in moved]
+        loss = self._apply(None if closure is None else self._counted(closure), self._gradients())
+        self._passes.forget()
+        if not is_alone:
+            self._combine(moved, before)
+        step.decided()
+        return loss if closure is not None else True
+
+    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Nothing: changes are combined in step()."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Refused: step() is where workers meet."""
+        raise AssertionError("skip_synchronize() is not possible with op=Adasum: call step() without it")
+        yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Raises AssertionError between backward() and step()."""
+        self._passes.refuse_zeroing()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def _counted(self, closure: Callable[[], float]) -> Callable[[], float]:
+        def counted() -> float:
+            self._passes.restart()  # each call is a step's worth of passes
+            return closure()
+
+        return counted
+
+    def _combine(self, moved: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+        """Replace this worker's changes by those of all. Any error leaves the parameters as they were before."""
+        op = self._operation()
+        handles: list[Any] = []
+        first: Exception | None = None
+        changes: list[tuple[torch.Tensor, Any]] = []
+        try:
+            for parameter, start in zip(moved, before, strict=True):
+                sent, ctx = self._compression.compress(parameter.detach() - start)
+                sent = sent.contiguous()
+                handles.append(allreduce_async_(sent, name=f"delta.{self._parameter_names[parameter]}", op=op))
+                changes.append((sent, ctx))
+        except Exception as error:  # noqa: BLE001 - raised below, when nothing is in flight any more
+            first = error
+        for handle in handles:
+            try:
+                synchronize(handle)
+            except Exception as error:  # noqa: BLE001 - as above
+                first = first or error
+        with torch.no_grad():
+            for parameter, start in zip(moved, before, strict=True):
+                parameter.copy_(start)
+            if first is not None:
+                raise first
+            for parameter, (sent, ctx) in zip(moved, changes, strict=True):
+                parameter.add_(self._compression.decompress(sent, ctx))
+
+    def _operation(self) -> Any:
+        size = world.current().placement.size
+        if is_power_of_two(size):
+            return Adasum
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Adasum needs a power of two of workers, and there are {size} now: the workers' steps are averaged "
+                f"until there are as many again",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return Average
+
+
+def _refuse_batch() -> None:
+    if step.batch() is not None:
+        raise StepError(
+            "op=Adasum combines whole steps and does not know of a DataLoader of Farandole, which weights gradients "
+            "by the size of each worker's share; use op=Average with it, or torch's DataLoader"
+        )

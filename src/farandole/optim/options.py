@@ -1,0 +1,117 @@
+"""What DistributedOptimizer was asked for: checked when it is made, before anything is hooked or reduced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from farandole.collectives.named.compression import Compression, Compressor
+from farandole.collectives.named.constants import Average
+from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.reduction import Reduction
+
+
+@dataclass(frozen=True)
+class Options:
+    """Horovod's arguments of DistributedOptimizer, which explains them. Raises ValueError for what cannot work."""
+
+    compression: Compressor = Compression.none
+    op: Reduction = Average
+    predivide_factor: float = 1.0
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = global_process_set
+
+    def __post_init__(self) -> None:
+        if self.predivide_factor != 1.0 and self.op != Average:
+            raise ValueError(
+                f"gradient_predivide_factor={self.predivide_factor} splits the division of an average and works "
+                f"with op=Average only, got op={Reduction(self.op).name}"
+            )
+        if isinstance(self.groups, int):
+            if self.groups < 0:
+                raise ValueError(f"groups must be a number of groups from 0, or lists of parameters, got {self.groups}")
+        elif self.groups is not None:
+            _check_groups(self.groups)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it asks for nothing that only named operations can do."""
+        return (
+            self.op == Average
+            and self.predivide_factor == 1.0
+            and not self.groups
+            and self.process_set is global_process_set
+        )
+
+
+def groups_of(groups: Any, num_groups: int) -> Any:
+    """What `groups` and Horovod's older `num_groups` ask for together; the older one warns."""
+    if num_groups:
+        warnings.warn(
+            f"num_groups is Horovod's older name; write groups={num_groups}", DeprecationWarning, stacklevel=3
+        )
+    return num_groups if groups is None and num_groups else groups
+
+
+def check_passes(passes: int) -> int:
+    """Raise ValueError for a number of backward passes for each step that cannot work."""
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+    return passes
+
+
+def names_of(param_groups: Sequence[dict[str, Any]], named_parameters: Iterable[Any] | None) -> dict[torch.Tensor, str]:
+    """A name for each parameter of the optimizer, alike on all ranks: those given, or made of the places.
+
+    Raises ValueError for pairs that are none, names given twice, and parameters without a name.
+    """
+    places = {
+        parameter: f"parameter.{number}.{place}"
+        for number, group in enumerate(param_groups)
+        for place, parameter in enumerate(group["params"])
+    }
+    if named_parameters is None:
+        return places
+    pairs = list(named_parameters)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"named_parameters holds a {type(pair).__name__}; it must hold tuples (name, parameter), as "
+                f"model.named_parameters() gives them"
+            )
+    _refuse_duplicates([name for name, _ in pairs])
+    names = {parameter: name for name, parameter in pairs}
+    missing = [f"{place} of shape {tuple(p.shape)}" for p, place in places.items() if p not in names]
+    if missing:
+        raise ValueError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters: {', '.join(missing[:5])}"
+            f"{', ...' if len(missing) > 5 else ''}; name all of them, or leave named_parameters out"
+        )
+    return {parameter: names[parameter] for parameter in places}
+
+
+def _refuse_duplicates(names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(
+            f"named_parameters has these names more than once: {', '.join(twice)}; give each model's parameters a "
+            f"prefix of their own"
+        )
+
+
+def _check_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"groups must be a number, or a list of lists of parameters, got {type(groups).__name__}")
+    seen: set[int] = set()
+    for group in groups:
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise ValueError(f"groups must hold lists of parameters, found a {type(parameter).__name__}")
+            if id(parameter) in seen:
+                raise ValueError(f"groups: a parameter of shape {tuple(parameter.shape)} is in it twice")
+            seen.add(id(parameter))

@@ -1,0 +1,66 @@
+"""How many backward passes each parameter has had since the last step, and what follows from it. Pure.
+
+named_path.py and adasum_delta.py count in their hooks; parameters are told apart by `id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_TOO_MANY = (
+    "a gradient was computed {count} times before optimizer.step(), which was told to expect {expected}: raise "
+    "backward_passes_per_step to {count} to accumulate gradients, or call step() (or synchronize()) after each pass"
+)
+_RACE = (
+    "optimizer.zero_grad() between loss.backward() and optimizer.step(): it would erase gradients that other "
+    "workers count on. Call step() or synchronize() first, or abandon_step() on all workers to drop them"
+)
+
+
+class Passes:
+    """From one step to the next.
+
+    per_step  passes after which a gradient is due to be reduced
+    """
+
+    def __init__(self, per_step: int) -> None:
+        self.per_step = per_step
+        self._counts: dict[int, int] = {}
+        self._reduced: set[int] = set()
+
+    def count(self, key: int) -> None:
+        """A backward pass has left a gradient. Raises AssertionError if it is one too many."""
+        count = self._counts.get(key, 0) + 1
+        if count > self.per_step:
+            raise AssertionError(_TOO_MANY.format(count=count, expected=self.per_step))
+        self._counts[key] = count
+        self._reduced.discard(key)
+
+    def has_counted(self, key: int) -> bool:
+        """Whether there was a pass since the last step or synchronize()."""
+        return key in self._counts
+
+    def are_due(self, keys: Iterable[int]) -> bool:
+        """Whether all of them have had all their passes."""
+        return all(self._counts.get(key, 0) >= self.per_step for key in keys)
+
+    def unreduced(self, keys: Iterable[int]) -> set[int]:
+        """Those whose gradient is not the reduced one."""
+        return {key for key in keys if key not in self._reduced}
+
+    def reduced(self, keys: Iterable[int]) -> None:
+        self._reduced.update(keys)
+
+    def restart(self) -> None:
+        """Count from zero again; what is reduced stays so: synchronize() was called."""
+        self._counts.clear()
+
+    def forget(self) -> None:
+        """Nothing has happened since the last step."""
+        self._counts.clear()
+        self._reduced.clear()
+
+    def refuse_zeroing(self) -> None:
+        """Raise AssertionError while gradients wait for a step."""
+        if self._counts:
+            raise AssertionError(_RACE)

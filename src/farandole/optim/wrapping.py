@@ -1,0 +1,135 @@
+"""What all our optimizers have in common: the user's class below, hooks on its parameters, GradScaler's protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from farandole.collectives import world
+from farandole.errors import StepError
+from farandole.optim.options import check_passes, names_of
+from farandole.optim.passes import Passes
+from farandole.state import boundary
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+_hook_of: Any = WeakTensorKeyDictionary()
+"""Our hook on each parameter. A script that wraps anew leaves old optimizers behind, which must not reduce too:
+the newest counts, and one that is stepped all the same reduces in step()."""
+
+
+def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
+    """An instance of a class made of `mixin` and the user's, sharing state, defaults and groups by identity."""
+    if isinstance(optimizer, WrappedOptimizer):
+        raise StepError("this optimizer is a DistributedOptimizer already; wrap it once")
+    world.current()  # NotInitialized here is clearer than in the first backward pass
+    base = optimizer.__class__
+    wrapped_class = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    wrapped: OptimizerT = object.__new__(wrapped_class)
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__.pop("step", None)  # a scheduler made before patched the step of the original into it
+    return wrapped
+
+
+def counts_passes() -> bool:
+    """Whether there is, or may soon be, anybody to reduce with: else a script may run as many passes as it likes."""
+    here = world.current()
+    return here.placement.size > 1 or (boundary.is_elastic() and here.id.number > 0)
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """Mixed in before the user's optimizer class."""
+
+    # GradScaler then always calls our step(), also when it would skip: a skipped step is decided too.
+    _step_supports_amp_scaling = True
+
+    def _set_up(self, named_parameters: Iterable[Any] | None, passes_per_step: int) -> None:
+        # Fused optimizers unscale and skip by themselves; they say so on the instance or on their class.
+        self._base_scales = self.__dict__.pop("_step_supports_amp_scaling", False)
+        self._passes = Passes(check_passes(passes_per_step))
+        self._parameter_names = names_of(self.param_groups, named_parameters)
+        self._hook_parameters()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Runs inside backward(), once for each parameter, while its gradient is hot in the cache."""
+        raise NotImplementedError
+
+    def _hook_parameters(self) -> None:
+        """On all that can ever have a gradient: a parameter that is frozen now may be trained later."""
+        for parameter in self._all_parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                _hook(parameter, self._on_gradient)
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the new parameters are reduced from the next backward pass on."""
+        super().add_param_group(param_group)
+        self._parameter_names = {**names_of(self.param_groups, None), **self._parameter_names}
+        self._hook_parameters()
+
+    # Backward passes -------------------------------------------------------------------------------------
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._passes.per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on expect so many passes; those since the last step do not count. Raises ValueError."""
+        self._passes.per_step = check_passes(passes)
+        self._passes.restart()
+
+    def abandon_step(self) -> None:
+        """Drop what backward passes have left since the last step: gradients, and that there were passes.
+
+        After a failed collective, where gradients may be half reduced; a TorchState does it on restore()."""
+        self._passes.forget()
+        for parameter in self._all_parameters():
+            parameter.grad = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; backward passes are counted from zero again."""
+        self._passes.forget()
+        super().load_state_dict(state_dict)
+
+    # The user's step -------------------------------------------------------------------------------------
+
+    def _apply(self, closure: Callable[[], float] | None = None, gradients: Iterable[torch.Tensor] = ()) -> Any:
+        """The step of the user's class, by GradScaler's rules if one has called us: `gradients` are unscaled
+        before, and nothing happens on inf or NaN. It has put `grad_scale` and `found_inf` on us, which the
+        user's class must not see, and takes them off."""
+        if self._base_scales:
+            return super().step(closure)
+        names = ("grad_scale", "found_inf")
+        asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
+        scale, found_inf = asked.get("grad_scale"), asked.get("found_inf")
+        try:
+            if found_inf is not None and bool(found_inf):
+                return None
+            if scale is not None:
+                inverse = scale.double().reciprocal().float()
+                for gradient in gradients:
+                    gradient.mul_(inverse.to(gradient.device, gradient.dtype))
+            return super().step(closure)
+        finally:
+            self.__dict__.update(asked)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
+
+
+def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    old: RemovableHandle | None = _hook_of.get(parameter)
+    if old is not None:
+        old.remove()
+    is_frozen = not parameter.requires_grad
+    if is_frozen:
+        parameter.requires_grad_(True)  # torch takes hooks from no others, and keeps them
+    _hook_of[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    if is_frozen:
+        parameter.requires_grad_(False)
