@@ -1,0 +1,314 @@
+"""Decides what is done, from what all ranks say: each rank hears everybody's words, and decides alike. Pure.
+
+engine.py feeds it one round after another. Nothing depends on the order in which one rank alone submitted its
+operations, so that ranks may submit in different orders and over different rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
+from farandole.collectives.named.fusion import Matched, fuse
+from farandole.collectives.named.members import Members, ProcessSets
+from farandole.collectives.named.outstanding import Outstanding, Pending
+from farandole.collectives.named.plans import Plan, Plans
+from farandole.collectives.named.requests import (
+    GLOBAL_SET,
+    Agreed,
+    AllJoined,
+    Decision,
+    Execute,
+    Fail,
+    Key,
+    Kind,
+    Request,
+    Said,
+    SetAdded,
+    SetRemoved,
+)
+from farandole.collectives.named.response_cache import ResponseCache
+from farandole.collectives.named.validation import why_invalid
+from farandole.errors import ProtocolError
+
+_SET_CHANGES = {Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET}
+_CACHED = set(Kind) - _SET_CHANGES - {Kind.JOIN, Kind.BARRIER}
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An operation that waits for ranks.
+
+    submitted_by  global ranks
+    missing       global ranks that have not submitted it, or not all of its group
+    number        tells it from an earlier or later one of the same key
+    """
+
+    key: Key
+    submitted_by: tuple[int, ...]
+    missing: tuple[int, ...]
+    number: int
+
+
+class Negotiation:
+    """One rank's copy of what all ranks know of each other's operations; they stay equal as long as they are fed
+    the same words. Of one thread.
+
+    size            how many ranks there are
+    cache_capacity  how many operations are remembered, so that repeating a request costs a number; 0 for none
+    fusion_bytes    up to this size allreduces that are alike share one Execute; 0 for none. Groups share one anyway
+    """
+
+    def __init__(self, size: int, cache_capacity: int = 1024, fusion_bytes: int = 64 << 20) -> None:
+        self._size = size
+        self._fusion_bytes = fusion_bytes
+        self._sets = ProcessSets(size)
+        self._outstanding = Outstanding()
+        self._cache = ResponseCache(cache_capacity)
+        self._plans = Plans()
+        self._joined = 0  # ranks that wait in a join(), over all process sets
+
+    def words(self, rank: int, requests: Iterable[Request], expired: Iterable[Key] = ()) -> Said:
+        """What a rank has to say in the next round. To be used for that very round.
+
+        expired  keys of operations that are to be given up: all who have submitted them get an error
+        """
+        place_of = self._cache.place_of
+        new: list[Request] = []
+        repeated: list[int] = []
+        for request in requests:
+            place = place_of(rank, request)
+            if place is None:
+                new.append(request)
+            else:
+                repeated.append(place)
+        return Said(tuple(new), tuple(repeated), tuple(expired))
+
+    def round(self, said: Sequence[Said]) -> list[Decision]:
+        """What follows from everybody's words, by rank. To be carried out in this order, by all ranks.
+
+        Raises ProtocolError, on all ranks, for words that no rank can mean; the negotiation is over then.
+        """
+        is_plain = (
+            not self._joined and not self._outstanding and not any(each.requests or each.expired for each in said)
+        )
+        repeated = tuple([each.repeated for each in said]) if is_plain else ()
+        if is_plain and (plan := self._plans.get(repeated)) is not None:
+            self._cache.touch(plan.places)
+            return list(plan.decisions)
+        decisions = self._decide(said)
+        if is_plain and not self._outstanding:
+            self._remember(repeated, decisions)
+        return decisions
+
+    def heard(self, said: Sequence[Said]) -> Iterator[tuple[int, Key]]:
+        """Which rank submits what in a round that is yet to be decided: for the timeline."""
+        for rank, words in enumerate(said):
+            for place in words.repeated:
+                yield rank, self._cache[place].agreed.key
+            for request in words.requests:
+                yield rank, request.key
+
+    def waiting(self) -> list[Waiting]:
+        """All operations that wait for ranks, oldest first: for reports of stalls. Joins are not among them."""
+        pendings = self._outstanding.all()
+        return [
+            Waiting(pending.key, tuple(pending.submitted_by()), tuple(awaited), pending.number)
+            for pending, awaited in zip(pendings, self._outstanding.all_awaited(pendings), strict=True)
+        ]
+
+    # One round -------------------------------------------------------------------------------------------
+
+    def _decide(self, said: Sequence[Said]) -> list[Decision]:
+        fails = self._hear(said)
+        matched: list[Matched] = []
+        executes: list[Execute] = []
+        changes: list[Pending] = []
+        for pending in self._outstanding.take_complete():
+            match = self._match(pending)
+            if isinstance(match, Fail):
+                fails.append(match)
+            elif pending.key.kind in _SET_CHANGES:
+                changes.append(pending)
+            else:
+                matched.append(match)
+        executes += fuse(matched, self._fusion_bytes)
+        for group in self._outstanding.take_whole_groups():
+            matches = [self._match(pending) for pending in group]
+            bad = [match for match in matches if isinstance(match, Fail)]
+            good = [match for match in matches if isinstance(match, Matched)]
+            fails += _fail_group(group, bad) if bad else ()
+            if not bad:
+                matched += good
+                executes += fuse(good, math.inf)
+        for cluster in self._outstanding.take_tangled():
+            fails += _fail_tangled(cluster)
+        fails += self._give_up(said)
+        self._use(matched)
+        return [*fails, *executes, *self._all_joined(), *self._change_sets(changes)]
+
+    def _hear(self, said: Sequence[Said]) -> list[Decision]:
+        """Everything submitted, then all joins. Returns the failures of what is submitted to unknown process sets."""
+        if len(said) != self._size:
+            raise ProtocolError(f"a round has the words of {self._size} ranks, got those of {len(said)}")
+        hear, cache, get = self._outstanding.hear, self._cache, self._sets.get
+        unknown: dict[Key, None] = {}
+        joins: list[tuple[Members, int, Key]] = []
+        for rank, words in enumerate(said):
+            for place in words.repeated:
+                matched = _at(cache, place, rank)
+                request = matched.part_of(rank)
+                if request is None:
+                    raise ProtocolError(f"rank {rank} repeats what it never said: place {place} of the cache")
+                if get(request.key.process_set) is None:
+                    unknown[request.key] = None
+                else:
+                    hear(matched.members, rank, request, matched)
+            for request in words.requests:
+                members = get(request.key.process_set)
+                if members is None or (request.key.kind is Kind.JOIN and rank not in members.places):
+                    unknown[request.key] = None
+                elif request.key.kind is Kind.JOIN:
+                    joins.append((members, rank, request.key))
+                else:
+                    hear(members, rank, request, None)
+        for members, rank, key in joins:
+            if rank in members.joined:
+                raise ProtocolError(f"rank {rank} joins twice")
+            self._outstanding.join(members, rank)
+            members.joined[rank] = key
+            self._joined += 1
+        return [Fail(key, self._why_unknown(key)) for key in unknown]
+
+    def _match(self, pending: Pending) -> Matched | Fail:
+        """Whether what all members said fits together."""
+        if pending.matched is not None and not pending.strangers:
+            return pending.matched
+        key, members = pending.key, pending.members
+        if pending.strangers:
+            what = f"{key.kind.name.lower()} {key.name!r}"
+            outside = f"{ranks_in_words(pending.strangers)} submitted it"
+            return Fail(key, f"{what}: {outside}, but process set {members.number} has {ranks_in_words(members.ranks)}")
+        problem = why_invalid(key, members.ranks, pending.parts)
+        if problem is not None:
+            return Fail(key, problem)
+        return Matched(members, Agreed(key, members.ranks, tuple(pending.parts)))
+
+    def _give_up(self, said: Sequence[Said]) -> list[Decision]:
+        expired = dict.fromkeys(key for words in said for key in words.expired)
+        fails: list[Decision] = []
+        for key in expired:
+            if (pending := self._outstanding.get(key)) is not None:
+                together = self._outstanding.cluster([pending], by_name=False)
+                message = self._why_given_up(pending)
+                fails += [Fail(each.key, message) for each in self._outstanding.take(together)]
+        return fails
+
+    def _all_joined(self) -> list[Decision]:
+        decisions: list[Decision] = []
+        if self._joined:
+            for members in self._sets:
+                if len(members.joined) == len(members.ranks):
+                    decisions.append(AllJoined(members.number, next(reversed(members.joined))))
+                    self._joined -= len(members.joined)
+                    members.joined.clear()
+        return decisions
+
+    def _change_sets(self, changes: Sequence[Pending]) -> list[Decision]:
+        decisions: list[Decision] = []
+        for pending in changes:
+            ranks = next(part for part in pending.parts if part is not None).ranks
+            decisions += (
+                self._add(pending.key, ranks)
+                if pending.key.kind is Kind.ADD_PROCESS_SET
+                else self._remove(pending.key, ranks)
+            )
+        return decisions
+
+    def _add(self, key: Key, ranks: tuple[int, ...]) -> list[Decision]:
+        if problem := self._sets.why_impossible(ranks):
+            return [Fail(key, problem)]
+        return [SetAdded(key, self._sets.add(ranks).number, ranks)]
+
+    def _remove(self, key: Key, ranks: tuple[int, ...]) -> list[Decision]:
+        number = self._sets.number_of(ranks)
+        if number is None or number == GLOBAL_SET:
+            why = "it has all ranks" if number == GLOBAL_SET else "there is no such process set"
+            return [Fail(key, f"the process set of ranks {list(ranks)} cannot be removed: {why}")]
+        members = self._sets.get(number)
+        assert members is not None
+        left = self._outstanding.take(each for each in self._outstanding.all() if each.members is members)
+        keys = dict.fromkeys([*(each.key for each in left), *members.joined.values()])
+        self._joined -= len(members.joined)
+        self._sets.remove(number)
+        self._plans.clear()
+        return [*(Fail(each, self._why_unknown(each)) for each in keys), SetRemoved(key, number)]
+
+    # What is remembered ------------------------------------------------------------------------------------
+
+    def _use(self, matched: Iterable[Matched]) -> None:
+        """Have all that is carried out in the cache, if it is something that all members can repeat."""
+        for each in matched:
+            agreed = each.agreed
+            if agreed.key.kind in _CACHED and None not in agreed.parts:
+                changed = self._cache.use(each)
+                if changed is not None:
+                    self._plans.forget_place(changed)
+
+    def _remember(self, repeated: tuple[tuple[int, ...], ...], decisions: list[Decision]) -> None:
+        """When all ranks say just this again, the same follows."""
+        executes = [each for each in decisions if isinstance(each, Execute)]
+        if len(executes) == len(decisions):
+            keys = [agreed.key for execute in executes for agreed in execute.operations]
+            self._plans.add(repeated, Plan(tuple(executes), self._cache.places(keys)))
+
+    # In words ----------------------------------------------------------------------------------------------
+
+    def _why_unknown(self, key: Key) -> str:
+        number = key.process_set
+        members = self._sets.get(number)
+        if members is not None:
+            return f"{key.name}: process set {number} has {ranks_in_words(members.ranks)} only"
+        was = "was removed" if self._sets.has_existed(number) else "was never added"
+        return f"{key.name}: process set {number} {was}"
+
+    def _why_given_up(self, pending: Pending) -> str:
+        key = pending.key
+        there, missing = pending.submitted_by(), self._outstanding.awaited(pending)
+        return (
+            f"{key.kind.name.lower()} {key.name!r} was given up after waiting for too long: {ranks_in_words(there)} "
+            f"submitted it, {ranks_in_words(missing)} did not"
+        )
+
+
+def _at(cache: ResponseCache, place: int, rank: int) -> Matched:
+    try:
+        return cache[place]
+    except IndexError:
+        raise ProtocolError(f"rank {rank} repeats what is in place {place} of the cache, where nothing is") from None
+
+
+def _fail_group(group: Sequence[Pending], bad: Sequence[Fail]) -> list[Decision]:
+    """All of them, because of some: these get their own message."""
+    messages = {fail.key: fail.message for fail in bad}
+    why = f"another operation of its group {group[0].group!r} failed: {bad[0].message}"
+    return [Fail(each.key, messages.get(each.key) or f"{each.key.name}: {why}") for each in group]
+
+
+def _fail_tangled(cluster: Sequence[Pending]) -> list[Decision]:
+    """Everything in the cluster; the message lists each rank's operations."""
+    said: dict[int, list[str]] = {}
+    for pending in cluster:
+        for rank, part in zip(pending.members.ranks, pending.parts, strict=True):
+            if part is not None:
+                group = f" of group {part.group!r} ({part.group_size})" if part.group else ""
+                said.setdefault(rank, []).append(f"{pending.key.kind.name.lower()} {pending.key.name!r}{group}")
+    found = who_says_what((rank, " and ".join(_shortened(said[rank]))) for rank in sorted(said))
+    message = f"ranks disagree on what to do together: {found or 'all submitted a part of a group only'}"
+    return [Fail(pending.key, message) for pending in cluster]
+
+
+def _shortened(names: list[str]) -> list[str]:
+    return names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]

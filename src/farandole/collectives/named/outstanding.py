@@ -1,0 +1,292 @@
+"""Operations that some rank has submitted and that are not decided yet. Pure; negotiation.py decides them.
+
+An operation of its own is complete when all members that have not joined have submitted it. Groups are looked at
+as a whole: every member has to have submitted all that it says belongs to the group. Where ranks disagree on what
+belongs together, or on what an operation of this name does, everything that is tangled is one cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from farandole.collectives.named.fusion import Matched
+from farandole.collectives.named.members import Members
+from farandole.collectives.named.requests import Key, Kind, Request
+from farandole.errors import ProtocolError
+
+Label: TypeAlias = tuple[int, str]
+"""A process set, and the name of a group or of an operation."""
+
+_PREFIXES = {
+    kind: (f"grouped_{kind.name.lower()}.", f"{kind.name.lower()}.")
+    for kind in (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER)
+}
+_UNNAMED = "noname."  # Each kind counts its unnamed operations: equal numbers of two kinds mean nothing.
+
+
+class Pending:
+    """One operation.
+
+    parts      requests of the members, by place; None where there is none yet
+    missing    how many members have neither submitted it nor joined
+    matched    what was agreed on before, if all so far repeat just that
+    group      of the first who submitted it; None before
+    is_mixed   whether not all named the same group
+    strangers  ranks that submitted it and are not in the process set
+    number     operations are counted in the order in which the first rank submitted them
+    """
+
+    __slots__ = ("group", "is_mixed", "key", "matched", "members", "missing", "number", "parts", "strangers")
+
+    def __init__(self, key: Key, members: Members, matched: Matched | None, number: int) -> None:
+        self.key, self.members, self.matched, self.number = key, members, matched, number
+        self.parts: list[Request | None] = [None] * len(members.ranks)
+        self.missing = len(members.ranks) - len(members.joined)
+        self.group: str | None = None
+        self.is_mixed = False
+        self.strangers: list[int] = []
+
+    def submitted_by(self) -> list[int]:
+        members = [rank for rank, part in zip(self.members.ranks, self.parts, strict=True) if part is not None]
+        return sorted(members + self.strangers)
+
+    def missing_ranks(self) -> list[int]:
+        return [rank for rank in self.members.active() if self.parts[self.members.places[rank]] is None]
+
+
+class Group:
+    """Operations that at least one rank wants to be carried out together.
+
+    said      how many of its operations each rank has submitted
+    sizes     how many each rank says that there are
+    is_mixed  whether some rank submitted one of its operations outside it
+    """
+
+    __slots__ = ("is_mixed", "label", "members", "pendings", "said", "sizes")
+
+    def __init__(self, label: Label, members: Members) -> None:
+        self.label, self.members = label, members
+        self.pendings: dict[Key, Pending] = {}
+        self.said: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.is_mixed = False
+
+    def is_whole_from(self, rank: int) -> bool:
+        """Whether this rank has submitted all of it."""
+        return self.said.get(rank, 0) >= self.sizes.get(rank, 1)
+
+    def is_whole(self) -> bool:
+        """Whether every member that has not joined has submitted all of it."""
+        return all(map(self.is_whole_from, self.members.active()))
+
+    def is_alike(self) -> bool:
+        """Whether all submitted the same operations, once it is whole."""
+        count = len(self.pendings)
+        return (
+            not self.is_mixed
+            and all(size == count for size in self.sizes.values())
+            and all(not pending.missing for pending in self.pendings.values())
+        )
+
+
+class Outstanding:
+    """A table of all of them, kept alike on all ranks."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, Pending] = {}
+        self._groups: dict[Label, Group] = {}
+        self._same_name: dict[Label, list[Pending]] = {}  # without those that came in this round
+        self._fresh: list[Pending] = []
+        self._complete: list[Pending] = []
+        self._touched: dict[Label, Group] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def all(self) -> list[Pending]:
+        return list(self._by_key.values())
+
+    def get(self, key: Key) -> Pending | None:
+        return self._by_key.get(key)
+
+    def hear(self, members: Members, rank: int, request: Request, matched: Matched | None) -> None:
+        """A rank has submitted an operation. `matched` if that is what it said when they were agreed on last."""
+        key = request.key
+        pending = self._by_key.get(key)
+        if pending is None:
+            self._count += 1
+            pending = self._by_key[key] = Pending(key, members, matched, self._count)
+            self._fresh.append(pending)
+        place = members.places.get(rank)
+        if place is None:
+            pending.strangers.append(rank)
+            return
+        parts = pending.parts
+        if parts[place] is not None:
+            raise ProtocolError(f"rank {rank} says {key.kind.name.lower()} {key.name!r} twice, before it was decided")
+        parts[place] = request
+        if matched is not pending.matched:
+            pending.matched = None
+        if rank not in members.joined:
+            pending.missing -= 1
+        if request.group or pending.group:
+            self._hear_group(pending, rank, request)
+        else:
+            pending.group = ""
+            if not pending.missing:
+                self._complete.append(pending)
+
+    def join(self, members: Members, rank: int) -> None:
+        """This member submits nothing more. To be told after all that was submitted in the same round."""
+        place = members.places[rank]
+        for pending in self._by_key.values():
+            if pending.members is members and pending.parts[place] is None:
+                pending.missing -= 1
+                if not pending.missing and not pending.group and not pending.is_mixed:
+                    self._complete.append(pending)
+        self._touched.update((label, group) for label, group in self._groups.items() if group.members is members)
+
+    def take_complete(self) -> list[Pending]:
+        """Operations of their own that every member has submitted by now, in the order of their completion."""
+        complete, self._complete = self._complete, []
+        complete = [pending for pending in complete if not pending.is_mixed]
+        for pending in complete:
+            del self._by_key[pending.key]
+        self._forget_names(complete)
+        return complete
+
+    def take_whole_groups(self) -> list[list[Pending]]:
+        """Groups that every member has submitted, and all the same."""
+        groups = [group for group in self._touched.values() if group.is_whole() and group.is_alike()]
+        return [self.take(group.pendings.values()) for group in groups]
+
+    def take_tangled(self) -> list[list[Pending]]:
+        """Clusters that will never fit: every member has submitted all that it means to, and it is not the same."""
+        seeds = self._names_with_several_meanings()
+        # A group that is not mixed, and has no such name in it, is a cluster of its own.
+        is_simple = not seeds
+        for group in self._touched.values():
+            if group.is_mixed or not is_simple or group.is_whole():
+                seeds.append(list(group.pendings.values()))
+        self._touched = {label: group for label, group in self._touched.items() if group.is_mixed}
+        clusters = []
+        for seed in seeds:
+            still = [pending for pending in seed if self._by_key.get(pending.key) is pending]
+            cluster = self.cluster(still)
+            if cluster and self._is_hopeless(cluster):
+                clusters.append(self.take(cluster))
+        return clusters
+
+    def cluster(self, seeds: Iterable[Pending], by_name: bool = True) -> list[Pending]:
+        """These and all that hangs together with them: by groups, and by names with several meanings."""
+        found: dict[Key, Pending] = {}
+        todo = list(seeds)
+        while todo:
+            pending = todo.pop()
+            if pending.key in found:
+                continue
+            found[pending.key] = pending
+            for group in self._groups_of(pending):
+                todo += [each for each in group.pendings.values() if each.key not in found]
+            if by_name and (label := _bare_name(pending.key)):
+                todo += self._same_name.get(label, ())
+        return sorted(found.values(), key=lambda pending: pending.number)
+
+    def take(self, pendings: Iterable[Pending]) -> list[Pending]:
+        """They are decided."""
+        taken = sorted(pendings, key=lambda pending: pending.number)
+        for pending in taken:
+            del self._by_key[pending.key]
+            for group in self._groups_of(pending):
+                del group.pendings[pending.key]
+                if not group.pendings:
+                    del self._groups[group.label]
+                    self._touched.pop(group.label, None)
+        self._forget_names(taken)
+        return taken
+
+    def awaited(self, pending: Pending) -> list[int]:
+        """Members that have not submitted this operation; if all have, those who lack something of its cluster."""
+        return self.all_awaited([pending])[0]
+
+    def all_awaited(self, pendings: Sequence[Pending]) -> list[list[int]]:
+        """As awaited(), for each of these."""
+        of_cluster: dict[Key, list[int]] = {}
+        found = []
+        for pending in pendings:
+            missing = pending.missing_ranks() or of_cluster.get(pending.key)
+            if missing is None:
+                cluster = self.cluster([pending])
+                missing = [rank for rank in pending.members.active() if not self._is_through(rank, cluster)]
+                of_cluster.update((each.key, missing) for each in cluster)
+            found.append(missing)
+        return found
+
+    # Inside ------------------------------------------------------------------------------------------------
+
+    def _hear_group(self, pending: Pending, rank: int, request: Request) -> None:
+        if pending.group is None:
+            pending.group = request.group
+        elif pending.group != request.group:
+            pending.is_mixed = True
+        if request.group:
+            label = request.key.process_set, request.group
+            group = self._groups.get(label)
+            if group is None:
+                group = self._groups[label] = Group(label, pending.members)
+            group.pendings[pending.key] = pending
+            group.said[rank] = group.said.get(rank, 0) + 1
+            group.sizes[rank] = max(group.sizes.get(rank, 1), request.group_size)
+            self._touched[label] = group
+        if pending.is_mixed:
+            for group in self._groups_of(pending):
+                group.is_mixed = True
+                self._touched[group.label] = group
+
+    def _groups_of(self, pending: Pending) -> list[Group]:
+        if not pending.group and not pending.is_mixed:
+            return []
+        number = pending.key.process_set
+        names = {part.group: None for part in pending.parts if part is not None and part.group}
+        return [group for name in names if (group := self._groups.get((number, name))) is not None]
+
+    def _names_with_several_meanings(self) -> list[list[Pending]]:
+        """Operations of several kinds that the user gave one name. An operation counts from the end of its first
+        round on: most are decided by then, and cost nothing."""
+        for pending in self._fresh:
+            if self._by_key.get(pending.key) is pending and (label := _bare_name(pending.key)):
+                self._same_name.setdefault(label, []).append(pending)
+        self._fresh = []
+        return [alike for alike in self._same_name.values() if len(alike) > 1]
+
+    def _is_hopeless(self, cluster: Sequence[Pending]) -> bool:
+        return all(self._is_through(rank, cluster) for rank in cluster[0].members.active())
+
+    def _is_through(self, rank: int, cluster: Sequence[Pending]) -> bool:
+        """Whether this member has submitted something of the cluster, and all of the groups that it began."""
+        place = cluster[0].members.places[rank]
+        mine = [pending for pending in cluster if pending.parts[place] is not None]
+        groups = {group.label: group for pending in mine for group in self._groups_of(pending)}
+        return bool(mine) and all(group.is_whole_from(rank) for group in groups.values() if rank in group.said)
+
+    def _forget_names(self, decided: Sequence[Pending]) -> None:
+        if not self._same_name:
+            return
+        for pending in decided:
+            if (label := _bare_name(pending.key)) and pending in (alike := self._same_name.get(label, [])):
+                alike.remove(pending)
+                if not alike:
+                    del self._same_name[label]
+
+
+def _bare_name(key: Key) -> Label | None:
+    """What the user called it, without what was done: ranks that mean the same one use the same word."""
+    prefixes = _PREFIXES.get(key.kind)
+    if prefixes is None:
+        return None
+    name = key.name
+    for prefix in prefixes:
+        name = name.removeprefix(prefix)
+    return None if name.startswith(_UNNAMED) else (key.process_set, name)

@@ -1,0 +1,123 @@
+"""Whether what all members said of one operation fits together: a check for each kind. Pure.
+
+negotiation.py asks once every member has submitted the operation, so that all of them get the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
+from farandole.collectives.named.requests import CPU, Key, Kind, Request
+from farandole.collectives.reduction import Reduction
+
+Voices: TypeAlias = Sequence[tuple[int, Request]]
+"""Global ranks and what they said, in the order of the ranks."""
+
+_JOINABLE = {Kind.ALLREDUCE, Kind.BARRIER}  # A rank without data can add zeros, and wait; it has nothing else to give.
+
+
+def why_invalid(key: Key, ranks: tuple[int, ...], parts: Sequence[Request | None]) -> str | None:
+    """A message with ranks and values, to be told to all of them; None if the operation can be carried out.
+
+    ranks  the members of the process set
+    parts  their requests, in the same order; None for a member that has joined
+    """
+    voices = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if part is not None]
+    what = key.kind.name.lower()
+    if key.kind not in _JOINABLE and len(voices) < len(ranks):
+        missing = [rank for rank, part in zip(ranks, parts, strict=True) if part is None]
+        has = "has" if len(missing) == 1 else "have"
+        problem: str | None = f"{ranks_in_words(missing)} {has} called join(); only allreduce and barrier work then"
+    else:
+        problem = next((found for check in _CHECKS[key.kind] if (found := check(voices, ranks))), None)
+    return None if problem is None else f"{what} {key.name!r}: {problem}"
+
+
+def _dtypes(voices: Voices, _: tuple[int, ...]) -> str | None:
+    return _difference(voices, "the dtype", lambda part: part.dtype)
+
+
+def _devices(voices: Voices, _: tuple[int, ...]) -> str | None:
+    return _difference(voices, "the device", lambda part: "CPU" if part.device == CPU else "CUDA")
+
+
+def _shapes(voices: Voices, _: tuple[int, ...]) -> str | None:
+    return _difference(voices, "the shape", lambda part: _shape(part.shape))
+
+
+def _rows(voices: Voices, _: tuple[int, ...]) -> str | None:
+    """Every tensor has a first dimension, which may differ; the others may not."""
+    return _scalars(voices, _) or _difference(
+        voices, "the shape of one row (all dimensions but the first)", lambda part: _shape(part.shape[1:])
+    )
+
+
+def _scalars(voices: Voices, _: tuple[int, ...]) -> str | None:
+    scalars = [rank for rank, part in voices if not part.shape]
+    if not scalars:
+        return None
+    return f"the tensor of {ranks_in_words(scalars)} is a scalar; it needs at least one dimension"
+
+
+def _ops(voices: Voices, _: tuple[int, ...]) -> str | None:
+    return _difference(voices, "the reduction", lambda part: _op(part.op))
+
+
+def _scales(voices: Voices, _: tuple[int, ...]) -> str | None:
+    return _difference(voices, "the prescale factor", lambda part: repr(part.prescale)) or _difference(
+        voices, "the postscale factor", lambda part: repr(part.postscale)
+    )
+
+
+def _roots(voices: Voices, ranks: tuple[int, ...]) -> str | None:
+    found = _difference(voices, "the root rank", lambda part: str(part.root))
+    if found is None and voices[0][1].root not in ranks:
+        return f"root rank {voices[0][1].root} is not in the process set, which has {ranks_in_words(ranks)}"
+    return found
+
+
+def _splits(voices: Voices, ranks: tuple[int, ...]) -> str | None:
+    for rank, part in voices:
+        rows = part.shape[0]
+        if not part.splits and rows % len(ranks):
+            return f"rank {rank} has {rows} rows, which cannot be dealt out evenly to {len(ranks)} ranks"
+        if part.splits and (len(part.splits) != len(ranks) or min(part.splits) < 0 or sum(part.splits) > rows):
+            return (
+                f"rank {rank} has splits {list(part.splits)}; needed are {len(ranks)} counts that add up to at most "
+                f"its {rows} rows"
+            )
+    return None
+
+
+def _sets(voices: Voices, _: tuple[int, ...]) -> str | None:
+    return _difference(voices, "the ranks of the process set", lambda part: _shape(part.ranks))
+
+
+Check: TypeAlias = Callable[[Voices, tuple[int, ...]], str | None]
+
+_CHECKS: dict[Kind, tuple[Check, ...]] = {
+    Kind.ALLREDUCE: (_dtypes, _shapes, _ops, _scales, _devices),
+    Kind.ALLGATHER: (_dtypes, _rows, _devices),
+    Kind.BROADCAST: (_roots, _dtypes, _shapes, _devices),
+    Kind.ALLTOALL: (_dtypes, _rows, _splits, _devices),
+    # Summed before it is dealt out: the first dimension is compared too.
+    Kind.REDUCESCATTER: (_dtypes, _scalars, _shapes, _ops, _scales, _devices),
+    Kind.BARRIER: (),
+    Kind.ADD_PROCESS_SET: (_sets,),
+    Kind.REMOVE_PROCESS_SET: (_sets,),
+}
+
+
+def _difference(voices: Voices, what: str, value: Callable[[Request], str]) -> str | None:
+    said = who_says_what((rank, value(part)) for rank, part in voices)
+    return None if said is None else f"ranks disagree on {what}: {said}"
+
+
+def _shape(numbers: tuple[int, ...]) -> str:
+    return str(list(numbers))
+
+
+def _op(number: int) -> str:
+    return Reduction(number).name.capitalize() if number in Reduction._value2member_map_ else str(number)
