@@ -117,6 +117,8 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
     is_elastic = has_script or options.min_num_proc is not None or options.max_num_proc is not None
     follows_horovod = program.is_horovodrun
     fewest, most, restarts = JobConfig.min_np, options.max_num_proc, JobConfig.restarts
+    if not follows_horovod and has_script and most is None:
+        most = num_proc  # A job that follows its hosts has no other limit.
     if follows_horovod:
         fewest = num_proc
         if not is_elastic:
@@ -133,7 +135,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         on_failure=options.on_failure or ("host" if follows_horovod else "slot"),
         cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
         reset_limit=options.reset_limit,
-        fills_slots=follows_horovod and is_elastic,
+        fills_slots=has_script or (follows_horovod and is_elastic),
         waits_for_newcomers=follows_horovod and is_elastic,
     )
     if hosts is not None and (slots := sum(host.slots for host in hosts)) < num_proc:
