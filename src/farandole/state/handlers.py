@@ -11,6 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from farandole.collectives.named.objects import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from farandole.state.background_copy import finish_all, finish_before_loading
 from farandole.state.deep_copy import Snapshot, TensorPair, tensors_in
 from farandole.state.parts import is_stateful
@@ -80,8 +86,6 @@ class ModelStateHandler(SnapshotHandler):
         self.value.load_state_dict(self._snapshot.view())  # which copies out of the tensors
 
     def sync(self) -> None:
-        from farandole.collectives.named.objects import broadcast_parameters
-
         finish_all()
         state = self.value.state_dict()
         broadcast_parameters({key: value for key, value in state.items() if isinstance(value, torch.Tensor)}, 0)
@@ -102,8 +106,6 @@ class OptimizerStateHandler(SnapshotHandler):
         return self._snapshot.take(state, (lambda tensor: id(tensor) in moved_by_step) if optimized else None)
 
     def sync(self) -> None:
-        from farandole.collectives.named.objects import broadcast_optimizer_state
-
         finish_all()
         broadcast_optimizer_state(self.value, 0)
         self.save()
@@ -125,8 +127,6 @@ class SamplerStateHandler(SnapshotHandler):
     """
 
     def sync(self) -> None:
-        from farandole.collectives.named.objects import allgather_object
-
         states = allgather_object(self.value.state_dict())
         self.value.load_state_dict(_united(states))
         self.save()
@@ -143,8 +143,6 @@ class StatefulHandler(SnapshotHandler):
     """
 
     def sync(self) -> None:
-        from farandole.collectives.named.objects import broadcast_object
-
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
         self.save()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from farandole.collectives import world
+from farandole.collectives.named.objects import broadcast_object
 from farandole.errors import ConfigError
 from farandole.state.background_copy import BackgroundCopy, finish_all
 from farandole.state.deep_copy import TensorPair
@@ -125,8 +126,6 @@ def broadcast_value(value: Any) -> Any:
     """Rank 0's value, on every rank; free when alone."""
     if world.current().placement.size == 1:
         return value
-    from farandole.collectives.named.objects import broadcast_object
-
     return broadcast_object(value, 0)
 
 

@@ -94,28 +94,25 @@ class CommitLoop:
     def _interrupted(self, interrupt: HostsUpdatedInterrupt) -> None:
         """A planned change: what is live stays."""
         logger.info("leaving the elastic function: %s", interrupt)
-        if self._job is not None and not self._job.has_to_regroup():
-            self._ask_for_regroup("the script raised HostsUpdatedInterrupt")
+        self._ask_for_regroup("the script raised HostsUpdatedInterrupt")
 
     def _failed(self, error: HorovodInternalError) -> None:
         """A fault: back to the last commit. Raises `error` where there is nobody to regroup with."""
         if self._job is None and world.current().placement.size > 1:
             raise error
         logger.info("leaving the elastic function, back to the last commit: %s", error)
-        if self._job is not None and not isinstance(error, RecoverableError):
-            self._ask_for_regroup(f"the script raised {type(error).__name__}: {error}")
+        self._ask_for_regroup(f"left the elastic function, {type(error).__name__}: {error}")
         self._roll_back()
 
     def _roll_back(self) -> None:
-        if self._job is not None:
+        if self._job is not None and not self._is_left_alone():
             self._job.quiesce()  # an operation in flight could still write into what is restored
         self._state.restore()
 
     def _ask_for_regroup(self, reason: str) -> None:
-        """This worker alone knows that it left the function: end its part of the generation, so that nobody waits
-        for it in a collective, and have the coordinator end the generation for all."""
-        assert self._job is not None
-        if world.current().placement.size > 1 and not self._job.has_to_regroup():
+        """Perhaps this worker alone knows that it left the function: end its part of the generation, so that nobody
+        waits for it in a collective, and have the coordinator end the generation for all."""
+        if self._job is not None and world.current().placement.size > 1 and not self._job.has_to_regroup():
             world.current().transport.abort(reason)
             self._job.ask_for_regroup(reason)
 
@@ -125,16 +122,17 @@ class CommitLoop:
         """From wherever the function was left to the same state on all members of the next generation."""
         step.close()
         finish_all()
-        here = world.current()
-        if self._job is None or (here.placement.size == 1 and self._is_member() and not self._job.has_to_regroup()):
-            self._reset()  # alone, and nobody comes: only this worker has to begin again
-            self._agree(here.transport, founding=False)
+        if self._job is None or self._is_left_alone():
+            self._reset_and_agree(world.current().transport, founding=False)
             return
         done = regroup(self._job, self._reset_and_agree)
         done.log(f"commit {self._state._commits}" if isinstance(self._state, TorchState) else "commit rule")
 
-    def _is_member(self) -> bool:
-        return self._job is not None and not self._job.is_newcomer()
+    def _is_left_alone(self) -> bool:
+        """Whether there is nobody to regroup with: then only this worker has to begin again."""
+        job = self._job
+        is_alone = world.current().placement.size == 1
+        return is_alone and (job is None or not (job.is_newcomer() or job.has_to_regroup()))
 
     def _reset_and_agree(self, transport: Transport, founding: bool) -> SyncReport | None:
         self._reset()
