@@ -139,18 +139,19 @@ class WorkerSpawned(Event):
 
 @dataclass(frozen=True)
 class WorkerLost(Event):
-    """`last_lines` is the end of the worker's stderr, as far as its agent had it."""
+    """`last_lines` is the end of the worker's stderr, as far as its agent had it. `restarts_left` of its slot; None
+    where no budget counts, because a lost worker costs its host."""
 
     worker: str
     slot: int
     how: str
-    restarts_left: int
+    restarts_left: int | None
     last_lines: tuple[str, ...] = ()
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        left = f"{_count(self.restarts_left, 'restart')} left for its slot"
-        return f"lost {self.worker} (slot {self.slot}): it {self.how}; {left}"
+        left = "" if self.restarts_left is None else f"; {_count(self.restarts_left, 'restart')} left for its slot"
+        return f"lost {self.worker} (slot {self.slot}): it {self.how}{left}"
 
 
 @dataclass(frozen=True)

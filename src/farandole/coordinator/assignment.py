@@ -1,20 +1,11 @@
-"""Who gets which slot, rank and neighbours. Pure; used when slots are filled and generations start."""
+"""Who gets which rank and neighbours. Pure; used when workers are started and generations start."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
-from farandole.coordinator.job import Agent, Slot
 from farandole.membership import Address, Peer, Placement
-
-
-def free_slots(agents: Iterable[Agent], taken: Collection[Slot]) -> Iterator[Slot]:
-    """Slots that nobody uses, host by host in the order in which their agents joined."""
-    for agent in sorted(agents, key=lambda agent: agent.order):
-        if agent.is_connected:
-            offered = (Slot(agent.name, index) for index in range(agent.slots))
-            yield from (slot for slot in offered if slot not in taken)
 
 
 def by_rank(survivors: Sequence[str], newcomers: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import regroup, words
+from farandole.coordinator import regroup, rooms, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Job, Worker
 
@@ -19,9 +19,12 @@ def advance(draft: Draft) -> None:
             f"{_are_waiting(waiting)} in init(), but {words.listed(job.plain_exits)} exited with code 0 "
             "without calling it: either all workers of a job call init(), or none.",
         )
-    elif job.target == 0:
+    elif job.target == 0 and not job.config.fills_slots:
         draft.end(1, "All workers were asked to leave before training began.")
-    elif len(waiting) == job.target:
+    elif _can_never_start(job):
+        needed = words.counted(job.config.num_proc, "worker")
+        draft.end(1, f"Training cannot begin with {needed} (-np): {words.why_not_refilled(job)}.")
+    elif len(waiting) == job.target and _has_slots(job):
         draft.change(start_deadline_s=None)
         regroup.start(draft, sorted(waiting, key=job.slot_order))
     else:
@@ -31,13 +34,30 @@ def advance(draft: Draft) -> None:
 def _watch_the_clock(draft: Draft, waiting: list[Worker]) -> None:
     """A plain script may run for hours without init(); but once one worker waits, the others must come."""
     job = draft.job
-    lacks_slots = bool(job.agents) and sum(use.is_open for use in job.slots.values()) < job.target
+    lacks_slots = (bool(job.agents) or job.offers is not None) and not _has_slots(job)
     if not (waiting or lacks_slots):
         draft.change(start_deadline_s=None)
     elif job.start_deadline_s is None:
         draft.change(start_deadline_s=draft.now_s + job.config.start_timeout_s)
-    elif draft.now_s >= job.start_deadline_s:
+    elif draft.now_s < job.start_deadline_s:
+        return
+    elif job.config.fills_slots and len(waiting) >= job.config.num_proc:
+        draft.change(start_deadline_s=None)
+        regroup.start(draft, sorted(waiting, key=job.slot_order))
+    else:
         draft.end(1, _too_late(job, waiting))
+
+
+def _has_slots(job: Job) -> bool:
+    """Whether there are slots for all workers that training begins with."""
+    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
+    return sum(use.is_open for use in job.slots.values()) >= needed
+
+
+def _can_never_start(job: Job) -> bool:
+    """Too many hosts are out for good."""
+    needed = job.config.num_proc if job.config.fills_slots else job.target
+    return any(map(job.is_banned, job.bans)) and rooms.capacity(job) < needed and not job.may_get_slots()
 
 
 def _too_late(job: Job, waiting: list[Worker]) -> str:
@@ -45,10 +65,11 @@ def _too_late(job: Job, waiting: list[Worker]) -> str:
     reasons = []
     if silent:
         reasons.append(f"{words.listed(silent)} did not call init()")
-    if sum(use.is_open for use in job.slots.values()) < job.target:
+    if not _has_slots(job):
         reasons.append(words.why_not_refilled(job))
+    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
     return (
-        f"{len(waiting)} of {words.counted(job.target, 'worker')} waited in init() for "
+        f"{len(waiting)} of {words.counted(needed, 'worker')} waited in init() for "
         f"{job.config.start_timeout_s:g} s (--start-timeout): {'; '.join(reasons)}."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,6 +16,19 @@ class AgentConnected:
     agent: str
     host: str
     slots: int
+
+
+@dataclass(frozen=True)
+class HostsOffered:
+    """These are the hosts that the job may use from now on, with their slots; all others have to be left.
+
+    may_change  other hosts may be offered later; else these are all that there will ever be
+
+    Without this input the job uses whatever slots its agents offer.
+    """
+
+    slots: Mapping[str, int]
+    may_change: bool
 
 
 @dataclass(frozen=True)
@@ -53,4 +67,4 @@ class Tick:
     """Nothing happened, but `next_deadline` has passed."""
 
 
-Input: TypeAlias = AgentConnected | AgentLost | AgentTold | StopRequested | ScaleRequested | Tick
+Input: TypeAlias = HostsOffered | AgentConnected | AgentLost | AgentTold | StopRequested | ScaleRequested | Tick

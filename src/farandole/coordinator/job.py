@@ -19,7 +19,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Agent:
-    """`order` counts the agents as they joined. A lost one stays known, and may come back empty."""
+    """`order`: workers of hosts that came earlier come first. A lost agent stays known, and may come back empty."""
 
     name: str
     host: str
@@ -29,11 +29,30 @@ class Agent:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """A host that the job may use. `order` counts the hosts as they were offered; one that comes back is new."""
+
+    slots: int
+    order: int
+
+
+@dataclass(frozen=True)
+class Ban:
+    """A host where workers were lost: nothing is started there until `until_s` (None: ever), unless that is over.
+    The count of failures outlives the ban."""
+
+    failures: int
+    until_s: float | None
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
 class SlotUse:
     """How the job uses a slot.
 
     is_open       the job wants a worker here
     restarts      how often a lost worker was replaced
+    is_given_up   a worker left it because somebody outside wanted so: not to be filled again
     is_held_back  the last worker raised an exception, or ended well: no other one before the remaining
                   members have shown, by being READY, that they go on without it
     """
@@ -41,6 +60,7 @@ class SlotUse:
     is_open: bool = True
     restarts: int = 0
     is_held_back: bool = False
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,8 +72,10 @@ class Worker:
     ready        last generation number for which it is quiescent
     synced       last generation in which it confirmed the state; above 0 it is a holder
     finished     last generation in which its elastic function returned
+    is_awaited   the members wait for it: its slot is new to the job
     is_leaving   it goes at the next boundary
-    has_left     it was told that the others go on without it: no member any more
+    was_asked    and that because somebody asked the worker itself (SIGTERM): it cannot be taken back
+    has_left     the others go on without it: no member any more, and nothing it says counts
     raised       last line of the exception that ends it
     kill_at_s    a worker whose code raised is killed if it still lives then
     killed_for   why it was killed
@@ -66,7 +88,9 @@ class Worker:
     ready: int = 0
     synced: int = 0
     finished: int = 0
+    is_awaited: bool = False
     is_leaving: bool = False
+    was_asked: bool = False
     has_left: bool = False
     raised: str | None = None
     kill_at_s: float | None = None
@@ -138,7 +162,14 @@ class Ending:
 class Job:
     """One job, as its coordinator knows it. Mappings are never changed in place.
 
-    target         workers wanted: -np, less those that left, or what a person asked for later
+    target         workers wanted: -np, less those that left, or what a person asked for later; or as many as
+                   there are slots, where the job fills them
+    most           most workers where the job fills slots; None: any number
+    offers         hosts that may be used, by name; None: all whose agents join
+    may_get_hosts  other hosts may be offered later
+    offered        hosts offered so far
+    bans           hosts where workers were lost, by name
+    resets         generations started after the first one
     workers        by name, in the order in which they were started; names are never used again
     spawned        workers started so far
     number         highest generation number announced so far; numbers are never used again
@@ -154,6 +185,12 @@ class Job:
     job_id: str
     incarnation: int
     target: int
+    most: int | None = None
+    offers: Mapping[str, Offer] | None = None
+    may_get_hosts: bool = False
+    offered: int = 0
+    bans: Mapping[str, Ban] = field(default_factory=dict)
+    resets: int = 0
     agents: Mapping[str, Agent] = field(default_factory=dict)
     slots: Mapping[Slot, SlotUse] = field(default_factory=dict)
     workers: Mapping[str, Worker] = field(default_factory=dict)
@@ -186,6 +223,23 @@ class Job:
         waiting = [worker for worker in self.newcomers() if worker.is_elastic and worker.raised is None]
         return sorted(waiting, key=self.slot_order)
 
+    def awaited(self) -> list[Worker]:
+        """Newcomers that the members wait for and that are not ready to be admitted yet."""
+        if self.is_finishing:
+            return []
+        return [w for w in self.newcomers() if w.is_awaited and not w.is_elastic and w.raised is None]
+
+    def is_banned(self, host: str) -> bool:
+        """Whether nothing may be started on the host, because workers were lost there."""
+        return host in self.bans and not self.bans[host].is_over
+
+    def may_get_slots(self) -> bool:
+        """Whether there may be more slots later, without anybody doing something to this job."""
+        if self.may_get_hosts:
+            return True
+        cooling = [host for host, ban in self.bans.items() if not ban.is_over and ban.until_s is not None]
+        return any(self.offers is None or host in self.offers for host in cooling)
+
     def newcomers(self) -> list[Worker]:
         """Workers that are no members and may become some, however far they are."""
         members = frozenset(self.generation.members if self.generation else ())
@@ -206,9 +260,13 @@ class Job:
         return self.agents[worker.slot.agent].order, worker.slot.index
 
     def host_of(self, worker: Worker) -> str:
-        return self.agents[worker.slot.agent].host
+        return self.host(worker.slot)
+
+    def host(self, slot: Slot) -> str:
+        return self.agents[slot.agent].host
 
 
 def new_job(config: JobConfig, job_id: str, incarnation: int = 1) -> Job:
     """A job that waits for its first agent."""
-    return Job(config=config, job_id=job_id, incarnation=incarnation, target=config.num_proc)
+    target = 0 if config.fills_slots else config.num_proc
+    return Job(config=config, job_id=job_id, incarnation=incarnation, target=target, most=config.max_np)

@@ -1,9 +1,10 @@
 """What happens when a worker dies, or an agent with all its workers. Then regroup.py makes a generation.
 
-before generation 1   killed by a signal: replaced; anything else ends the job
+before generation 1   killed by a signal: replaced, or its host is out; anything else ends the job
 a static script       exit code 0: one worker is done; anything else ends the job
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
-                      others: replaced, or they had left anyway
+                      others: replaced, or they had left anyway;
+                      with --on-failure host the whole host is out (quarantine.py), in the same regroup
 after the release     exit code 0: done; anything else is reported and makes the job fail
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farandole.coordinator import regroup, slots, words
+from farandole.coordinator import quarantine, regroup, slots, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentLost
 from farandole.coordinator.job import Job, Loss, Worker
@@ -53,10 +54,11 @@ def agent_lost(draft: Draft, input: AgentLost) -> None:
     draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_connected=False)})
     for slot in [slot for slot in draft.job.slots if slot.agent == agent.name]:
         slots.close(draft, slot)
+        draft.change_slot(slot, is_given_up=False)
     workers = [worker for worker in draft.job.workers.values() if worker.slot.agent == agent.name]
     draft.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
     _gone(draft, [Gone(worker, f"was lost with agent {agent.name}") for worker in workers])
-    if not any(agent.is_connected for agent in draft.job.agents.values()):
+    if not (draft.job.may_get_slots() or any(agent.is_connected for agent in draft.job.agents.values())):
         draft.end(1, f"Agent {agent.name} was the last one and is lost: {input.reason}.")
 
 
@@ -89,9 +91,19 @@ def _elastic(draft: Draft, gone: list[Gone]) -> None:
             if one.worker.raised:
                 # If all raise the same, nobody is restarted: wait for the others to prove well (regroup.py).
                 draft.change_slot(one.worker.slot, is_held_back=True)
-    if losses:
+    stopped = _take_hosts_out(draft, gone)
+    if losses or stopped:
         draft.change(losses=(*draft.job.losses, *losses))
-        regroup.abort(draft, "; ".join(loss.sentence for loss in losses))
+        reasons = [*(loss.sentence for loss in losses), *stopped]
+        regroup.abort(draft, "; ".join(reasons))
+
+
+def _take_hosts_out(draft: Draft, gone: list[Gone]) -> list[str]:
+    """One sentence for each host that is out now and had more members than those that are gone."""
+    if draft.job.config.on_failure != "host":
+        return []
+    stopped = {host: quarantine.take_out(draft, host) for host in {draft.job.host_of(one.worker): None for one in gone}}
+    return [f"{words.listed(names)} on {host} had to go with it" for host, names in stopped.items() if names]
 
 
 def _static(draft: Draft, gone: list[Gone]) -> None:
@@ -127,6 +139,8 @@ def _before_generation_1(draft: Draft, gone: list[Gone]) -> None:
             draft.end(one.exit_code or 1, f"{sentence} {when}; a start that fails is not repeated.")
         elif one.exit_code is None and draft.job.agents[one.worker.slot.agent].is_connected:
             draft.end(1, f"{sentence}.")
+        elif draft.job.config.on_failure == "host":
+            _take_hosts_out(draft, [one])
         elif one.exit_code is not None and slots.restarts_left(draft.job, one.worker.slot) == 0:
             draft.end(
                 1,
@@ -146,7 +160,8 @@ def _after_release(draft: Draft, gone: list[Gone]) -> None:
 
 def _log_loss(draft: Draft, one: Gone) -> None:
     worker = one.worker
-    left = slots.restarts_left(draft.job, worker.slot)
+    budget_counts = draft.job.config.on_failure == "slot"
+    left = slots.restarts_left(draft.job, worker.slot) if budget_counts else None
     draft.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
 
 

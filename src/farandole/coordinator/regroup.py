@@ -11,12 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import assignment, slots, words
+from farandole.coordinator import assignment, rooms, slots, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
 from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
 from farandole.membership import GenerationId
 from farandole.messages import Abort, Left, Prepare, Start, StartWorkers
+
+# What a planned change does to the membership, in Horovod's numbers; their sum for both.
+_REMOVED, _ADDED = 1, 2
 
 
 def abort(draft: Draft, reason: str) -> None:
@@ -43,7 +46,11 @@ def advance(draft: Draft) -> None:
     """Plan a change if one is wanted, and start the next generation if everybody is ready for it."""
     if draft.job.change is None:
         _plan(draft)
-    if draft.job.change is not None:
+    limit = draft.job.config.reset_limit
+    if draft.job.change is not None and limit is not None and draft.job.resets >= limit:
+        draft.end(1, f"The job was reset more often than --reset-limit {limit} allows.")
+    elif draft.job.change is not None:
+        _stop_waiting_in_time(draft)
         _try_start(draft, draft.job.change)
 
 
@@ -51,8 +58,8 @@ def wanted_members(job: Job) -> list[Worker]:
     """Who should be in the next generation, by rank, as far as is known now."""
     survivors = job.survivors()
     staying = [worker for worker in survivors if not worker.is_leaving]
-    if job.was_synced and not any(worker.synced for worker in staying) and (staying or job.newcomers()):
-        # Somebody has to hand the state over: the first holder that leaves stays for one more generation.
+    if job.was_synced and not any(worker.synced for worker in staying) and _is_state_wanted(job, staying):
+        # Somebody has to hand the state over: the first holder that leaves stays until another one has it.
         keeper = next((worker.name for worker in survivors if worker.synced), None)
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name == keeper]
     if job.is_finishing and len(staying) >= job.config.min_np:
@@ -77,7 +84,7 @@ def start(draft: Draft, members: Sequence[Worker]) -> None:
         draft.send(agent, StartWorkers(of_agent))
     names = tuple(worker.name for worker in members)
     draft.change(number=number, generation=Generation(id, names), change=None, losses=())
-    draft.change(links=LinkTrouble(retries=job.links.retries))
+    draft.change(links=LinkTrouble(retries=job.links.retries), resets=job.resets + (job.generation is not None))
     draft.log(GenerationStarted(number, names, not job.was_synced, draft.now_s - change.began_s))
 
 
@@ -88,8 +95,23 @@ def shortage_deadline(job: Job) -> float | None:
     return job.change.short_since_s + job.config.elastic_timeout_s
 
 
+def newcomers_deadline(job: Job) -> float | None:
+    """When members that wait for newcomers go on without those that are not ready."""
+    if job.change is None or not job.change.is_planned or not job.awaited():
+        return None
+    return job.change.began_s + job.config.start_timeout_s
+
+
+def _is_state_wanted(job: Job, staying: Sequence[Worker]) -> bool:
+    """Whether anybody is, or may come, to whom those that leave could hand the state over."""
+    if staying or job.newcomers():
+        return True
+    return job.may_get_slots() and not all(worker.was_asked for worker in job.survivors())
+
+
 def _plan(draft: Draft) -> None:
-    """Announce a generation with those who came, without those who leave, at the members' next boundary.
+    """Announce a generation with those who came, without those who leave, at the members' next boundary. With those
+    who are expected, too, where members wait for newcomers.
 
     Only members inside an elastic function agree on boundaries; those that have finished do not.
     """
@@ -97,13 +119,15 @@ def _plan(draft: Draft) -> None:
     members, wanted = job.survivors(), wanted_members(job)
     if any(not worker.is_elastic or job.has_finished(worker) for worker in members):
         return
-    joining, leaving = _missing_from(members, wanted), _missing_from(wanted, members)
+    joining = _missing_from(members, [*wanted, *job.awaited()])
+    leaving = _missing_from(wanted, members)
     if not joining and not leaving:
         return
     does = [f"{words.listed(who)} {verb}" for who, verb in ((joining, "join"), (leaving, "leave")) if who]
     number, reason = job.number + 1, ", ".join(does)
     draft.change(number=number, change=Change(number, is_planned=True, began_s=draft.now_s))
-    draft.tell((worker.name for worker in members), Prepare(number, reason))
+    update = (_REMOVED if leaving else 0) | (_ADDED if joining else 0)
+    draft.tell((worker.name for worker in members), Prepare(number, reason, update))
     draft.log(ChangePlanned(number, reason))
 
 
@@ -117,6 +141,8 @@ def _try_start(draft: Draft, change: Change) -> None:
             # The ready ones wait for START, the others for them to finish: only a fault resolves it.
             abort(draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary")
         return
+    if change.is_planned and draft.job.awaited():
+        return  # Every member waits, too; but not for ever.
     wanted = wanted_members(draft.job)
     going = _missing_from(wanted, survivors)
     draft.tell(going, Left())
@@ -132,6 +158,14 @@ def _try_start(draft: Draft, change: Change) -> None:
         _note_shortage(draft, change)
 
 
+def _stop_waiting_in_time(draft: Draft) -> None:
+    """Newcomers that take too long are told of, like any other, when they are ready."""
+    deadline_s = newcomers_deadline(draft.job)
+    if deadline_s is not None and draft.now_s >= deadline_s:
+        for worker in draft.job.awaited():
+            draft.change_worker(worker.name, is_awaited=False)
+
+
 def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]:
     names = {worker.name for worker in some}
     return [worker.name for worker in others if worker.name not in names]
@@ -142,6 +176,12 @@ def _note_shortage(draft: Draft, change: Change) -> None:
     config, present = draft.job.config, len(wanted_members(draft.job))
     if present >= config.min_np:
         draft.change(change=replace(change, short_since_s=None))
+    elif config.on_failure == "host" and rooms.capacity(draft.job) < config.min_np and not draft.job.may_get_slots():
+        draft.end(
+            1,
+            f"Training needs {words.counted(config.min_np, 'worker')} (--min-np) and has {present}: "
+            f"{words.why_not_refilled(draft.job)}.",
+        )
     elif change.short_since_s is None:
         draft.change(change=replace(change, short_since_s=draft.now_s))
         draft.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
@@ -165,6 +205,6 @@ def _why_hopeless(job: Job) -> str | None:
         return f"No worker is left: {how}."
     if job.was_synced and not any(worker.synced for worker in survivors):
         return f"The state of the job is lost: no worker that held it is left ({how})."
-    if not survivors and not job.newcomers():
+    if not survivors and not job.newcomers() and not job.may_get_slots():
         return f"No worker is left ({how}), and none can be started: {words.why_not_refilled(job)}."
     return None

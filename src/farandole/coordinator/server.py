@@ -4,7 +4,7 @@ launch/local.py runs it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from farandole.channel import HANDSHAKE_DEADLINE_S, Channel, accept
@@ -15,6 +15,7 @@ from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentTold,
+    HostsOffered,
     Input,
     ScaleRequested,
     StopRequested,
@@ -105,9 +106,19 @@ class Coordinator:
         finally:
             await self._close()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is over; its agents have been told so."""
+        return self._outcome.done()
+
     def request_stop(self, now: bool, reason: str) -> None:
         """End the job: with grace for the workers, or at once."""
         self._decide(StopRequested(now, reason))
+
+    def offer(self, slots: Mapping[str, int], may_change: bool) -> None:
+        """These are the hosts, with their slots, that the job may use from now on; the others are left. Before the
+        first call it uses whatever its agents offer. `may_change`: other hosts may be offered later."""
+        self._decide(HostsOffered(slots, may_change))
 
     def scale(self, size: int) -> None:
         """Ask for `size` workers."""

@@ -1,49 +1,62 @@
-"""Which slots get a worker: when agents join, when a worker has to be replaced, when the job is scaled."""
+"""Which slots get a worker: when hosts come, when a worker has to be replaced, when the job is scaled."""
 
 from __future__ import annotations
 
-from farandole.coordinator.assignment import free_slots
+from collections.abc import Sequence
+
+from farandole.coordinator import rooms
 from farandole.coordinator.draft import Draft
-from farandole.coordinator.inputs import AgentConnected
-from farandole.coordinator.job import Agent, Job, Slot, SlotUse, Worker
-from farandole.events import AgentJoined, ScaleChanged, ScaleRefused, WorkerSpawned
+from farandole.coordinator.job import Job, Slot, SlotUse, Worker
+from farandole.events import ScaleChanged, ScaleRefused, WorkerSpawned
 from farandole.messages import Spawn
-
-
-def agent_connected(draft: Draft, input: AgentConnected) -> None:
-    """An agent that was lost may come back: it ended its old workers, so its slots are empty."""
-    agents = draft.job.agents
-    known = agents.get(input.agent)
-    if (known is not None and known.is_connected) or input.slots < 0:
-        return
-    agent = Agent(input.agent, input.host, input.slots, order=known.order if known else len(agents))
-    draft.change(agents={**agents, agent.name: agent})
-    draft.log(AgentJoined(agent.name, agent.host, agent.slots))
 
 
 def scale_requested(draft: Draft, size: int) -> None:
     """More: free slots are filled. Fewer: slots are closed, empty and newest ones first."""
     job = draft.job
     low, high = job.config.min_np, job.config.max_np
-    if job.is_released or size == job.target:
+    if job.is_released or size == (job.most if job.config.fills_slots else job.target):
         return
     if size < low or (high is not None and size > high):
         draft.log(ScaleRefused(size, low, high))
         return
     draft.log(ScaleChanged(job.target, size))
-    draft.change(target=size)
-    for slot in _dispensable(job)[: max(0, _open(job) - size)]:
-        worker = _occupants(job).get(slot)
-        close(draft, slot)
-        if worker is not None and job.is_member(worker.name):
-            draft.change_worker(worker.name, is_leaving=True)
-        elif worker is not None:
-            draft.kill(worker.name, job.config.grace_s, f"the job was asked to have {size} workers")
+    draft.change(most=size)
+    _aim_at(draft, min(size, rooms.capacity(job)) if job.config.fills_slots else size)
+
+
+def follow_hosts(draft: Draft) -> None:
+    """A job that fills slots wants as many workers as there are slots."""
+    job = draft.job
+    if job.config.fills_slots and not job.is_released:
+        capacity = rooms.capacity(job)
+        target = capacity if job.most is None else min(job.most, capacity)
+        if target != job.target:
+            _aim_at(draft, target)
+
+
+def wants_more(job: Job) -> bool:
+    """Whether the job wants more workers than it has opened slots for."""
+    return _open(job) < job.target
 
 
 def close(draft: Draft, slot: Slot) -> None:
     """No worker is wanted in this slot any more; the one in it, if any, is not replaced."""
     draft.change_slot(slot, is_open=False, is_held_back=False)
+
+
+def vacate(draft: Draft, slot: Slot, reason: str) -> str | None:
+    """Close a slot that may have a worker. A member leaves at the next boundary, anybody else is stopped at once.
+    Gives the worker's name, if it is this that makes it go."""
+    worker = _occupants(draft.job).get(slot)
+    close(draft, slot)
+    if worker is None or worker.is_leaving or worker.has_left or worker.killed_for:
+        return None
+    if draft.job.is_member(worker.name):
+        draft.change_worker(worker.name, is_leaving=True)
+    else:
+        draft.kill(worker.name, draft.job.config.grace_s, reason)
+    return worker.name
 
 
 def release_held_back(draft: Draft) -> None:
@@ -64,29 +77,60 @@ def fill(draft: Draft) -> None:
     """Start workers where they are wanted and nothing runs. A slot is free only once its worker is reaped."""
     if draft.job.is_released:
         return
-    occupied = _occupants(draft.job)
+    new = [*_refill(draft), *_open_more(draft)]
+    for worker in new:
+        _spawn(draft, worker)
+
+
+def _refill(draft: Draft) -> list[str]:
+    """Replace lost workers within their slots' budgets."""
+    new, occupied = [], _occupants(draft.job)
     for slot, use in draft.job.slots.items():
         vacant = use.is_open and not use.is_held_back and slot not in occupied
         if vacant and use.restarts < draft.job.config.restarts and _admits(draft.job):
             draft.change_slot(slot, restarts=use.restarts + 1)
-            _spawn(draft, slot)
-    missing = draft.job.target - _open(draft.job)
-    if missing > 0:
-        in_use = {slot for slot, use in draft.job.slots.items() if use.is_open} | occupied.keys()
-        for slot in [*free_slots(draft.job.agents.values(), in_use)][:missing]:
-            if _admits(draft.job):
-                restarts = draft.job.slots[slot].restarts if slot in draft.job.slots else 0
-                draft.change(slots={**draft.job.slots, slot: SlotUse(restarts=restarts)})
-                _spawn(draft, slot)
+            new.append(_add_worker(draft, slot, is_awaited=False))
+    return new
 
 
-def _spawn(draft: Draft, slot: Slot) -> None:
+def _open_more(draft: Draft) -> list[str]:
+    """Open slots until there are as many as the job wants workers, host by host."""
+    job, new = draft.job, list[str]()
+    missing = job.target - _open(job)
+    if missing <= 0 or (job.config.fills_slots and job.generation is not None and not job.is_elastic):
+        return new  # A script that has not entered an elastic function cannot take anybody in.
+    in_use = {slot for slot, use in job.slots.items() if use.is_open} | _occupants(job).keys()
+    free = [room.slot for room in rooms.in_order(job) if room.slot is None or room.slot not in in_use]
+    is_awaited = job.config.waits_for_newcomers and job.generation is not None
+    for slot in free[:missing]:
+        if slot is not None and _admits(draft.job):
+            restarts = job.slots[slot].restarts if slot in job.slots else 0
+            draft.change(slots={**draft.job.slots, slot: SlotUse(restarts=restarts)})
+            new.append(_add_worker(draft, slot, is_awaited))
+    return new
+
+
+def _add_worker(draft: Draft, slot: Slot, is_awaited: bool) -> str:
     job = draft.job
-    worker = Worker(f"w{job.spawned}", slot)
+    worker = Worker(f"w{job.spawned}", slot, is_awaited=is_awaited)
     draft.change(workers={**job.workers, worker.name: worker}, spawned=job.spawned + 1)
-    draft.send(slot.agent, Spawn(worker.name, slot.index))
+    return worker.name
+
+
+def _spawn(draft: Draft, name: str) -> None:
+    job = draft.job
+    worker = job.workers[name]
+    slot = worker.slot
+    draft.send(slot.agent, Spawn(name, slot.index, rooms.expected_place(job, worker)))
     restart = job.slots[slot].restarts
-    draft.log(WorkerSpawned(worker.name, slot.index, job.host_of(worker), restart, job.config.restarts))
+    draft.log(WorkerSpawned(name, slot.index, job.host_of(worker), restart, job.config.restarts))
+
+
+def _aim_at(draft: Draft, size: int) -> None:
+    """From now on the job should have `size` workers: those that are missed least go."""
+    draft.change(target=size)
+    for slot in _dispensable(draft.job)[: max(0, _open(draft.job) - size)]:
+        vacate(draft, slot, f"the job is to have {size} workers")
 
 
 def _admits(job: Job) -> bool:
@@ -105,7 +149,7 @@ def _open(job: Job) -> int:
     return sum(use.is_open for use in job.slots.values())
 
 
-def _dispensable(job: Job) -> list[Slot]:
+def _dispensable(job: Job) -> Sequence[Slot]:
     """Open slots, those that are missed least first."""
     occupants = _occupants(job)
     ranks = {name: rank for rank, name in enumerate(job.generation.members)} if job.generation else {}

@@ -100,12 +100,16 @@ def _failed(draft: Draft, worker: Worker, said: Failed) -> None:
 def _leaving(draft: Draft, worker: Worker) -> None:
     """The job shrinks by this worker. A member goes at a boundary (regroup.py), anybody else at once."""
     job = draft.job
-    if worker.is_leaving or worker.killed_for or job.is_released:
+    if worker.was_asked or worker.killed_for or job.is_released:
+        return
+    if worker.is_leaving:
+        draft.change_worker(worker.name, was_asked=True)
         return
     draft.log(WorkerLeaves(worker.name, worker.slot.index))
     slots.close(draft, worker.slot)
+    draft.change_slot(worker.slot, is_given_up=job.config.fills_slots)  # or it would be filled again at once
     draft.change(target=max(0, job.target - 1))
-    draft.change_worker(worker.name, is_leaving=True)
+    draft.change_worker(worker.name, is_leaving=True, was_asked=True)
     if not job.is_member(worker.name):
         draft.tell([worker.name], Left())
         draft.change_worker(worker.name, has_left=True)

@@ -3,6 +3,7 @@
 Each theme has a file. What happens when a worker dies is lost.py, then regroup.py.
 
     slots.py     which slots get a worker          lost.py     a worker, or a whole agent, is gone
+    hosts.py     hosts come and go                 quarantine.py  hosts where workers are lost are out
     founding.py  until generation 1                regroup.py  from one generation to the next
     talk.py      what workers say                  links.py    reports of failed connections
     finish.py    from the first Finished on        ending.py   from the decision to end to the last exit
@@ -13,13 +14,14 @@ So no rule depends on which input came last, and old, repeated or contradictory 
 
 from __future__ import annotations
 
-from farandole.coordinator import ending, finish, founding, links, lost, regroup, slots, talk
+from farandole.coordinator import ending, finish, founding, hosts, links, lost, quarantine, regroup, slots, talk
 from farandole.coordinator.actions import Action
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentTold,
+    HostsOffered,
     Input,
     ScaleRequested,
     StopRequested,
@@ -50,6 +52,8 @@ def next_deadline(job: Job) -> float | None:
         job.start_deadline_s,
         job.links.deadline_s,
         regroup.shortage_deadline(job),
+        regroup.newcomers_deadline(job),
+        quarantine.deadline(job),
         *(worker.kill_at_s for worker in job.workers.values()),
     ]
     return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -57,8 +61,10 @@ def next_deadline(job: Job) -> float | None:
 
 def _note(draft: Draft, input: Input) -> None:
     match input:
+        case HostsOffered():
+            hosts.hosts_offered(draft, input)
         case AgentConnected():
-            slots.agent_connected(draft, input)
+            hosts.agent_connected(draft, input)
         case AgentLost():
             lost.agent_lost(draft, input)
         case AgentTold(agent, message):
@@ -88,6 +94,9 @@ def _agent_told(draft: Draft, agent: str, message: AgentMessage) -> None:
 def _settle(draft: Draft) -> None:
     if draft.job.ending is None:
         talk.kill_overdue(draft)
+        quarantine.let_back(draft)
+        hosts.dismiss_idle(draft)
+        slots.follow_hosts(draft)
         slots.fill(draft)
         if draft.job.generation is None:
             founding.advance(draft)

@@ -45,14 +45,18 @@ def why_not_refilled(job: Job) -> str:
     spent = [slot for slot in empty if job.slots[slot].restarts >= job.config.restarts]
     starting = [worker_name(job, worker) for worker in job.newcomers() if not worker.is_elastic]
     clauses = []
-    if spent:
+    if spent and job.config.on_failure == "slot":
         names = listed(slot_name(job, slot) for slot in spent)
         clauses.append(f"the restart budget of {names} is used up (--restarts {job.config.restarts})")
     if starting:
         clauses.append(f"{listed(starting)} did not enter the elastic function")
-    if job.target < job.config.min_np:
+    banned = [host for host in job.bans if job.is_banned(host)]
+    if banned:
+        clauses.append(f"{listed(banned)} {'is' if len(banned) == 1 else 'are'} out after failures")
+    if job.target < job.config.min_np and not job.config.fills_slots:
         clauses.append("workers that were asked to leave are not replaced")
     open_slots = sum(use.is_open for use in job.slots.values())
-    if open_slots < job.target:
-        clauses.append(f"the agents offer only {counted(open_slots, 'slot')} for {job.target} workers")
+    needed = max(job.target, job.config.num_proc if job.generation is None else job.config.min_np)
+    if open_slots < needed:
+        clauses.append(f"the agents offer only {counted(open_slots, 'slot')} for {needed} workers")
     return "; ".join(clauses) or "no worker took their place"

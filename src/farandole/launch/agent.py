@@ -12,7 +12,7 @@ import msgspec
 from farandole.authentication import derive_data_key
 from farandole.channel import Channel, connect
 from farandole.clock import now_s
-from farandole.env import scratch_environment, worker_environment
+from farandole.env import horovod_environment, scratch_environment, worker_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.launch.output import OutputSink
@@ -24,6 +24,7 @@ from farandole.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     Beat,
+    Dismissed,
     FromWorker,
     Hello,
     JobEnded,
@@ -49,6 +50,7 @@ class AgentConfig:
     slots               workers that this host has room for
     command             what each worker runs
     environment         what a worker's environment begins with; the agent adds what init() needs
+    is_elastic          the job is one of Horovod's elastic jobs, and its workers are told so
     detection_budget_s  how long a worker may be stopped; the agent beats at least five times in it
     grace_s             from SIGTERM to SIGKILL when the job ends
     """
@@ -63,6 +65,7 @@ class AgentConfig:
     environment: Mapping[str, str] = field(repr=False)
     detection_budget_s: float
     grace_s: float
+    is_elastic: bool = False
 
 
 class Agent:
@@ -75,7 +78,8 @@ class Agent:
         self._is_stopping = False
 
     async def run(self) -> None:
-        """Serve the job until it has ended or the coordinator is gone. Raises what `connect` raises."""
+        """Serve the job until it has ended, goes on without this host, or has no coordinator any more. Raises what
+        `connect` raises."""
         config = self._config
         address = config.coordinator
         self._channel: Channel[ToAgent] = await connect(
@@ -107,9 +111,9 @@ class Agent:
     # From the coordinator ---------------------------------------------------------------------------------
 
     async def _obey(self) -> None:
-        """Do what the coordinator says until the job ends. Then the workers hear it, and have their grace."""
+        """Do what the coordinator says until it needs nothing more. Then the workers hear it, and have their grace."""
         try:
-            while not isinstance(order := await self._channel.receive(), JobEnded):
+            while not isinstance(order := await self._channel.receive(), JobEnded | Dismissed):
                 self._do(order)
             reason = order.reason
         except (ConnectionError, AuthenticationError, ProtocolError) as error:
@@ -128,6 +132,8 @@ class Agent:
             secret = self._server.expect(order.worker)
             added = worker_environment(self._server.address, order.worker, secret, order.slot)
             added |= scratch_environment(str(self._processes.scratch))
+            if order.expected is not None:
+                added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):
             self._processes.kill(order.worker, order.grace_s)

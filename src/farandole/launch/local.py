@@ -1,4 +1,4 @@
-"""A job on this machine: coordinator and agent in one process, on one event loop. cli.py runs it."""
+"""A job on this machine: coordinator and agents in one process, on one event loop. cli.py runs it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from farandole.authentication import new_token
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import inherited_environment
+from farandole.errors import ConfigError
 from farandole.events import Event
 from farandole.launch.agent import Agent, AgentConfig
 from farandole.launch.discovery import HostDiscovery
+from farandole.launch.host_watch import HostWatch
 from farandole.launch.hosts import HostSlots
+from farandole.launch.local_agents import LocalAgents, refuse_other_machines
 from farandole.launch.output import OutputOptions, OutputSink
 
 
@@ -33,53 +36,94 @@ async def run_local(
     """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
     raised. The first SIGINT or SIGTERM ends the job with grace, the second at once.
 
-    host, port  where the coordinator listens; port 0 lets the system choose.
-    Raises ConfigError when the coordinator cannot listen there.
+    hosts              where workers run, in the order of their ranks: each name is a host of its own, and all of
+                       them have to mean this machine. Or who finds that out again and again. None: localhost, with
+                       as many slots as the job may ever need.
+    host, port         where the coordinator listens; port 0 lets the system choose
+    extra_environment  what the workers' environment has beside this process's own
+
+    Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
+    than workers are asked for, and when they cannot be found out the first time.
     """
+    watch: HostWatch | None = None
+    if hosts is None or isinstance(hosts, tuple):
+        first = await _fixed_hosts(config, hosts)
+    else:
+        watch = HostWatch(hosts, on_event)
+        first = await watch.first()
     job_id, token = secrets.token_hex(8), new_token()
     coordinator = Coordinator(config, token, job_id=job_id, host=host, port=port, on_event=on_event)
     await coordinator.start()
     sink = OutputSink(output)
-    agent_config = AgentConfig(
-        name="local",
-        host="localhost",
-        slots=config.max_np or config.num_proc,
-        coordinator=coordinator.address,
-        job_id=job_id,
-        token=token,
-        command=command,
-        environment=inherited_environment(),
-        detection_budget_s=config.detection_budget_s,
-        grace_s=config.grace_s,
-    )
-    agent = Agent(agent_config, sink, on_event)
+    environment = {**inherited_environment(), **(extra_environment or {})}
+
+    def make_agent(on: HostSlots) -> Agent:
+        agent_config = AgentConfig(
+            name=on.name,
+            host=on.name,
+            slots=on.slots,
+            coordinator=coordinator.address,
+            job_id=job_id,
+            token=token,
+            command=command,
+            environment=environment,
+            detection_budget_s=config.detection_budget_s,
+            grace_s=config.grace_s,
+            is_elastic=config.fills_slots or config.waits_for_newcomers,
+        )
+        return Agent(agent_config, sink, on_event)
+
+    agents = LocalAgents(make_agent, is_over=lambda: coordinator.has_ended)
     try:
-        with _ending_on_signals(coordinator, agent):
-            return await _run_both(coordinator, agent)
+        with _ending_on_signals(coordinator, agents):
+            return await _run_all(coordinator, agents, first, watch)
     finally:
         sink.close()
 
 
-async def _run_both(coordinator: Coordinator, agent: Agent) -> Outcome:
-    serving, working = asyncio.create_task(coordinator.run()), asyncio.create_task(agent.run())
+async def _fixed_hosts(config: JobConfig, hosts: tuple[HostSlots, ...] | None) -> tuple[HostSlots, ...]:
+    if hosts is None:
+        return (HostSlots("localhost", config.max_np or config.num_proc),)
+    slots = sum(each.slots for each in hosts)
+    if slots < config.num_proc:
+        named = ", ".join(map(str, hosts)) or "no hosts"
+        raise ConfigError(f"-np {config.num_proc} is above the {slots} slots of {named}")
+    await asyncio.to_thread(refuse_other_machines, hosts)
+    return hosts
+
+
+async def _run_all(
+    coordinator: Coordinator, agents: LocalAgents, first: tuple[HostSlots, ...], watch: HostWatch | None
+) -> Outcome:
+    def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
+        coordinator.offer({each.name: each.slots for each in hosts}, may_change=watch is not None)
+        agents.follow(hosts)
+
+    on_hosts(first)
+    serving = asyncio.create_task(coordinator.run())
+    tasks = {serving} if watch is None else {serving, asyncio.create_task(watch.follow(on_hosts))}
     try:
-        outcome, _ = await asyncio.gather(serving, working)
-        return outcome
+        done, _ = await asyncio.wait({*tasks, agents.broken}, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+        await agents.gone()
+        return serving.result()
     finally:
-        for task in (serving, working):
+        for task in tasks:
             task.cancel()
-        await asyncio.wait((serving, working))
+        await asyncio.wait(tasks)
+        await agents.close()
 
 
 @contextlib.contextmanager
-def _ending_on_signals(coordinator: Coordinator, agent: Agent) -> Iterator[None]:
+def _ending_on_signals(coordinator: Coordinator, agents: LocalAgents) -> Iterator[None]:
     asked = False
 
     def end(number: signal.Signals) -> None:
         nonlocal asked
         coordinator.request_stop(now=asked, reason=f"{number.name} was received")
         if asked:
-            agent.kill_workers()
+            agents.kill_workers()
         asked = True
 
     loop = asyncio.get_running_loop()

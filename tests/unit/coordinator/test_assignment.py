@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.assignment import by_rank, free_slots, placements, ring
-from farandole.coordinator.job import Agent, Slot
+from farandole.coordinator.assignment import by_rank, placements, ring
 from farandole.membership import Address, Placement
 
 
@@ -27,10 +26,3 @@ def test_each_rank_s_neighbours_are_the_ranks_beside_it_on_a_ring() -> None:
     assert [(previous.rank, next.rank) for previous, next in neighbours] == [(2, 1), (0, 2), (1, 0)]
 
 
-def test_free_slots_come_host_by_host_and_only_of_connected_agents() -> None:
-    agents = [
-        Agent("b", "b", 1, order=1),
-        Agent("c", "c", 9, order=2, is_connected=False),
-        Agent("a", "a", 2, order=0),
-    ]
-    assert [*free_slots(agents, {Slot("a", 0)})] == [Slot("a", 1), Slot("b", 0)]

@@ -1,0 +1,91 @@
+"""Which hosts the job may use, as they come and go. What runs on those that go leaves at a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from farandole.coordinator import slots
+from farandole.coordinator.draft import Draft
+from farandole.coordinator.inputs import AgentConnected, HostsOffered
+from farandole.coordinator.job import Agent, Offer
+from farandole.events import AgentJoined, HostAdded, HostRemoved
+from farandole.messages import Dismissed
+
+
+def agent_connected(draft: Draft, input: AgentConnected) -> None:
+    """An agent that was lost may come back: it ended its old workers, so its slots are empty."""
+    agents, offers = draft.job.agents, draft.job.offers
+    known = agents.get(input.agent)
+    if (known is not None and known.is_connected) or input.slots < 0:
+        return
+    agent = Agent(input.agent, input.host, input.slots, order=known.order if known else len(agents))
+    if offers is not None:
+        offer = offers.get(input.host, Offer(0, agent.order))
+        agent = replace(agent, slots=offer.slots, order=offer.order)
+    draft.change(agents={**agents, agent.name: agent})
+    draft.log(AgentJoined(agent.name, agent.host, agent.slots))
+
+
+def hosts_offered(draft: Draft, input: HostsOffered) -> None:
+    """Hosts keep the order in which they were first offered, so that those who stay keep the order of their ranks."""
+    job = draft.job
+    old = job.offers or {}
+    new = _in_order(old, input.slots, job.offered)
+    draft.change(offers=new, may_get_hosts=input.may_change, offered=job.offered + len(new.keys() - old.keys()))
+    for agent in job.agents.values():
+        offer = new.get(agent.host, Offer(0, agent.order))
+        draft.change(agents={**draft.job.agents, agent.name: replace(agent, slots=offer.slots, order=offer.order)})
+    for host in dict.fromkeys((*old, *new)):
+        before = old[host].slots if host in old else 0
+        after = new[host].slots if host in new else 0
+        if after > before and job.offers is not None:
+            draft.log(HostAdded(host, after, before))
+        elif after < before and not job.is_released:
+            _withdraw(draft, host, after)
+    slots.follow_hosts(draft)
+    _take_back(draft)
+
+
+def dismiss_idle(draft: Draft) -> None:
+    """Agents of hosts that are no longer offered may go once no worker is left there."""
+    job = draft.job
+    if job.offers is None:
+        return
+    busy = {worker.slot.agent for worker in job.workers.values()}
+    for agent in job.agents.values():
+        if agent.is_connected and agent.host not in job.offers and agent.name not in busy:
+            draft.send(agent.name, Dismissed(f"host {agent.host} is no longer there"))
+            draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_connected=False)})
+
+
+def _in_order(old: Mapping[str, Offer], slots_of: Mapping[str, int], offered: int) -> dict[str, Offer]:
+    new: dict[str, Offer] = {}
+    for host, count in slots_of.items():
+        if count > 0 and host in old:
+            new[host] = Offer(count, old[host].order)
+        elif count > 0:
+            new[host] = Offer(count, offered)
+            offered += 1
+    return dict(sorted(new.items(), key=lambda item: item[1].order))
+
+
+def _withdraw(draft: Draft, host: str, left: int) -> None:
+    """Only the first `left` slots of each agent there remain."""
+    job, going = draft.job, list[str]()
+    for slot in [slot for slot in job.slots if job.host(slot) == host and slot.index >= left]:
+        worker = slots.vacate(draft, slot, f"host {host} is no longer there")
+        draft.change_slot(slot, is_given_up=False)
+        going += [worker] if worker is not None else []
+    draft.log(HostRemoved(host, left, tuple(going)))
+
+
+def _take_back(draft: Draft) -> None:
+    """Members that were to leave with their host, and have not gone yet, stay when it is there again."""
+    job = draft.job
+    for worker in sorted(job.survivors(), key=job.slot_order):
+        agent = job.agents[worker.slot.agent]
+        is_offered = worker.slot.index < agent.slots and not job.is_banned(agent.host)
+        if worker.is_leaving and not worker.was_asked and is_offered and slots.wants_more(draft.job):
+            draft.change_worker(worker.name, is_leaving=False)
+            draft.change_slot(worker.slot, is_open=True)

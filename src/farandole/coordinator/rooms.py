@@ -1,0 +1,71 @@
+"""Where workers could be: the slots of the hosts that may be used. Pure; slots.py fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from farandole.coordinator.assignment import placements
+from farandole.coordinator.job import Job, Slot, Worker
+from farandole.membership import Placement
+
+
+@dataclass(frozen=True, order=True)
+class Room:
+    """Room for one worker, sorted as ranks are given out at the start. No slot yet: its host's agent is to come."""
+
+    order: int
+    index: int
+    host: str
+    slot: Slot | None = None
+
+
+def in_order(job: Job) -> list[Room]:
+    """All rooms, host by host, the oldest host first. Until the first generation also those of hosts that were
+    offered and whose agents have not joined yet: their place in the order is kept for them."""
+    rooms = [
+        Room(agent.order, index, agent.host, Slot(agent.name, index))
+        for agent in job.agents.values()
+        if agent.is_connected and not job.is_banned(agent.host)
+        for index in range(agent.slots)
+    ]
+    if job.generation is None:
+        joined = {agent.host for agent in job.agents.values() if agent.is_connected}
+        rooms += [
+            Room(offer.order, index, host)
+            for host, offer in (job.offers or {}).items()
+            if host not in joined and not job.is_banned(host)
+            for index in range(offer.slots)
+        ]
+    return sorted((room for room in rooms if not _is_given_up(job, room)), key=lambda room: (room.order, room.index))
+
+
+def capacity(job: Job) -> int:
+    """How many workers there is room for, also where no agent has joined yet."""
+    if job.offers is None:
+        return len(in_order(job))
+    offered = sum(offer.slots for host, offer in job.offers.items() if not job.is_banned(host))
+    given_up = [slot for slot, use in job.slots.items() if use.is_given_up and not job.is_banned(job.host(slot))]
+    return offered - len(given_up)
+
+
+def expected_place(job: Job, worker: Worker) -> Placement:
+    """The place that a new worker will most likely get: by the order of the slots at the start, later behind the
+    members that stay."""
+    if job.generation is None:
+        opened = {slot for slot, use in job.slots.items() if use.is_open}
+        rooms = [room for room in in_order(job) if room.slot is None or room.slot in opened][: max(job.target, 1)]
+        place = next((place for place, room in enumerate(rooms) if room.slot == worker.slot), len(rooms))
+        hosts = [room.host for room in rooms]
+        if place == len(rooms):
+            hosts.append(job.host_of(worker))
+        expected = placements(hosts)[place]
+        return msgspec.structs.replace(expected, size=max(len(hosts), job.target))
+    staying = [member for member in job.survivors() if not member.is_leaving]
+    coming = sorted(job.newcomers(), key=job.slot_order)
+    return placements([job.host_of(each) for each in (*staying, *coming)])[len(staying) + coming.index(worker)]
+
+
+def _is_given_up(job: Job, room: Room) -> bool:
+    return room.slot is not None and room.slot in job.slots and job.slots[room.slot].is_given_up

@@ -1,0 +1,90 @@
+"""An agent for each host of a job, where all the hosts' names mean this machine. Used by local.py.
+
+This is what an engine does: it gives the job agents, on the hosts that it is told to follow. It decides nothing:
+an agent goes when the coordinator dismisses it or the job ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from farandole.errors import ConfigError
+from farandole.launch.agent import Agent
+from farandole.launch.hosts import HostSlots, is_this_machine
+
+_AGAIN_S = 1.0  # until an agent that ended without being dismissed is started anew
+
+
+def refuse_other_machines(hosts: Iterable[HostSlots]) -> None:
+    """Raises ConfigError when a host is not this machine. May take seconds, to ask the name service."""
+    others = [host.name for host in hosts if not is_this_machine(host.name)]
+    if others:
+        raise ConfigError(why_refused(", ".join(others)))
+
+
+def why_refused(name: str) -> str:
+    """What is said of a host that is another machine."""
+    return (
+        f"starting workers on other machines ({name}) is not possible yet; use names of this machine, such as "
+        "localhost, or start a job on each"
+    )
+
+
+class LocalAgents:
+    """Made and used on one event loop.
+
+    `make_agent` makes the agent of one host. `is_over`: whether the job has ended.
+    """
+
+    def __init__(self, make_agent: Callable[[HostSlots], Agent], is_over: Callable[[], bool]) -> None:
+        self._make_agent, self._is_over = make_agent, is_over
+        self._wanted: dict[str, HostSlots] = {}
+        self._agents: dict[str, Agent] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends with the error when an agent failed itself."""
+
+    def follow(self, hosts: Iterable[HostSlots]) -> None:
+        """Each of these hosts gets an agent, if it has none. Agents of other hosts go once they are dismissed."""
+        self._wanted = {host.name: host for host in hosts}
+        for name in self._wanted:
+            if name not in self._lives:
+                self._lives[name] = asyncio.create_task(self._live(name))
+                self._lives[name].add_done_callback(self._on_life_over)
+
+    def kill_workers(self) -> None:
+        """End all workers at once, also those that are in their grace period."""
+        for agent in self._agents.values():
+            agent.kill_workers()
+
+    async def gone(self) -> None:
+        """When the job is over: returns once all agents have ended, which they do when they hear of it."""
+        while self._lives:
+            await asyncio.wait([self.broken, *self._lives.values()], return_when=asyncio.FIRST_COMPLETED)
+            if self.broken.done():
+                self.broken.result()
+
+    async def close(self) -> None:
+        """Nothing of the agents is left when this returns."""
+        lives = list(self._lives.values())
+        for life in lives:
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+        self.broken.cancel()
+
+    async def _live(self, name: str) -> None:
+        """The agents of one host, one after the other."""
+        try:
+            while name in self._wanted and not self._is_over():
+                self._agents[name] = self._make_agent(self._wanted[name])
+                await self._agents[name].run()
+                if name in self._wanted and not self._is_over():
+                    await asyncio.sleep(_AGAIN_S)
+        finally:
+            self._agents.pop(name, None)
+            del self._lives[name]
+
+    def _on_life_over(self, life: asyncio.Task[None]) -> None:
+        if not life.cancelled() and (error := life.exception()) is not None and not self.broken.done():
+            self.broken.set_exception(error)
