@@ -44,13 +44,13 @@ def _devices(voices: Voices, _: tuple[int, ...]) -> str | None:
 
 
 def _shapes(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the shape", lambda part: _shape(part.shape))
+    return _difference(voices, "the shape", lambda part: part.shape, _list)
 
 
 def _rows(voices: Voices, _: tuple[int, ...]) -> str | None:
     """Every tensor has a first dimension, which may differ; the others may not."""
     return _scalars(voices, _) or _difference(
-        voices, "the shape of one row (all dimensions but the first)", lambda part: _shape(part.shape[1:])
+        voices, "the shape of one row (all dimensions but the first)", lambda part: part.shape[1:], _list
     )
 
 
@@ -62,17 +62,17 @@ def _scalars(voices: Voices, _: tuple[int, ...]) -> str | None:
 
 
 def _ops(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the reduction", lambda part: _op(part.op))
+    return _difference(voices, "the reduction", lambda part: part.op, _op)
 
 
 def _scales(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the prescale factor", lambda part: repr(part.prescale)) or _difference(
-        voices, "the postscale factor", lambda part: repr(part.postscale)
+    return _difference(voices, "the prescale factor", lambda part: part.prescale) or _difference(
+        voices, "the postscale factor", lambda part: part.postscale
     )
 
 
 def _roots(voices: Voices, ranks: tuple[int, ...]) -> str | None:
-    found = _difference(voices, "the root rank", lambda part: str(part.root))
+    found = _difference(voices, "the root rank", lambda part: part.root)
     if found is None and voices[0][1].root not in ranks:
         return f"root rank {voices[0][1].root} is not in the process set, which has {ranks_in_words(ranks)}"
     return found
@@ -92,7 +92,7 @@ def _splits(voices: Voices, ranks: tuple[int, ...]) -> str | None:
 
 
 def _sets(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the ranks of the process set", lambda part: _shape(part.ranks))
+    return _difference(voices, "the ranks of the process set", lambda part: part.ranks, _list)
 
 
 Check: TypeAlias = Callable[[Voices, tuple[int, ...]], str | None]
@@ -110,14 +110,20 @@ _CHECKS: dict[Kind, tuple[Check, ...]] = {
 }
 
 
-def _difference(voices: Voices, what: str, value: Callable[[Request], str]) -> str | None:
-    said = who_says_what((rank, value(part)) for rank, part in voices)
-    return None if said is None else f"ranks disagree on {what}: {said}"
+def _difference(
+    voices: Voices, what: str, value: Callable[[Request], object], text: Callable[[object], str] = str
+) -> str | None:
+    first = value(voices[0][1])
+    if all(value(part) == first for _, part in voices):
+        return None
+    said = who_says_what((rank, text(value(part))) for rank, part in voices)
+    return None if said is None else f"ranks disagree on {what}: {said}"  # None where all of them say nan
 
 
-def _shape(numbers: tuple[int, ...]) -> str:
+def _list(numbers: object) -> str:
+    assert isinstance(numbers, tuple)
     return str(list(numbers))
 
 
-def _op(number: int) -> str:
-    return Reduction(number).name.capitalize() if number in Reduction._value2member_map_ else str(number)
+def _op(number: object) -> str:
+    return next((each.name.capitalize() for each in Reduction if each == number), str(number))
