@@ -5,20 +5,24 @@ from __future__ import annotations
 import atexit
 import sys
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.listener import DataListener
-from farandole.collectives.ring_builder import RingBuilder
-from farandole.env import FixedEnv, read_fixed_env, read_scratch_folder, read_worker_env
+from farandole.collectives.named.engine import NamedCollectives
+from farandole.collectives.named.process_sets import ProcessSet, forget_all, register_static
+from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.transport import Transport
+from farandole.env import read_fixed_env, read_horovod_settings, read_scratch_folder, read_worker_env
 from farandole.errors import JobEnded
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
 from farandole.worker import scratch
-from farandole.worker.fixed_size import Meeting
+from farandole.worker.fixed_job import FixedJob
 from farandole.worker.job import Job
 
 # Under a fixed-size launcher, for all ranks to have imported torch and called init(); as --start-timeout.
@@ -26,21 +30,67 @@ _CONNECT_TIMEOUT_S = 120.0
 _TRACEBACK_LIMIT = 100_000  # characters; its end says most
 
 _job: Job | None = None
+_fixed: FixedJob | None = None
 _slot = 0
-_listener: DataListener | None = None  # under a fixed-size launcher; a Job has its own
+_is_dynamic = False  # init(process_sets="dynamic")
 
 
-def init() -> None:
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job that this process was started for. Idempotent.
 
     Under `farandole run`: waits until all workers of the start have called it; a worker that was started into
     a running job is a world of one until its elastic function is admitted. Under torchrun, mpirun or srun: a
-    job of fixed size. Started by hand: a world of one.
+    job of fixed size. Started by hand: a world of one. After shutdown() it may be called again, by all workers.
 
-    Raises ConfigError for an environment that makes no sense, JobEnded when the job is over already.
+    comm          Horovod's; None, or the ranks of all workers: smaller worlds are process sets here
+    process_sets  a list of ProcessSet to register, the same on all workers; or "dynamic", so that
+                  add_process_set() may be called later
+
+    Raises ConfigError for an environment that makes no sense, JobEnded when the job is over already, ValueError
+    for process sets that are not the same on all workers, are no ranks of this job, or say the same twice.
     """
-    global _job, _slot
+    global _is_dynamic
     if world.is_entered():
+        return
+    _is_dynamic = process_sets == "dynamic"
+    wanted: list[Any] = [] if process_sets is None or _is_dynamic else list(process_sets)
+    if not all(isinstance(each, ProcessSet) for each in wanted):
+        raise ValueError(f'init(process_sets={process_sets!r}): a list of ProcessSet, or "dynamic"')
+    _join()
+    try:
+        _check_comm(comm)
+        register_static(wanted, is_newcomer=_job is not None and _job.is_newcomer())
+    except BaseException:
+        shutdown()
+        raise
+
+
+def shutdown() -> None:
+    """Leave the world: close the connections to the other workers. Idempotent. init() may follow, on all of them.
+    The coordinator goes on knowing this worker until the process ends."""
+    if not world.is_entered():
+        return
+    if _job is not None:
+        _job.leave()
+    elif _fixed is not None:
+        _fixed.leave()
+    else:
+        here = world.current()
+        world.enter(None)
+        if here.named is not None:
+            here.named.close()
+    forget_all()
+
+
+def _join() -> None:
+    """Enter the world that the environment says, for the first time or again."""
+    global _job, _fixed, _slot
+    if _job is not None:
+        if not _job.meet_again():
+            _enter_alone()
+        return
+    if _fixed is not None:
+        _fixed.meet_again()
         return
     worker_env, fixed_env = read_worker_env(), read_fixed_env()
     if worker_env is not None:
@@ -48,30 +98,28 @@ def init() -> None:
         folder = read_scratch_folder()
         if folder is not None:
             scratch.use(folder)
-        _job = Job(worker_env)
+        _job = Job(worker_env, _settings)
+        atexit.register(_end)
         _report_exceptions(_job)
         if not _job.meet():
             _enter_alone()
     elif fixed_env is not None and fixed_env.size > 1:
         _slot = fixed_env.local_rank
-        _meet_fixed(fixed_env)
+        _fixed = FixedJob(fixed_env, _settings, _CONNECT_TIMEOUT_S)
+        atexit.register(_end)
+        _fixed.meet()
     else:
         _enter_alone()
-    atexit.register(shutdown)
 
 
-def shutdown() -> None:
-    """Leave the world: close all connections. Idempotent; called at exit. init() may follow."""
-    global _job, _listener
-    if world.is_entered():
-        world.current().transport.close()
-        world.enter(None)
-    if _job is not None:
-        _job.close()
-        _job = None
-    if _listener is not None:
-        _listener.close()
-        _listener = None
+def _end() -> None:
+    """At exit: nothing may follow."""
+    global _job, _fixed
+    shutdown()
+    for each in (_job, _fixed):
+        if each is not None:
+            each.close()
+    _job = _fixed = None
 
 
 def is_initialized() -> bool:
@@ -135,20 +183,34 @@ def generation() -> int:
 
 def _enter_alone() -> None:
     nobody = GenerationId(lineage=1, incarnation=1, number=0, nonce="alone")
-    world.enter(world.World(nobody, Placement(0, 1, 0, 1, 0, 1), AloneTransport()))
+    placement = Placement(0, 1, 0, 1, 0, 1)
+    named = NamedCollectives(AloneTransport(), placement=placement, connect=_no_connection, settings=_settings())
+    world.enter(world.World(nobody, placement, AloneTransport(), named))
 
 
-def _meet_fixed(env: FixedEnv) -> None:
-    global _listener
-    listener = DataListener()
-    try:
-        start = Meeting(env, _CONNECT_TIMEOUT_S).meet(listener.address)
-        transport = RingBuilder(listener, start, f"rank{env.rank}", _CONNECT_TIMEOUT_S).build()
-    except BaseException:
-        listener.close()
-        raise
-    _listener = listener
-    world.enter(world.World(start.id, start.placement, transport))
+def _no_connection(ranks: tuple[int, ...], process_set: int) -> Transport:
+    raise AssertionError(f"a world of one connects to nobody, asked for {ranks} of process set {process_set}")
+
+
+def _settings() -> NamedSettings:
+    """What the environment says now: scripts set variables before each init()."""
+    said = read_horovod_settings()
+    return NamedSettings(
+        cache_capacity=said.cache_capacity,
+        fusion_bytes=said.fusion_bytes,
+        stall_warning_s=said.stall_warning_s if said.stall_check else 0.0,
+        stall_abort_s=said.stall_shutdown_s or 0.0,
+        dynamic_process_sets=said.dynamic_process_sets or _is_dynamic,
+    )
+
+
+def _check_comm(comm: Sequence[int] | None) -> None:
+    everybody = list(range(size()))
+    if comm is not None and list(comm) != everybody:
+        raise ValueError(
+            f"init(comm={list(comm)}): this job has ranks {everybody}; for a part of them use "
+            f"init(process_sets=[ProcessSet({list(comm)})])"
+        )
 
 
 def _report_exceptions(job: Job) -> None:

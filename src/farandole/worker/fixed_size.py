@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import secrets
 import socket
 import threading
@@ -26,8 +25,6 @@ _GRACE_S = 1.0  # for TCPStore to keep a time limit by itself: it then says more
 
 T = TypeVar("T")
 
-_meetings = itertools.count()  # of this process: torchrun's store keeps what was said before a shutdown()
-
 
 class Meeting:
     """Where the workers tell each other their data addresses, once.
@@ -40,7 +37,7 @@ class Meeting:
     def __init__(self, env: FixedEnv, timeout_s: float) -> None:
         self._env = env
         self._timeout_s = timeout_s
-        self._prefix = f"farandole/{restart_count()}/{next(_meetings)}"
+        self._prefix = f"farandole/{restart_count()}"
         self._is_host = env.rank == 0 and not uses_agent_store()
         try:
             self._store = _within(timeout_s + _GRACE_S, self._open)

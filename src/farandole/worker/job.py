@@ -6,39 +6,44 @@ Two threads meet here. The main thread builds transports and runs collectives; t
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from collections.abc import Callable
 
 from farandole.collectives import world
 from farandole.collectives.listener import DataListener
-from farandole.collectives.ring_builder import RingBuilder
+from farandole.collectives.named.process_sets import recreate
+from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.transport import Transport
+from farandole.collectives.world import World
 from farandole.env import WorkerEnv
-from farandole.errors import GenerationEnded
-from farandole.messages import LinkBroken, Start
+from farandole.errors import GenerationEnded, PeerLost, RecoverableError
+from farandole.messages import LinkBroken, Ready, Start
 from farandole.worker.link import Link
+from farandole.worker.world_builder import Abortable, WorldBuilder
 
 # From START, when everybody is quiescent, until the data connections stand. A peer that died meanwhile is
 # reported by its agent much sooner; this bounds what nobody reports.
 CONNECT_TIMEOUT_S = 5.0
 
-
-class _Abortable(Protocol):
-    def abort(self, reason: str) -> None: ...
+# For all members to call init() again after a shutdown(): scripts may do much in between.
+MEET_TIMEOUT_S = 120.0
 
 
 class Job:
     """From init() to shutdown() under `farandole run`."""
 
-    def __init__(self, env: WorkerEnv) -> None:
-        self._worker = env.worker
+    def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
         self._listener = DataListener()
         self._lock = threading.Lock()
-        self._live: dict[int, list[_Abortable]] = {}  # by number of the generation
-        self._retired: list[Transport] = []
+        self._live: dict[int, list[Abortable]] = {}  # by number of the generation
+        self._retired: list[World] = []
         self._agreed = 0
-        self._neighbour = ""  # the worker of the next rank
+        self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
+        self._session = 0
         self.has_finished = False  # an elastic function has returned on all workers
         self.link = Link(env, self._abort_below)
+        self._builder = WorldBuilder(
+            self._listener, env.worker, settings, self._report_broken, self.link.raise_if_over, self._watch
+        )
         self.link.open(env, self._listener.address)
 
     def meet(self) -> bool:
@@ -49,29 +54,56 @@ class Job:
         self.build(start)
         return True
 
+    def meet_again(self) -> bool:
+        """After leave(): enter the same generation anew, with all its members, or the one that replaces it. False
+        for a worker that is no member yet. Raises PeerLost when a member does not come in time."""
+        if self._start is None:
+            return False
+        while not self.has_orders():
+            self._session += 1
+            try:
+                self._enter(self._start, MEET_TIMEOUT_S)
+            except RecoverableError as error:
+                if isinstance(error, PeerLost) and error.op == "connect" and not self.has_orders():
+                    raise  # it lives, and does not come
+                self.link.wait_for_abort(above=self._start.id.number)
+            else:
+                return True
+        while True:
+            start = self.wait_for_start()
+            try:
+                self.build(start)
+            except RecoverableError:
+                self.link.wait_for_abort(above=start.id.number)
+            else:
+                return True
+
+    def leave(self) -> None:
+        """shutdown(): hang up on the other workers. The coordinator still knows this one; it may meet again."""
+        if world.is_entered():
+            here = world.current()
+            if here.named is not None:
+                here.named.close()  # in good order: others may still need this rank in a round that has begun
+            self._retired.append(here)
+            world.enter(None)
+        self._close_retired()
+        with self._lock:
+            self._live.clear()
+
     def build(self, start: Start) -> Transport:
         """Open the data connections of a generation and enter its world.
 
         Raises PeerLost or GenerationEnded; the next order from the coordinator then says how to go on.
         """
-        number = start.id.number
-
-        def report(peer: str, direction: str, detail: str) -> None:
-            self.link.send(LinkBroken(number, peer, direction, detail))
-
-        builder = RingBuilder(self._listener, start, self._worker, CONNECT_TIMEOUT_S, report, self.link.raise_if_over)
-        self._watch(number, builder)
-        transport = builder.build()
-        self._watch(number, transport)
-        if world.is_entered():
-            self._retired.append(world.current().transport)
-        self._neighbour = start.next.worker
-        world.enter(world.World(start.id, start.placement, transport))
-        self._agreed = 0
-        return transport
+        self._session = 0
+        self._enter(start, CONNECT_TIMEOUT_S)
+        return world.current().transport
 
     def quiesce(self) -> None:
         """End what still runs in the background of the old generation: no collective touches a tensor afterwards."""
+        if world.is_entered() and (named := world.current().named) is not None:
+            named.abort("this worker is regrouping")
+            named.wait_until_quiet()
 
     def settle(self) -> None:
         """The new generation works: release what is left of the old ones. Not earlier: a peer may still read."""
@@ -81,42 +113,82 @@ class Job:
         self._close_retired()
 
     def close(self) -> None:
+        self.leave()
         self.link.close()
-        self._close_retired()
         self._listener.close()
 
+    def _enter(self, start: Start, timeout_s: float) -> None:
+        built = self._builder.build(start, self._session, timeout_s)
+        was_newcomer = self.is_newcomer()
+        if world.is_entered():
+            self._retire(world.current())
+        world.enter(built.world)
+        self._start, self._agreed = start, 0
+        if built.has_process_sets:
+            recreate(was_newcomer)
+
+    def _retire(self, old: World) -> None:
+        if old.named is not None:
+            old.named.abort("its generation is over")
+            old.named.wait_until_quiet()
+        self._retired.append(old)
+
     def _close_retired(self) -> None:
-        for transport in self._retired:
-            transport.close()
+        for old in self._retired:
+            old.transport.close()
+            if old.named is not None:
+                old.named.close()
         self._retired.clear()
+
+    def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
+        self.link.send(LinkBroken(number, peer, direction, detail))
 
     # Orders ----------------------------------------------------------------------------------------------
 
     def is_newcomer(self) -> bool:
         """Whether this worker has not been a member yet."""
-        return self.link.is_newcomer and world.current().id.number == 0
+        return self.link.is_newcomer and self._start is None
 
     def has_to_regroup(self) -> bool:
         """Whether an ABORT waits, or every rank has agreed on a planned change."""
         return self.link.ordered > world.current().id.number or bool(self._agreed)
 
+    def has_orders(self) -> bool:
+        """Whether the coordinator wants another generation than the last one that this worker was in."""
+        number = self._start.id.number if self._start is not None else 0
+        return max(self.link.ordered, self.link.prepared) > number
+
+    def wait_for_start(self) -> Start:
+        """Say READY for the newest order, and again whenever a further change replaces it, until START."""
+        number = self.demanded_number()
+        while True:
+            if number:
+                self.link.send(Ready(number))
+            answer = self.link.wait_for_start(above=number)
+            if isinstance(answer, Start):
+                return answer
+            number = answer
+
     def ask_for_regroup(self, reason: str) -> None:
         """The main thread left this generation without a fault that others could see. To the coordinator it is a
         failed connection: if nothing else explains it, it aborts the generation, with unchanged members."""
-        self.link.send(LinkBroken(world.current().id.number, self._neighbour, "send", reason))
+        assert self._start is not None
+        self._report_broken(self._start.id.number, self._start.next.worker, "send", reason)
 
     def demanded_number(self) -> int:
         """The generation to be READY for; 0 for a newcomer, which is ready for any.
 
         After a collective that failed before any order came, it waits for the order: what this worker saw is
         only a hint, and the coordinator decides."""
-        here = world.current().id.number
+        here = self._start.id.number if self._start is not None else 0
         if self.link.ordered > here:
             return self.link.ordered
         if self._agreed:
             return self._agreed
         if self.is_newcomer():
             return 0
+        if not world.is_entered() and self.link.prepared > here:
+            return self.link.prepared  # between shutdown() and init() there is nothing to agree on
         return self.link.wait_for_abort(above=here)
 
     def agree(self, prepared_by_rank: list[int]) -> None:
@@ -135,7 +207,7 @@ class Job:
                     for each in abortables:
                         each.abort(reason)
 
-    def _watch(self, number: int, abortable: _Abortable) -> None:
+    def _watch(self, number: int, abortable: Abortable) -> None:
         """From now on an ABORT reaches it; one that came before does so here."""
         with self._lock:
             self._live.setdefault(number, []).append(abortable)

@@ -136,16 +136,21 @@ def process_set_ids_and_ranks() -> dict[int, list[int]]:
     return {number: list(ranks) for number, ranks in engine().process_sets.items()}
 
 
-def register_static(process_sets: Sequence[ProcessSet]) -> None:
+def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = False) -> None:
     """Add what init(process_sets=...) was given. All ranks call it, also with nothing.
+
+    is_newcomer  this worker is alone until it is admitted: the process sets are added by recreate() then
 
     Raises ValueError, on all ranks, when they differ, name a rank that there is not, or have one twice.
     """
+    if is_newcomer:
+        _added.extend(process_sets)
+        return
     named = engine()
     wanted = [tuple(each.ranks or ()) for each in process_sets]
     heard = _gather(wanted, named)
     if any(theirs != wanted for theirs in heard):
-        raise ValueError(f"init(): ranks disagree on process_sets; rank {named.rank} has {wanted}, all: {heard}")
+        raise ValueError(f"init(): ranks disagree on process_sets; by rank: {heard}")
     for place, ranks in enumerate(wanted):
         _require_possible(ranks, named)
         if ranks in wanted[:place]:
@@ -153,8 +158,14 @@ def register_static(process_sets: Sequence[ProcessSet]) -> None:
     _add_all(process_sets, named)
 
 
+def has_added() -> bool:
+    """Whether this worker has process sets that a new generation must have too."""
+    return bool(_added)
+
+
 def recreate(is_newcomer: bool) -> None:
-    """Add all process sets again, in a new generation. All ranks call it before any other named operation.
+    """Add all process sets again, in a new generation. All ranks call it before any other named operation, if
+    has_added() is true for one of them.
 
     The order is that of the lowest rank that is no newcomer; what others have beside is added behind. A process
     set that names a rank which there is no more is not added: its object has no id from now on.
