@@ -12,8 +12,9 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.named.adasum import is_power_of_two, require_power_of_two
 from farandole.collectives.named.constants import Adasum, Average
-from farandole.collectives.named.operations import allreduce_async_, synchronize
+from farandole.collectives.named.handles import synchronize
 from farandole.collectives.named.process_sets import global_process_set
+from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.errors import StepError
 from farandole.optim.options import Options
 from farandole.optim.wrapping import WrappedOptimizer, counts_passes
@@ -89,30 +90,25 @@ class DeltaOptimizer(WrappedOptimizer):
 
     def _combine(self, moved: list[torch.Tensor], before: list[torch.Tensor]) -> None:
         """Replace this worker's changes by those of all. Any error leaves the parameters as they were before."""
-        op = self._operation()
-        handles: list[Any] = []
-        first: Exception | None = None
-        changes: list[tuple[torch.Tensor, Any]] = []
+        changes = [
+            self._compression.compress(parameter.detach() - start)
+            for parameter, start in zip(moved, before, strict=True)
+        ]
+        sent = [tensor.contiguous() for tensor, _ in changes]
+        names = [f"delta.{self._parameter_names[parameter]}" for parameter in moved]
+        failed: Exception | None = None
         try:
-            for parameter, start in zip(moved, before, strict=True):
-                sent, ctx = self._compression.compress(parameter.detach() - start)
-                sent = sent.contiguous()
-                handles.append(allreduce_async_(sent, name=f"delta.{self._parameter_names[parameter]}", op=op))
-                changes.append((sent, ctx))
-        except Exception as error:  # noqa: BLE001 - raised below, when nothing is in flight any more
-            first = error
-        for handle in handles:
-            try:
-                synchronize(handle)
-            except Exception as error:  # noqa: BLE001 - as above
-                first = first or error
+            reduced = [Reduced(name, [tensor]) for name, tensor in zip(names, sent, strict=True)]
+            synchronize(allreduce_together_(reduced, self._operation()))
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed = error
         with torch.no_grad():
             for parameter, start in zip(moved, before, strict=True):
                 parameter.copy_(start)
-            if first is not None:
-                raise first
-            for parameter, (sent, ctx) in zip(moved, changes, strict=True):
-                parameter.add_(self._compression.decompress(sent, ctx))
+            if failed is not None:
+                raise failed
+            for parameter, tensor, (_, ctx) in zip(moved, sent, changes, strict=True):
+                parameter.add_(self._compression.decompress(tensor, ctx))
 
     def _operation(self) -> Any:
         size = world.current().placement.size

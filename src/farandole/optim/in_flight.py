@@ -13,12 +13,9 @@ from typing import Any
 import torch
 
 from farandole.collectives.named.constants import Average
-from farandole.collectives.named.operations import (
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-    synchronize,
-)
+from farandole.collectives.named.handles import Handle, synchronize
+from farandole.collectives.named.operations import sparse_allreduce_async
+from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.optim.options import Options
 
 
@@ -57,42 +54,57 @@ class InFlight:
             other.finish()
         _under_way.update(dict.fromkeys(self._names(), self))
         try:
-            for each in self._units():
-                self._waits.append(self._submit(each))
-        except BaseException:
-            self._leave()
+            units = self._units()
+            dense = [self._pack(unit) for unit in units if not self._is_gathered(unit[0].parameter)]
+            handle = allreduce_together_(
+                [unit.reduced for unit in dense], self._options.op, *self._scales(), self._options.process_set
+            )
+            self._waits.append(lambda: self._unpack(dense, handle))
+            for unit in units:
+                if self._is_gathered(unit[0].parameter):
+                    self._waits.append(self._gathers(unit[0]))
+        except Exception:
+            self._end()
             raise
 
     def finish(self) -> None:
         """Wait for all; then every `.grad` is the reduced one. Raises the first error, when nothing is in flight
         any more: some gradients are reduced then, and some are not."""
+        error = self._end()
+        if error is not None:
+            raise error
+
+    def _end(self) -> Exception | None:
         first: Exception | None = None
         for wait in self._waits:
             try:
                 wait()
-            except Exception as error:  # noqa: BLE001 - raised below
+            except Exception as error:  # noqa: BLE001 - returned
                 first = first or error
-        self._leave()
-        if first is not None:
-            raise first
-
-    def _leave(self) -> None:
         self._waits.clear()
         for name in self._names():
             if _under_way.get(name) is self:
                 del _under_way[name]
+        return first
 
     def _names(self) -> list[str]:
         return [each.name for each in self._named]
 
     def _units(self) -> list[list[Named]]:
-        """What is submitted by one call each. Sparse gradients go alone: they are gathered."""
+        """What is reduced all or none. Sparse gradients go alone: they are gathered."""
         units: dict[object, list[Named]] = {}
         for each in self._named:
-            gradient = self._gradient(each.parameter)
-            is_alone = each.group is None or (gradient.is_sparse and not self._options.sparse_as_dense)
+            self._gradient(each.parameter)
+            is_alone = each.group is None or self._is_gathered(each.parameter)
             units.setdefault(each.name if is_alone else each.group, []).append(each)
         return list(units.values())
+
+    def _is_gathered(self, parameter: torch.Tensor) -> bool:
+        return self._gradient(parameter).is_sparse and not self._options.sparse_as_dense
+
+    def _scales(self) -> tuple[float, float]:
+        factor = self._options.predivide_factor if self._options.op == Average else 1.0
+        return 1.0 / factor, factor
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad
@@ -111,32 +123,31 @@ class InFlight:
         nothing = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
         return torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
 
-    def _submit(self, unit: list[Named]) -> Callable[[], None]:
-        """Start one reduction; gives what waits for it and writes `.grad`."""
-        options, name = self._options, f"gradient.{unit[0].name}"
-        gradients = [self._gradient(each.parameter) for each in unit]
-        if gradients[0].is_sparse and not options.sparse_as_dense:
-            take = sparse_allreduce_async(gradients[0], name=name, op=options.op, process_set=options.process_set)
-            return lambda: setattr(unit[0].parameter, "grad", take())
-        packed = [options.compression.compress(_dense(gradient)) for gradient in gradients]
-        sent = [tensor.contiguous() for tensor, _ in packed]
-        arguments: dict[str, Any] = {"name": name, "op": options.op, "process_set": options.process_set}
-        if options.op == Average:
-            arguments |= {
-                "prescale_factor": 1.0 / options.predivide_factor,
-                "postscale_factor": options.predivide_factor,
-            }
-        if unit[0].group is None:
-            handle = allreduce_async_(sent[0], **arguments)
-        else:
-            handle = grouped_allreduce_async_(sent, **arguments)
+    def _pack(self, unit: list[Named]) -> _Packed:
+        compressed = [self._options.compression.compress(_dense(self._gradient(each.parameter))) for each in unit]
+        tensors = [tensor.contiguous() for tensor, _ in compressed]
+        reduced = Reduced(f"gradient.{unit[0].name}", tensors, is_group=unit[0].group is not None)
+        return _Packed(unit, reduced, [ctx for _, ctx in compressed])
 
-        def finish() -> None:
-            synchronize(handle)  # in place: `sent` holds the result
-            for each, tensor, (_, ctx) in zip(unit, sent, packed, strict=True):
-                _write(each.parameter, options.compression.decompress(tensor, ctx))
+    def _unpack(self, all_packed: Sequence[_Packed], handle: Handle) -> None:
+        synchronize(handle)  # in place: the tensors that were sent hold the result
+        for packed in all_packed:
+            for each, tensor, ctx in zip(packed.unit, packed.reduced.tensors, packed.contexts, strict=True):
+                _write(each.parameter, self._options.compression.decompress(tensor, ctx))
 
-        return finish
+    def _gathers(self, each: Named) -> Callable[[], None]:
+        gradient, options = self._gradient(each.parameter), self._options
+        take = sparse_allreduce_async(gradient, f"gradient.{each.name}", options.op, options.process_set)
+        return lambda: setattr(each.parameter, "grad", take())
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Dense gradients as they travel, and what is needed to get them back."""
+
+    unit: list[Named]
+    reduced: Reduced
+    contexts: list[Any]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,10 @@ class Call:
             name = f"noname.{self.named.next_number(kind, -1 if number is None else number)}"
         self.name = f"{prefix}.{name}"
         if number is None or number not in self.named.process_sets:
-            raise ValueError(f"{self.name}: {process_set} was not added, or was removed; see add_process_set()")
+            raise ValueError(
+                f"{self.name}: {process_set} is not one of the process sets of this world. It was not added, was "
+                f"removed, or names ranks beyond the {len(self.named.process_sets[GLOBAL_SET])} that there are now"
+            )
         self.id, self.ranks = number, self.named.process_sets[number]
         if self.named.rank not in self.ranks:
             raise ValueError(f"{self.name}: rank {self.named.rank} is not in {process_set}")
@@ -93,6 +96,11 @@ class Call:
                 self._tensors or 0,
             )
         self._operations.append(Operation(request, tensor, in_place, self.handle, part))
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """What was added, for those who hand over several calls at once (together.py)."""
+        return self._operations
 
     def submit(self) -> Handle:
         """Hand everything over at once."""
