@@ -1,6 +1,7 @@
 """fd.elastic: what a training script needs to go on while workers come and go."""
 
 from farandole.data.loader import DataLoader
+from farandole.data.sampler import ElasticSampler
 from farandole.state.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -19,6 +20,7 @@ from farandole.worker.run_loop import run
 
 __all__ = [
     "DataLoader",
+    "ElasticSampler",
     "HostUpdateResult",
     "ModelStateHandler",
     "ObjectState",

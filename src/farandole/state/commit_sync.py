@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from farandole.collectives.transport import Transport
 from farandole.membership import Progress
 from farandole.state.handlers import (
     BUILT_IN,
@@ -18,15 +20,30 @@ from farandole.state.handlers import (
 )
 from farandole.state.packing import Packed
 from farandole.state.parts import load_optimizer_entry, pack_small, refuse_other_model
+from farandole.state.sync import SyncReport, synchronize
 from farandole.state.torch_state import TorchState
+
+HandlerT = TypeVar("HandlerT", bound=StateHandler)
 
 
 def can_be_staged(state: TorchState) -> bool:
-    """Whether nobody has a sync of his own, or records that have to be united: the same answer on every rank."""
-    return type(state).sync is TorchState.sync and all(
-        type(each) in BUILT_IN and not (isinstance(each, SamplerStateHandler) and each.has_sets())
-        for each in state._handlers.values()
-    )
+    """Whether nobody has a sync of his own. By classes only: the answer must be the same on every rank."""
+    return type(state).sync is TorchState.sync and all(type(each) in BUILT_IN for each in state._handlers.values())
+
+
+def synchronize_commits(shared: CommittedState, transport: Transport, founding: bool) -> SyncReport:
+    """Make the state of all ranks equal to the source's, and the commit of all ranks equal to that.
+
+    Raises PeerLost or GenerationEnded with this rank's state unharmed.
+    """
+    said = []
+    if recorded := shared.recorded():
+        said = transport.all_gather(pickle.dumps((shared.is_holder, recorded)))
+    shared.capture()
+    report = synchronize(shared, transport, founding)
+    shared.unite([states for is_holder, states in map(pickle.loads, said) if is_holder])
+    shared.settle()
+    return report
 
 
 class CommittedState:
@@ -46,10 +63,20 @@ class CommittedState:
         return Progress(step=self.state._commits)
 
     def settle(self) -> None:
-        """After a sync: what is live is the commit now, and samplers divide what is left among the new world."""
-        for handler in self._of(SamplerStateHandler).values():
-            handler.value.load_state_dict(handler.value.state_dict())
+        """After a sync: what is live is the commit now."""
         self.state._remember()
+
+    # Samplers --------------------------------------------------------------------------------------------
+
+    def recorded(self) -> dict[str, dict[str, Any]]:
+        """What this rank's samplers have recorded, by name."""
+        return {name: dict(handler.value.state_dict()) for name, handler in self._of(SamplerStateHandler).items()}
+
+    def unite(self, said: Sequence[dict[str, dict[str, Any]]]) -> None:
+        """Load the source's record, which is live now, with the sets of all holders. On the source too: what is
+        left is divided among the new world then."""
+        for name, handler in self._of(SamplerStateHandler).items():
+            handler.load_united([handler.value.state_dict(), *(states[name] for states in said)])
 
     # Small state -----------------------------------------------------------------------------------------
 
@@ -63,24 +90,26 @@ class CommittedState:
         state = self.state
         for name, handler in self._of(ModelStateHandler).items():
             handler.value.load_state_dict(small["buffers"][name], strict=False)
-        for name, handler in self._of(OptimizerStateHandler).items():
-            for group, options in zip(handler.value.param_groups, small["groups"][name], strict=True):
+        for name, optimizer in self._of(OptimizerStateHandler).items():
+            for group, options in zip(optimizer.value.param_groups, small["groups"][name], strict=True):
                 group.update(options)
-        for name, handler in (self._of(SamplerStateHandler) | self._of(StatefulHandler)).items():
-            handler.value.load_state_dict(small["stateful"][name])
+        for name, stateful in self._stateful().items():
+            stateful.value.load_state_dict(small["stateful"][name])
         for name, value in small["values"].items():
             setattr(state, name, value)
         state._commits = small["commits"]
 
     def _small(self) -> dict[str, Any]:
-        stateful = self._of(SamplerStateHandler) | self._of(StatefulHandler)
         return {
             "commits": self.state._commits,
             "buffers": {name: _others(handler.value) for name, handler in self._of(ModelStateHandler).items()},
             "groups": {name: _options(handler.value) for name, handler in self._of(OptimizerStateHandler).items()},
-            "stateful": {name: handler.value.state_dict() for name, handler in stateful.items()},
+            "stateful": {name: handler.value.state_dict() for name, handler in self._stateful().items()},
             "values": self.state._values(),
         }
+
+    def _stateful(self) -> dict[str, StateHandler]:
+        return {**self._of(SamplerStateHandler), **self._of(StatefulHandler)}
 
     # Large state -----------------------------------------------------------------------------------------
 
@@ -112,7 +141,7 @@ class CommittedState:
             for place, parameter in enumerate(parameters):
                 yield f"{name}.{place}", handler.value, parameter
 
-    def _of(self, kind: type[StateHandler]) -> dict[str, StateHandler]:
+    def _of(self, kind: type[HandlerT]) -> dict[str, HandlerT]:
         return {name: each for name, each in self.state._handlers.items() if isinstance(each, kind)}
 
 

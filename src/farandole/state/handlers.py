@@ -6,7 +6,7 @@ together instead, from the rank with the newest commit (commit_sync.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -123,17 +123,20 @@ class RecordingSampler(Protocol):
 class SamplerStateHandler(SnapshotHandler):
     """A sampler that records progress. Loading its state also divides what is left among the current world.
 
-    Sets of trained indices, which differ by rank, are united; everything else is rank 0's.
+    Sets of trained samples, which differ by rank, are united; everything else is rank 0's.
     """
 
     def sync(self) -> None:
-        states = allgather_object(self.value.state_dict())
-        self.value.load_state_dict(_united(states))
+        self.load_united(allgather_object(self.value.state_dict()))
         self.save()
 
-    def has_sets(self) -> bool:
-        """Whether each rank records for itself, so that a state of one rank is not everything."""
-        return any(isinstance(value, set | frozenset) for value in self.value.state_dict().values())
+    def load_united(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the first state, and of all of them the sets."""
+        source = states[0]
+        if any(isinstance(value, set | frozenset) for state in states for value in state.values()):
+            merge = getattr(self.value, "merge", _merge)  # an ElasticSampler knows its states better
+            source = merge([state for state in states if state.get("epoch") == source.get("epoch")])
+        self.value.load_state_dict(source)
 
 
 class StatefulHandler(SnapshotHandler):
@@ -180,11 +183,7 @@ BUILT_IN = (ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, State
 """Whose values commit_sync.py can synchronize together."""
 
 
-def _united(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's state, with the sets of all ranks in it that are in the same epoch."""
-    source = states[0]
-    same_epoch = [state for state in states if state.get("epoch") == source.get("epoch")]
-    return {
-        key: set().union(*(state[key] for state in same_epoch)) if isinstance(value, set | frozenset) else value
-        for key, value in source.items()
-    }
+def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first state, with the sets of all in it."""
+    sets = {key for state in states for key, value in state.items() if isinstance(value, set | frozenset)}
+    return {**states[0], **{key: set().union(*(state.get(key, ()) for state in states)) for key in sorted(sets)}}

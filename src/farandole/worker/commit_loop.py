@@ -20,10 +20,10 @@ from farandole.errors import (
 from farandole.messages import Elastic, Synced
 from farandole.state import boundary, step
 from farandole.state.background_copy import finish_all
-from farandole.state.commit_sync import CommittedState, can_be_staged
+from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.object_state import State
-from farandole.state.sync import SyncReport, synchronize
+from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
 from farandole.worker.finish import all_have_finished
 from farandole.worker.host_updates import PlannedUpdates
@@ -152,10 +152,7 @@ class CommitLoop:
     def _agree(self, transport: Transport, founding: bool) -> SyncReport | None:
         """The same state on all ranks. Never skipped, whatever the change was."""
         if self._committed is not None and can_be_staged(self._committed.state):
-            self._committed.capture()
-            report = synchronize(self._committed, transport, founding)
-            self._committed.settle()
-            return report
+            return synchronize_commits(self._committed, transport, founding)
         try:
             self._state.sync()
         except CollectiveMismatch:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from farandole.errors import PeerLost
-from farandole.state.commit_sync import CommittedState, can_be_staged
-from farandole.state.sync import synchronize
+from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.torch_state import TorchState
 from farandole.testing.thread_world import ThreadTransport, ThreadWorld
 from tests.unit.state.test_torch_state import Sampler, content, train
@@ -33,11 +32,7 @@ def trained(seed: int, commits: int) -> CommittedState:
 
 def sync_all(states: list[CommittedState], world: ThreadWorld, founding: bool = False) -> list[Any]:
     def call(transport: ThreadTransport) -> Any:
-        mine = states[transport.rank]
-        mine.capture()
-        report = synchronize(mine, transport, founding)
-        mine.settle()
-        return report
+        return synchronize_commits(states[transport.rank], transport, founding)
 
     return world.run(call)
 
@@ -100,7 +95,7 @@ def test_equal_workers_copy_no_parameters() -> None:
     assert sync_all(states, ThreadWorld(2))[0].behind == ()
 
 
-@pytest.mark.parametrize("collective", range(5))
+@pytest.mark.parametrize("collective", range(6))  # the samplers', and five of the sync
 def test_a_source_that_dies_in_the_middle_leaves_the_others_at_their_commit(collective: int) -> None:
     states = [trained(1, 4), trained(2, 3), trained(3, 0)]
     world = ThreadWorld(3)
@@ -113,15 +108,33 @@ def test_a_source_that_dies_in_the_middle_leaves_the_others_at_their_commit(coll
     assert everything(states[1])[0] == everything(states[2])[0] == before[0]
 
 
+class IndexSampler(Sampler):
+    """Each rank records the samples of its own."""
+
+    def __init__(self, indices: set[int]) -> None:
+        super().__init__()
+        self.indices = indices
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "processed_indices": self.indices}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.indices = state_dict["processed_indices"]
+        self.loads += 1
+
+
+def test_samples_that_each_rank_recorded_for_itself_are_united_but_not_a_newcomers() -> None:
+    states = [CommittedState(TorchState(sampler=IndexSampler(indices))) for indices in ({1, 2}, {3}, {9})]
+    for shared in states[:2]:
+        shared.is_holder = True
+    sync_all(states, ThreadWorld(3))
+    assert [shared.state.sampler.indices for shared in states] == [{1, 2, 3}] * 3
+
+
 def test_a_state_with_a_sync_of_its_own_is_not_taken_apart() -> None:
     class Mine(TorchState):
         def sync(self) -> None:
             super().sync()
 
-    class Recording(Sampler):
-        def state_dict(self) -> dict[str, Any]:
-            return {"epoch": 0, "processed_indices": {1}}
-
     assert can_be_staged(TorchState(torch.nn.Linear(1, 1), batch=0, sampler=Sampler()))
     assert not can_be_staged(Mine(batch=0))
-    assert not can_be_staged(TorchState(sampler=Recording()))

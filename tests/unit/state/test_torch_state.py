@@ -13,7 +13,6 @@ from farandole.state.handlers import (
     ModelStateHandler,
     SamplerStateHandler,
     StateHandler,
-    _united,
     get_handler_registry,
     set_handler_registry,
 )
@@ -266,14 +265,25 @@ def test_handlers_save_and_restore_on_their_own() -> None:
     assert model.weight.tolist() == wanted
 
 
+class OldSampler(Sampler):
+    """Horovod's older sampler: each rank records the indices of its own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+
 def test_records_that_differ_by_rank_are_united_within_an_epoch() -> None:
+    sampler = OldSampler()
     states = [
         {"epoch": 1, "processed_indices": {1, 2}},
         {"epoch": 1, "processed_indices": {3}},
         {"epoch": 0, "processed_indices": {9}},
     ]
-    assert _united(states) == {"epoch": 1, "processed_indices": {1, 2, 3}}
+    SamplerStateHandler(sampler).load_united(states)
+    assert sampler.loaded == {"epoch": 1, "processed_indices": {1, 2, 3}}
 
 
-def test_a_sampler_that_counts_for_all_ranks_has_no_sets() -> None:
-    assert not SamplerStateHandler(Sampler()).has_sets()
+def test_records_that_count_for_all_ranks_are_the_sources() -> None:
+    sampler = OldSampler()
+    SamplerStateHandler(sampler).load_united([{"epoch": 1, "processed_num": 4}, {"epoch": 1, "processed_num": 8}])
+    assert sampler.loaded == {"epoch": 1, "processed_num": 4}
