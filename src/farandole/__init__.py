@@ -9,8 +9,80 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from farandole import elastic
     from farandole.collectives.agreement import any, mean
-    from farandole.errors import FarandoleError, FatalError, RecoverableError
+    from farandole.collectives.named.asynchronous import (
+        allgather_async,
+        allreduce_async,
+        allreduce_async_,
+        alltoall_async,
+        broadcast_async,
+        broadcast_async_,
+        grouped_allgather_async,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+        grouped_reducescatter_async,
+        reducescatter_async,
+    )
+    from farandole.collectives.named.compression import Compression
+    from farandole.collectives.named.constants import (
+        Adasum,
+        Average,
+        Max,
+        Min,
+        Product,
+        Sum,
+    )
+    from farandole.collectives.named.grouped import (
+        grouped_allgather,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_reducescatter,
+    )
+    from farandole.collectives.named.handles import poll, synchronize
+    from farandole.collectives.named.objects import (
+        allgather_object,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
+    from farandole.collectives.named.operations import (
+        allgather,
+        allreduce,
+        allreduce_,
+        alltoall,
+        barrier,
+        broadcast,
+        broadcast_,
+        join,
+        reducescatter,
+    )
+    from farandole.collectives.named.process_sets import (
+        ProcessSet,
+        add_process_set,
+        global_process_set,
+        remove_process_set,
+    )
+    from farandole.collectives.named.sparse import sparse_allreduce_async
+    from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
+    from farandole.errors import (
+        FarandoleError,
+        FatalError,
+        HorovodInternalError,
+        HostsUpdatedInterrupt,
+        RecoverableError,
+    )
     from farandole.optim.distributed_optimizer import DistributedOptimizer
+    from farandole.worker.capabilities import (
+        ccl_built,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        rocm_built,
+    )
     from farandole.worker.context import (
         cross_rank,
         cross_size,
@@ -28,47 +100,111 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_HOME = {
-    "any": "farandole.collectives.agreement",
-    "mean": "farandole.collectives.agreement",
-    "FarandoleError": "farandole.errors",
-    "FatalError": "farandole.errors",
-    "RecoverableError": "farandole.errors",
-    "DistributedOptimizer": "farandole.optim.distributed_optimizer",
-    "cross_rank": "farandole.worker.context",
-    "cross_size": "farandole.worker.context",
-    "device": "farandole.worker.context",
-    "generation": "farandole.worker.context",
-    "init": "farandole.worker.context",
-    "is_initialized": "farandole.worker.context",
-    "local_rank": "farandole.worker.context",
-    "local_size": "farandole.worker.context",
-    "rank": "farandole.worker.context",
-    "shutdown": "farandole.worker.context",
-    "size": "farandole.worker.context",
-    "slot": "farandole.worker.context",
+_HOMES = {
+    "collectives.agreement": "any mean",
+    "collectives.named.asynchronous": (
+        "allgather_async allreduce_async allreduce_async_ alltoall_async broadcast_async "
+        "broadcast_async_ grouped_allgather_async grouped_allreduce_async "
+        "grouped_allreduce_async_ grouped_reducescatter_async reducescatter_async"
+    ),
+    "collectives.named.compression": "Compression",
+    "collectives.named.constants": "Adasum Average Max Min Product Sum",
+    "collectives.named.grouped": "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter",
+    "collectives.named.handles": "poll synchronize",
+    "collectives.named.objects": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
+    "collectives.named.operations": (
+        "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ join reducescatter"
+    ),
+    "collectives.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+    "collectives.named.sparse": "sparse_allreduce_async",
+    "collectives.named.sync_batch_norm": "SyncBatchNorm",
+    "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),
+    "optim.distributed_optimizer": "DistributedOptimizer",
+    "worker.capabilities": (
+        "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "
+        "mpi_threads_supported nccl_built rocm_built"
+    ),
+    "worker.context": (
+        "cross_rank cross_size device generation init is_initialized local_rank local_size rank shutdown size slot"
+    ),
 }
+_HOME = {name: f"farandole.{home}" for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
     "DistributedOptimizer",
     "FarandoleError",
     "FatalError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
     "RecoverableError",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "any",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "device",
     "elastic",
     "generation",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mean",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "slot",
+    "sparse_allreduce_async",
+    "synchronize",
 ]
 
 

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "elastic": {"collectives", "state", "optim", "data", "worker"},
     "coordinator": set(),
     "launch": {"coordinator", "horovod"},  # where the alias lies
+    "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names
 }
 WITHOUT_TORCH = {GROUND, "coordinator", "launch"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
