@@ -67,13 +67,15 @@ class NamedCollectives:
         self._transports: dict[int, Transport] = {GLOBAL_SET: transport}
         self._sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
         self._numbers: defaultdict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
-        self._wake = Wake()
+        self._wake = Wake() if placement.size > 1 else None
         self._submitted = Submitted(self._wake)
         self._is_closing = False
         self._alone = threading.Lock()
         self._thread: threading.Thread | None = None
-        if placement.size > 1:
-            self._thread = threading.Thread(target=self._run, name="farandole-collectives", daemon=True)
+        if self._wake is not None:
+            self._thread = threading.Thread(
+                target=self._run, args=(self._wake,), name="farandole-collectives", daemon=True
+            )
             self._thread.start()
 
     @property
@@ -125,14 +127,15 @@ class NamedCollectives:
         self._end_by_transport()
         for transport in self._transports.values():
             transport.close()
-        self._wake.close()
+        if self._wake is not None:
+            self._wake.close()
 
     # Rounds ----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, wake: Wake) -> None:
         """The thread, from the first round to the last."""
         try:
-            while self._wait_for_reason():
+            while self._wait_for_reason(wake):
                 self._round()
         except BaseException as error:  # noqa: BLE001 - every handle gets it
             self._end(error)
@@ -144,14 +147,14 @@ class NamedCollectives:
             except BaseException as error:  # noqa: BLE001 - as in _run
                 self._end(error)
 
-    def _wait_for_reason(self) -> bool:
+    def _wait_for_reason(self, wake: Wake) -> bool:
         """Wait until a round is due; False when this rank is to leave instead."""
         transport = self._transports[GLOBAL_SET]
         while not self._submitted.has_unsaid:
             if self._is_closing:
                 return False
-            was_called = transport.wait_until_called(self._wake.descriptor)
-            if was_called or self._wake.is_set:
+            was_called = transport.wait_until_called(wake.descriptor)
+            if was_called or wake.is_set:
                 return True
             if was_called is False and self._is_over_for_all():
                 return True
@@ -239,15 +242,9 @@ class NamedCollectives:
         self._finish(decision, decision.process_set)
 
     def _remove_set(self, decision: SetRemoved) -> None:
-        number = decision.process_set
-        self._sets.pop(number, None)
-        transport = self._transports.pop(number, None)
+        """Close the connections of a process set. What waited in it has failed before."""
+        self._sets.pop(decision.process_set, None)
+        transport = self._transports.pop(decision.process_set, None)
         if transport is not None:
             transport.close()
-        # Of those that nobody has heard of yet the negotiation says that there is no such set.
-        said = [operation for operation in self._submitted.in_flight() if operation.was_said]
-        left = [operation for operation in said if operation.key.process_set == number]
-        for operation in left:
-            operation.fail(CollectiveMismatch(f"{operation.key.name}: process set {number} was removed"))
-        self._submitted.forget(left)
         self._finish(decision, True)

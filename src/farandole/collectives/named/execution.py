@@ -15,6 +15,7 @@ _ONE: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
     Kind.ALLGATHER: moving.all_gather,
     Kind.BROADCAST: moving.broadcast,
     Kind.ALLTOALL: moving.all_to_all,
+    Kind.REDUCESCATTER: reducing.reduce_scatter,
 }
 
 
@@ -38,11 +39,10 @@ class Execution:
                 reducing.all_reduce_fused(agreed, mine, transport, self._buffers)
             elif kind is Kind.ALLREDUCE:
                 reducing.all_reduce(first, mine[0], transport)
-            elif kind is Kind.REDUCESCATTER:
-                reducing.reduce_scatter(first, mine[0], transport)
+            elif kind is Kind.BARRIER:
+                if mine[0] is not None:  # That all ranks have said it is all there is to it.
+                    mine[0].finish(None)
             elif mine[0] is None:
                 raise AssertionError(f"{first.key} was agreed on without this rank")
-            elif kind is Kind.BARRIER:
-                mine[0].finish(None)  # That all ranks have said it is all there is to it.
             else:
                 _ONE[kind](first, mine[0], transport)

@@ -1,6 +1,6 @@
 """Allreduce and reducescatter on tensors, by means of a transport. execution.py calls it, in the collectives' thread.
 
-`mine` is this rank's operation; None when this rank has joined: then it contributes zeros.
+In an allreduce `mine`, this rank's operation, is None when this rank has joined: then it contributes zeros.
 """
 
 from __future__ import annotations
@@ -65,14 +65,12 @@ def all_reduce_fused(
             operation.deliver(result if operation.in_place or operation.stream is not None else result.clone())
 
 
-def reduce_scatter(agreed: Agreed, mine: Operation | None, transport: Transport) -> None:
+def reduce_scatter(agreed: Agreed, mine: Operation, transport: Transport) -> None:
     """Reduce everything, keep this rank's rows: the first ranks get one more where they do not come out even."""
-    part = agreed.any_part
-    tensor = torch.zeros(part.shape, dtype=dtype_named(part.dtype)) if mine is None else mine.buffer()
-    _reduce(_numbers(tensor), part, transport)
-    if mine is not None:
-        start, stop = rows_of(transport.rank, part.shape[0], transport.size)
-        mine.deliver(tensor[start:stop].clone())
+    tensor = mine.buffer()
+    _reduce(_numbers(tensor), agreed.any_part, transport)
+    start, stop = rows_of(transport.rank, tensor.shape[0], transport.size)
+    mine.deliver(tensor[start:stop].clone())
 
 
 def rows_of(rank: int, rows: int, size: int) -> tuple[int, int]:

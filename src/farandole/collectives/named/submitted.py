@@ -14,10 +14,10 @@ from farandole.collectives.named.wake import Wake
 class Submitted:
     """Thread-safe. After end() nothing can be put in any more.
 
-    wake  set while there is something that was not said yet
+    wake  set while there is something that was not said yet; None where no thread waits for it
     """
 
-    def __init__(self, wake: Wake) -> None:
+    def __init__(self, wake: Wake | None) -> None:
         self._wake = wake
         self._lock = threading.Lock()
         self._unsaid: list[Operation] = []
@@ -57,6 +57,8 @@ class Submitted:
             self._set_wake()
 
     def _set_wake(self) -> None:
+        if self._wake is None:
+            return
         try:
             self._wake.set()
         except OSError:
@@ -67,7 +69,8 @@ class Submitted:
     def take_unsaid(self) -> list[Operation]:
         """What the other ranks are to hear of now."""
         with self._lock:
-            self._wake.clear()
+            if self._wake is not None:
+                self._wake.clear()
             unsaid, self._unsaid = self._unsaid, []
         for operation in unsaid:
             operation.was_said = True
