@@ -32,6 +32,7 @@ from farandole.collectives.named.process_sets import add_process_set, remove_pro
 from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
 from farandole.errors import HorovodInternalError
 from farandole.optim.distributed_optimizer import DistributedOptimizer
+from farandole.state import boundary
 
 
 def net(seed: int = 1) -> torch.nn.Sequential:
@@ -472,6 +473,36 @@ def check_adasum_combines_the_steps() -> None:
     with raises(NotImplementedError, "process_set"):
         sgd(model, op=Adasum, process_set=some)
     remove_process_set(some)
+
+
+class Elastic:
+    """A run loop that does nothing but run."""
+
+    def can_repeat(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+
+def check_adasum_in_an_elastic_job_averages_where_the_size_is_no_power_of_two() -> None:
+    if fd.size() & (fd.size() - 1) == 0:
+        return
+    boundary.install(Elastic())  # type: ignore[arg-type]
+    try:
+        model = net()
+        optimizer = sgd(model, op=Adasum)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                wanted = [p - 0.1 * g for p, g in zip(model.parameters(), averaged(model, step), strict=True)]
+                optimizer.zero_grad()
+                loss(model, data(fd.rank(), step)).backward()
+                optimizer.step()
+                assert same(list(model.parameters()), wanted)
+        assert [f"there are {fd.size()} now" in str(each.message) for each in caught] == [True]
+    finally:
+        boundary.install(None)
 
 
 # From one rank to all -------------------------------------------------------------------------------------

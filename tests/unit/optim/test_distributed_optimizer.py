@@ -12,6 +12,7 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.compression import Compression
 from farandole.collectives.named.constants import Adasum, Sum
+from farandole.collectives.named.engine import NamedCollectives
 from farandole.errors import GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
@@ -360,3 +361,76 @@ def test_a_fault_in_backward_is_raised_where_nobody_repeats_the_batch(alone: Alo
     for _ in hand_out([4]):
         with pytest.raises(GenerationEnded, match="a worker was lost"):
             loss(net, samples(4)).backward()
+
+
+# Without a loader, in an elastic job that has shrunk to one worker ------------------------------------------
+
+
+@pytest.fixture
+def last_worker() -> Iterator[NamedCollectives]:
+    boundary.install(RepeatingRunLoop())
+    placement = Placement(0, 1, 0, 1, 0, 1)
+    named = NamedCollectives(AloneTransport(2), placement=placement, connect=no_connection)
+    world.enter(world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2), named))
+    yield named
+    named.close()
+
+
+def no_connection(ranks: tuple[int, ...], process_set: int) -> AloneTransport:
+    raise AssertionError(f"a process set of {ranks} was asked for")
+
+
+@pytest.mark.usefixtures("last_worker")
+def test_the_last_worker_of_an_elastic_job_counts_passes() -> None:
+    net, x = model(), samples(4)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    wanted = torch.autograd.grad(loss(net, x), net.weight)[0]
+    loss(net, x).backward()
+    assert torch.allclose(net.weight.grad, wanted)
+    with pytest.raises(AssertionError, match="raise backward_passes_per_step to 2"):
+        loss(net, x).backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    assert optimizer.step() is True
+    optimizer.zero_grad()
+
+
+def test_after_a_fault_nothing_of_the_step_is_left(last_worker: NamedCollectives) -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), backward_passes_per_step=2)
+    loss(net, samples(4)).backward()
+    last_worker.abort("a worker was lost")
+    with pytest.raises(GenerationEnded, match="a worker was lost"):
+        loss(net, samples(4)).backward()
+    assert net.weight.grad is None
+    optimizer.zero_grad()
+    loss(net, samples(4)).backward()  # the first of two passes again: nothing is reduced
+    assert net.weight.grad is not None
+
+
+@pytest.mark.usefixtures("last_worker")
+def test_an_abandoned_step_leaves_neither_gradients_nor_passes() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    loss(net, samples(4)).backward()
+    optimizer.abandon_step()
+    assert net.weight.grad is None
+    loss(net, samples(4)).backward()
+    optimizer.step()
+
+
+def test_a_step_that_adasum_could_not_combine_leaves_the_parameters() -> None:
+    """Two workers of which one is gone: the named collectives have ended before step()."""
+    placement = Placement(0, 2, 0, 2, 0, 1)
+    transport = AloneTransport(1)
+    transport.abort("a worker was lost")
+    named = NamedCollectives(transport, placement=placement, connect=no_connection)
+    world.enter(world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1), named))
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), op=Adasum)
+    before = net.weight.detach().clone()
+    loss(net, samples(4)).backward()
+    with pytest.raises(GenerationEnded, match="a worker was lost"):
+        optimizer.step()
+    assert torch.equal(net.weight, before)
+    named.close()
