@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,6 +163,35 @@ def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSe
         cache_capacity=_amount(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity),
         log_level=level,
     )
+
+
+def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """The rank and size that a process was started with, by our own launcher or through MPI; (0, 1) without one.
+    Raises RuntimeError when only one of the two was said."""
+    environ = os.environ if environ is None else environ
+    for prefix in ("HOROVOD_", "OMPI_COMM_WORLD_", "PMI_"):
+        said = [name for name in (prefix + "RANK", prefix + "SIZE") if name in environ]
+        if len(said) == 1:
+            raise RuntimeError(f"the environment has {said[0]}, but not the other one of {prefix}RANK and {prefix}SIZE")
+        if said:
+            return _number(environ, said[0]), _number(environ, said[1])
+    return 0, 1
+
+
+@contextlib.contextmanager
+def changed_environment(**variables: str | None) -> Iterator[None]:
+    """Inside, this process's environment has these variables too, except those whose value is None."""
+    new = {name: value for name, value in variables.items() if value is not None}
+    before = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def uses_agent_store(environ: Mapping[str, str] = os.environ) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from farandole.authentication import new_token
@@ -117,6 +118,9 @@ async def _run_all(
 
 @contextlib.contextmanager
 def _ending_on_signals(coordinator: Coordinator, agents: LocalAgents) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # farandole.run(): signals are the business of the program that called it
+        return
     asked = False
 
     def end(number: signal.Signals) -> None:

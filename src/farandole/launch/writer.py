@@ -7,7 +7,7 @@ from __future__ import annotations
 import select
 import threading
 from collections.abc import Callable
-from typing import BinaryIO, Generic, TextIO, TypeVar
+from typing import BinaryIO, Generic, TextIO, TypeVar, cast
 
 BACKLOG_BYTES = 64 << 20
 """So much may wait to be written. What comes on top is dropped: training does not stop for its output."""
@@ -86,9 +86,23 @@ def unbuffered(stream: TextIO) -> BinaryIO:
     """The bytes' way into a text stream, without buffers on it: a thread that is blocked in a buffered write
     holds a lock that the interpreter wants when it exits."""
     stream.flush()
-    binary = stream.buffer
+    binary = getattr(stream, "buffer", None)
+    if binary is None:  # a notebook's
+        return cast(BinaryIO, _TextOnly(stream))
     raw: BinaryIO = getattr(binary, "raw", binary)
     return raw
+
+
+class _TextOnly:
+    """Takes bytes for a stream that takes text only."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._stream.write(bytes(data).decode("utf-8", "backslashreplace"))
+        self._stream.flush()
+        return len(data)
 
 
 def write_all(raw: BinaryIO, data: bytes) -> None:
