@@ -50,8 +50,9 @@ def committing(size: int, above: int = 0) -> Any:
     return condition
 
 
-def check(job: CommitJob, workers_at_end: int) -> list[list[dict[str, Any]]]:
-    """What must hold of every job, whatever happened on the way."""
+def check(job: CommitJob, workers_at_end: int, may_lose: int = 0) -> list[list[dict[str, Any]]]:
+    """What must hold of every job, whatever happened on the way. may_lose: batches of a commit that not all ranks
+    had made, under a sync from rank 0."""
     workers = list(job.records())
     entered: dict[int, set[tuple[int, str]]] = {}
     committed: dict[int, set[str]] = {}
@@ -60,7 +61,7 @@ def check(job: CommitJob, workers_at_end: int) -> list[list[dict[str, Any]]]:
         for line in lines:
             if line["what"] == "enter":
                 entered.setdefault(line["generation"], set()).add((line["batch"], line["parameters"]))
-                assert line["batch"] >= newest, f"a commit was lost: {lines}"
+                assert line["batch"] >= newest - may_lose, f"a commit was lost: {lines}"
                 assert line["trail"] == line["batch"]
             elif line["what"] == "commit":
                 newest = line["batch"]
@@ -83,13 +84,16 @@ def check_resets(workers: list[list[dict[str, Any]]]) -> None:
                 assert before["generation"] == line["generation"]
 
 
-def test_after_a_kill_all_go_on_from_the_newest_commit_and_the_replacement_joins(tmp_path: Path) -> None:
-    with CommitJob(tmp_path, ["-np", "3"]) as job:
+@pytest.mark.parametrize("extra", [[], ["--own-sync"]])
+def test_after_a_kill_all_go_on_from_the_newest_commit_and_the_replacement_joins(
+    tmp_path: Path, extra: list[str]
+) -> None:
+    with CommitJob(tmp_path, ["-np", "3"], *extra) as job:
         latest = job.wait_until(committing(3), 60)
         job.kill(latest[1]["pid"])
         job.wait_until(committing(3, latest[0]["generation"]), 60)
         job.finish()
-    workers = check(job, workers_at_end=3)
+    workers = check(job, workers_at_end=3, may_lose=3 if extra else 0)
     check_resets(workers)
     survivors = {latest[0]["pid"], latest[2]["pid"]}
     assert survivors <= {lines[-1]["pid"] for lines in workers if lines[-1]["what"] == "end"}

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--batches-per-commit", type=int, default=3)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--raise-once", type=Path, help="rank 1 makes this file at batch 30, and raises")
+    parser.add_argument("--own-sync", action="store_true", help="a state that broadcasts from rank 0 by itself")
     parser.add_argument("--records")
     options = parser.parse_args()
 
@@ -47,7 +48,8 @@ def main() -> None:
 
     model = torch.nn.Sequential(torch.nn.Linear(8, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 1))
     optimizer = fd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
-    state = fd.elastic.TorchState(model, optimizer, batch=0, trail=[[]], first=digest(model))
+    kind = OwnSync if options.own_sync else fd.elastic.TorchState
+    state = kind(model, optimizer, batch=0, trail=[[]], first=digest(model))
     state.register_reset_callbacks([lambda: record("reset", state)])
 
     @fd.elastic.run
@@ -74,6 +76,11 @@ def main() -> None:
     result = train(state)
     assert state.trail == [list(range(1, result + 1))], "not every batch was trained once"
     record("end", state)
+
+
+class OwnSync(fd.elastic.TorchState):
+    def sync(self) -> None:
+        super().sync()
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from farandole.clock import now_s
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
-from farandole.messages import Ready, Start, Synced
+from farandole.messages import Synced
 from farandole.state.sync import SyncReport
 from farandole.worker.job import Job
 
@@ -57,7 +57,7 @@ def regroup(job: Job, agree: Agree) -> Regrouped:
     while True:
         begin = now_s()
         job.quiesce()
-        start = _wait_for_start(job)
+        start = job.wait_for_start()
         started = now_s()
         try:
             transport = job.build(start)
@@ -77,15 +77,3 @@ def regroup(job: Job, agree: Agree) -> Regrouped:
             built_s=built - started,
             synced_s=now_s() - built,
         )
-
-
-def _wait_for_start(job: Job) -> Start:
-    """Say READY for the newest order, and again whenever a further change replaces it, until START."""
-    number = job.demanded_number()
-    while True:
-        if number:
-            job.link.send(Ready(number))
-        answer = job.link.wait_for_start(above=number)
-        if isinstance(answer, Start):
-            return answer
-        number = answer
