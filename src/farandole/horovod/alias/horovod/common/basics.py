@@ -18,6 +18,6 @@ class HorovodBasics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """The global ranks of each process set that exists now, by its number."""
-        from farandole.collectives.named import process_sets
+        from farandole.collectives.named.process_sets import process_set_ids_and_ranks
 
-        return process_sets.ids_and_ranks()
+        return process_set_ids_and_ranks()

@@ -1,5 +1,5 @@
 """Horovod's exceptions, which Farandole raises itself."""
 
-from farandole.errors import HorovodInternalError, HostsUpdatedInterrupt
+from farandole import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from importlib import util
 from typing import Any, ParamSpec, TypeVar
@@ -64,7 +65,7 @@ def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
     """`values` in `n` consecutive parts whose lengths differ by one at most, the longer ones first."""
     size, longer = divmod(len(values), n)
     starts = [part * size + min(part, longer) for part in range(n + 1)]
-    return [values[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+    return [values[start:stop] for start, stop in itertools.pairwise(starts)]
 
 
 def is_iterable(value: object) -> bool:

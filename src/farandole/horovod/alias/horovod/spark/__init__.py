@@ -1,3 +1,5 @@
 """horovod.spark does not exist here yet."""
 
-raise ImportError("horovod.spark: Farandole cannot start jobs on Spark yet; use farandole run, horovodrun or horovod.run")
+raise ImportError(
+    "horovod.spark: Farandole cannot start jobs on Spark yet; use farandole run, horovodrun or horovod.run"
+)

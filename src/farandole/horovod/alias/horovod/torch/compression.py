@@ -1,7 +1,5 @@
 """Compression, where scripts look for it."""
 
-from __future__ import annotations
+from farandole.collectives.named.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 
-from horovod.torch import _lazy
-
-__getattr__, __all__ = _lazy.names(__name__, {"farandole.collectives.named.compression": ("Compression", "Compressor")})
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

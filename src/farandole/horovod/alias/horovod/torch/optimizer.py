@@ -1,5 +1,5 @@
 """DistributedOptimizer, where scripts look for it."""
 
-from farandole.optim.distributed_optimizer import DistributedOptimizer
+from farandole import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer"]

@@ -1,5 +1,5 @@
 """SyncBatchNorm, where scripts look for it."""
 
-from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
+from farandole import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm"]

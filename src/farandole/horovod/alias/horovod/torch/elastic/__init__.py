@@ -1,13 +1,5 @@
 """horovod.torch.elastic is farandole.elastic."""
 
-from __future__ import annotations
+from farandole.elastic import ElasticSampler, TorchState, run
 
-from horovod.torch import _lazy
-
-__getattr__, __all__ = _lazy.names(
-    __name__,
-    {
-        "farandole.elastic": ("TorchState", "run"),
-        "farandole.data.sampler": ("ElasticSampler",),
-    },
-)
+__all__ = ["ElasticSampler", "TorchState", "run"]

@@ -1,5 +1,5 @@
 """ElasticSampler, where scripts look for it."""
 
-from farandole.data.sampler import ElasticSampler
+from farandole.elastic import ElasticSampler
 
 __all__ = ["ElasticSampler"]

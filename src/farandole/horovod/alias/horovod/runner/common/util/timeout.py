@@ -5,7 +5,7 @@ from __future__ import annotations
 from farandole.clock import now_s
 
 
-class TimeoutException(Exception):  # noqa: N818 - Horovod's name
+class TimeoutException(Exception):
     """A deadline has passed."""
 
     def __init__(self, message: str) -> None:

@@ -1,0 +1,161 @@
+"""horovodrun's inside, as far as programs call it: parse its command line, run what that asks for."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from farandole.config import JobConfig
+from farandole.launch.arguments import split_command
+from farandole.launch.command import checked
+from farandole.launch.config_file import read_config_file
+from farandole.launch.horovod_settings import SETTINGS, Given, check
+from farandole.launch.horovodrun import main as _horovodrun
+from farandole.launch.in_thread import run_job
+from farandole.launch.run_function import FunctionFailed, chosen_hosts, output_options, run_function
+from farandole.launch.run_parser import run_parser
+from horovod.common.util import gloo_built, mpi_built
+from horovod.runner.common.util import config_parser
+from horovod.runner.elastic import driver
+from horovod.runner.mpi_run import mpi_run
+
+
+def parse_args() -> Namespace:
+    """sys.argv as horovodrun understands it. Raises SystemExit for what it does not know, ValueError for settings
+    out of range."""
+    parser, words = run_parser("horovodrun")
+    ours, command = split_command(sys.argv[1:], words)
+    args = parser.parse_args(ours)
+    if args.num_proc is None:
+        parser.error("how many workers? say so with -np")
+    args.command = command
+    args.verbose = args.loudness == "VERBOSE"
+    args.prefix_output_with_timestamp = args.prefix_timestamp
+    if args.elastic_timeout == parser.get_default("elastic_timeout"):
+        args.elastic_timeout = None
+    if args.start_timeout == parser.get_default("start_timeout"):
+        args.start_timeout = None
+    if args.config_file is not None:
+        _set_from_file(args)
+    for setting in SETTINGS:
+        if (value := getattr(args, setting.name)) is not None:
+            check(setting, Given(value, setting.flag))
+    args.run_func = args.executable = args.check_build = None
+    return args
+
+
+def _set_from_file(args: Namespace) -> None:
+    file = read_config_file(args.config_file)
+    for name, given in file.settings.items():
+        if getattr(args, name) is None:
+            setattr(args, name, given.value)
+    args.use_gloo = args.use_gloo or (file.controller == "gloo" and not args.use_mpi)
+    args.use_mpi = args.use_mpi or (file.controller == "mpi" and not args.use_gloo)
+
+
+def run_commandline() -> int:
+    """What the command horovodrun does. Its exit code."""
+    return _horovodrun()
+
+
+main = run_commandline
+
+
+def run_controller(
+    use_gloo: bool | None,
+    gloo_run: Callable[[], object],
+    use_mpi: bool | None,
+    mpi_run: Callable[[], object],
+    use_jsrun: bool | None,
+    js_run: Callable[[], object],
+    verbosity: int | None,
+) -> None:
+    """Call the one of the three that was asked for; gloo_run unless asked otherwise. Raises ValueError when it is
+    not available."""
+    if not use_gloo and (use_mpi or use_jsrun):
+        if not mpi_built():
+            raise ValueError("MPI is not used by Farandole: leave out --mpi and --jsrun")
+        (mpi_run if use_mpi else js_run)()
+    elif gloo_built():
+        gloo_run()
+    else:
+        raise ValueError("there is no controller to start workers with")
+
+
+def _run(args: Namespace) -> Any:
+    """Run what the arguments ask for: a command, or `args.run_func`, whose results by rank this gives. Raises
+    RuntimeError when the job fails."""
+    if args.use_mpi:
+        mpi_run()
+    return _run_elastic(args) if _is_elastic(args) else _run_static(args)
+
+
+def _is_elastic(args: Namespace) -> bool:
+    return args.host_discovery_script is not None or args.min_num_proc is not None
+
+
+def _run_static(args: Namespace, env: Mapping[str, str] | None = None) -> Any:
+    """A job of fixed size: who is lost ends it."""
+    config = JobConfig(
+        num_proc=args.num_proc,
+        min_np=args.num_proc,
+        max_np=args.num_proc,
+        restarts=0,
+        start_timeout_s=args.start_timeout or JobConfig.start_timeout_s,
+        on_failure="host",
+    )
+    return _run_job(args, config, env)
+
+
+def _run_elastic(args: Namespace) -> Any:
+    """A job that follows its hosts, between the least and the most number of workers."""
+    config = JobConfig(
+        num_proc=args.num_proc,
+        min_np=args.min_num_proc or args.num_proc,
+        max_np=args.max_num_proc,
+        elastic_timeout_s=args.elastic_timeout or driver.ELASTIC_TIMEOUT_SECS,
+        start_timeout_s=args.start_timeout or JobConfig.start_timeout_s,
+        on_failure="host",
+        cooldown_range_s=tuple(args.cooldown_range) if args.cooldown_range else None,
+        reset_limit=args.reset_limit,
+        fills_slots=True,
+        waits_for_newcomers=True,
+    )
+    return _run_job(args, config)
+
+
+def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None = None) -> Any:
+    hosts = chosen_hosts(
+        args.hosts or None,
+        str(args.hostfile) if args.hostfile else None,
+        args.host_discovery_script or None,
+        args.slots,
+        driver.DISCOVER_HOSTS_FREQUENCY_SECS,
+    )
+    asked: dict[str, Any] = {
+        "hosts": hosts,
+        "output": output_options(config, _text(args.output_filename), bool(args.prefix_output_with_timestamp)),
+        "is_verbose": bool(args.verbose),
+        "environment": config_parser.set_env_from_args(dict(env or {}), args),
+    }
+    if args.run_func is not None:
+        try:
+            return run_function(args.run_func, config, executable=args.executable, **asked)
+        except FunctionFailed as error:
+            raise RuntimeError(_failed(str(error))) from error
+    outcome = run_job(config, checked(args.command), **asked)
+    if outcome.exit_code != 0:
+        raise RuntimeError(_failed(outcome.reason))
+    return None
+
+
+def _failed(reason: str) -> str:
+    """In words by which programs know Horovod's failures."""
+    return f"Horovod detected that one or more processes exited with non-zero status, so the job has ended: {reason}"
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)

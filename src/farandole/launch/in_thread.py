@@ -1,0 +1,110 @@
+"""A job run to its end by ordinary code, also where an event loop runs already: in a notebook, in a server. Used by
+run_function.py and by the alias `horovod`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from farandole.config import JobConfig
+from farandole.coordinator.server import Outcome
+from farandole.launch.discovery import HostDiscovery
+from farandole.launch.hosts import HostSlots
+from farandole.launch.local import run_local
+from farandole.launch.output import OutputOptions
+from farandole.launch.report import Loudness, Report
+
+T = TypeVar("T")
+
+_LOOK_S = 0.5  # Python hands a Ctrl-C on between two waits, at the latest
+
+
+def run_job(
+    config: JobConfig,
+    command: Sequence[str],
+    *,
+    hosts: tuple[HostSlots, ...] | HostDiscovery | None = None,
+    output: OutputOptions | None = None,
+    is_verbose: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run `command` as the workers of a job, and wait until it has ended. What workers print goes to sys.stdout and
+    sys.stderr; what the launcher itself says, only when `is_verbose` or when it is a warning.
+
+    Raises what run_local raises. A KeyboardInterrupt ends the job first, with the workers' grace.
+    """
+    report = Report(sys.stderr, Loudness.VERBOSE if is_verbose else Loudness.QUIET)
+
+    def job() -> Coroutine[Any, Any, Outcome]:
+        return run_local(
+            config,
+            command,
+            hosts=hosts,
+            host="127.0.0.1",
+            port=0,
+            output=output or OutputOptions(),
+            on_event=report.on_event,
+            extra_environment=environment,
+        )
+
+    try:
+        return in_thread(job)
+    finally:
+        report.close()
+
+
+def in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What the coroutine gives, run on an event loop of its own in a thread of its own. An exception in this thread
+    meanwhile, such as KeyboardInterrupt, cancels the coroutine, waits for it, and goes on."""
+    looper: _Looper[T] = _Looper(make)
+    thread = threading.Thread(target=looper.run, name="farandole-job", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+    except BaseException:
+        looper.cancel()
+        # No deadline of its own: a cancelled job kills what is left after its grace.
+        thread.join()
+        raise
+    if looper.error is not None:
+        raise looper.error
+    return looper.results[0]
+
+
+class _Looper(Generic[T]):
+    """One coroutine on one event loop, and what came of it."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[T] | None = None
+        self.results: list[T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.results.append(asyncio.run(self._main()))
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            self.error = error
+        finally:
+            with self._lock:
+                self._loop = None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._loop is not None and self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    async def _main(self) -> T:
+        with self._lock:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        return await self._make()

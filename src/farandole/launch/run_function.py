@@ -1,0 +1,205 @@
+"""farandole.run(): a function as the workers of a job, and what it returned on each of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from farandole.config import JobConfig
+from farandole.coordinator.server import Outcome
+from farandole.errors import ConfigError, FatalError
+from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
+from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.in_thread import run_job
+from farandole.launch.output import OutputOptions
+
+T = TypeVar("T")
+Hosts = tuple[HostSlots, ...] | HostDiscovery | None
+
+_TASK = "farandole.worker.function_task"
+
+
+class FunctionFailed(FatalError):
+    """The job of farandole.run() failed. `traceback` is that of the first worker that raised; empty when none did."""
+
+    def __init__(self, reason: str, traceback: str = "") -> None:
+        super().__init__(reason, traceback)
+        self.reason, self.traceback = reason, traceback
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n\nThe first worker that raised:\n{self.traceback}" if self.traceback else self.reason
+
+
+def run(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Iterable[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    elastic_timeout: float | None = None,
+    prefix_output_with_timestamp: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Call `func(*args, **kwargs)` in each of `num_proc` workers, and give what they returned, by rank.
+
+    The function, its arguments and its results travel by cloudpickle, in a folder of the user's own; so functions of
+    a notebook or of `__main__`, closures and lambdas will do. The workers are new processes of this Python.
+
+    min_num_proc       fewest workers that may go on in an elastic function; results are then those of the first so
+                       many ranks. Without it, all are needed
+    max_num_proc       most workers that may ever train
+    hosts, hostfile    "localhost:4", or a file with lines `localhost slots=4`; this machine only, so far
+    host_discovery_script, slots    a command that prints the hosts again and again; slots of those without a number
+    reset_limit, cooldown_range     as --reset-limit and --blacklist-cooldown-range
+    start_timeout, elastic_timeout  seconds, as --start-timeout and --elastic-timeout
+    output_filename, prefix_output_with_timestamp, verbose    as the flags of the same names
+    executable         another Python for the workers
+    env                what the workers' environment has beside this process's
+    np, min_np, max_np other names of the three numbers
+    The others are Horovod's and change nothing; giving one is a warning.
+
+    Raises FunctionFailed (a RuntimeError) with the traceback of the first worker that raised, ConfigError (a
+    ValueError) for arguments that cannot work, TypeError for a function that cannot be sent.
+    """
+    num_proc = num_proc if np is None else np
+    min_num_proc = min_num_proc if min_np is None else min_np
+    config = JobConfig(
+        num_proc=num_proc,
+        min_np=num_proc if min_num_proc is None else min_num_proc,
+        max_np=max_num_proc if max_np is None else max_np,
+        reset_limit=reset_limit,
+        cooldown_range_s=cooldown_range,
+        start_timeout_s=JobConfig.start_timeout_s if start_timeout is None else start_timeout,
+        elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
+    )
+    for name, value in (
+        ("ssh_port", ssh_port),
+        ("ssh_identity_file", ssh_identity_file),
+        ("use_mpi", use_mpi),
+        ("mpi_args", mpi_args),
+        ("network_interface", network_interface),
+        ("network_interfaces", network_interfaces),
+    ):
+        if value:
+            warnings.warn(f"farandole.run: {name} has no effect: workers run on this machine", stacklevel=2)
+    return run_function(
+        lambda: func(*args, **(kwargs or {})),
+        config,
+        hosts=chosen_hosts(hosts, hostfile, host_discovery_script, slots),
+        output=output_options(config, output_filename, prefix_output_with_timestamp),
+        is_verbose=bool(verbose),
+        environment=env,
+        executable=executable,
+    )
+
+
+def run_function(
+    call: Callable[[], T],
+    config: JobConfig,
+    *,
+    hosts: Hosts = None,
+    output: OutputOptions | None = None,
+    is_verbose: bool = False,
+    environment: Mapping[str, str] | None = None,
+    executable: str | None = None,
+) -> list[T]:
+    """As run(), for a job as `config` has it: the results of the first `config.min_np` ranks."""
+    with tempfile.TemporaryDirectory(prefix="farandole-run-") as name:  # only this user can look into it
+        folder = Path(name)
+        (folder / "call").write_bytes(_pickled(call))
+        (folder / "search_path").write_text(json.dumps([entry or str(Path.cwd()) for entry in sys.path]))
+        outcome = run_job(
+            config,
+            [executable or sys.executable, "-m", _TASK, name],
+            hosts=hosts,
+            output=output,
+            is_verbose=is_verbose,
+            environment=environment,
+        )
+        if outcome.exit_code != 0:
+            raise FunctionFailed(outcome.reason, _first_traceback(folder))
+        return [_result(folder, rank, outcome) for rank in range(config.min_np)]
+
+
+def chosen_hosts(
+    hosts: str | None, hostfile: str | None, script: str | None, slots: int | None, period_s: float | None = None
+) -> Hosts:
+    """Where the workers run; the script is run again `period_s` seconds after each answer.
+    Raises ConfigError when more than one place is named, or the one cannot be read."""
+    named = {"hosts": hosts, "hostfile": hostfile, "host_discovery_script": script}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"only one of {' and '.join(given)} can say where the workers run")
+    if hosts is not None:
+        return parse_hosts(hosts, slots or 1)
+    if hostfile is not None:
+        return parse_hostfile(hostfile)
+    return None if script is None else ScriptDiscovery(script, slots or 1, period_s=period_s)
+
+
+def output_options(config: JobConfig, directory: str | None, prefix_timestamp: bool) -> OutputOptions:
+    """Raises ConfigError when no files can be written to the directory."""
+    digits = len(str((config.max_np or config.num_proc) - 1))
+    return OutputOptions(Path(directory) if directory is not None else None, prefix_timestamp, digits)
+
+
+def _pickled(call: Callable[[], Any]) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(call)
+    except Exception as error:
+        raise TypeError(
+            f"the function or its arguments cannot be sent to the workers: {error}; make what cannot be pickled "
+            "(locks, open files, connections) inside the function"
+        ) from error
+    return data
+
+
+def _result(folder: Path, rank: int, outcome: Outcome) -> Any:
+    path = folder / f"result.{rank}"
+    if not path.exists():
+        raise FunctionFailed(
+            f"{outcome.reason} But rank {rank} left no result: it ended before its function returned, as by "
+            "sys.exit(0), or it called shutdown() after its rank had changed."
+        )
+    try:
+        # Written by our own workers, into a folder that only this user can write to.
+        return pickle.loads(path.read_bytes())
+    except Exception as error:
+        raise FunctionFailed(f"what rank {rank} returned cannot be read here: {error}") from error
+
+
+def _first_traceback(folder: Path) -> str:
+    """The worker that raised first is most likely the cause of what the others raised."""
+    raised = sorted(folder.glob("error.*"), key=lambda path: path.stat().st_mtime_ns)
+    return raised[0].read_text() if raised else ""
