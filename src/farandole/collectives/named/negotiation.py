@@ -184,9 +184,10 @@ class Negotiation:
 
     def _match(self, pending: Pending) -> Matched | Fail:
         """Whether what all members said fits together."""
-        if pending.matched is not None and not pending.strangers:
-            return pending.matched
         key, members = pending.key, pending.members
+        is_from_all = not pending.strangers and not (members.joined and None in pending.parts)
+        if pending.matched is not None and is_from_all:
+            return pending.matched
         if pending.strangers:
             what = f"{key.kind.name.lower()} {key.name!r}"
             outside = f"{ranks_in_words(pending.strangers)} submitted it"

@@ -35,9 +35,10 @@ class Pending:
     is_mixed   whether not all named the same group
     strangers  ranks that submitted it and are not in the process set
     number     operations are counted in the order in which the first rank submitted them
+    names      bare names under which it can be found
     """
 
-    __slots__ = ("group", "is_mixed", "key", "matched", "members", "missing", "number", "parts", "strangers")
+    __slots__ = ("group", "is_mixed", "key", "matched", "members", "missing", "names", "number", "parts", "strangers")
 
     def __init__(self, key: Key, members: Members, matched: Matched | None, number: int) -> None:
         self.key, self.members, self.matched, self.number = key, members, matched, number
@@ -46,6 +47,7 @@ class Pending:
         self.group: str | None = None
         self.is_mixed = False
         self.strangers: list[int] = []
+        self.names: tuple[Label, ...] = ()
 
     def submitted_by(self) -> list[int]:
         members = [rank for rank, part in zip(self.members.ranks, self.parts, strict=True) if part is not None]
@@ -129,13 +131,14 @@ class Outstanding:
         parts[place] = request
         if matched is not pending.matched:
             pending.matched = None
-        if rank not in members.joined:
+        is_active = rank not in members.joined
+        if is_active:
             pending.missing -= 1
         if request.group or pending.group:
             self._hear_group(pending, rank, request)
         else:
             pending.group = ""
-            if not pending.missing:
+            if is_active and not pending.missing:
                 self._complete.append(pending)
 
     def join(self, members: Members, rank: int) -> None:
@@ -188,10 +191,12 @@ class Outstanding:
             if pending.key in found:
                 continue
             found[pending.key] = pending
-            for group in self._groups_of(pending):
+            groups = self._groups_of(pending)
+            for group in groups:
                 todo += [each for each in group.pendings.values() if each.key not in found]
-            if by_name and (label := _bare_name(pending.key)):
-                todo += self._same_name.get(label, ())
+            if by_name and self._same_name:
+                for label in _bare_names(pending.key, groups):
+                    todo += self._same_name.get(label, ())
         return sorted(found.values(), key=lambda pending: pending.number)
 
     def take(self, pendings: Iterable[Pending]) -> list[Pending]:
@@ -256,8 +261,12 @@ class Outstanding:
         """Operations of several kinds that the user gave one name. An operation counts from the end of its first
         round on: most are decided by then, and cost nothing."""
         for pending in self._fresh:
-            if self._by_key.get(pending.key) is pending and (label := _bare_name(pending.key)):
-                self._same_name.setdefault(label, []).append(pending)
+            if self._by_key.get(pending.key) is pending:
+                # One operation of each group is enough to find the others.
+                groups = [each for each in self._groups_of(pending) if next(iter(each.pendings.values())) is pending]
+                pending.names = _bare_names(pending.key, groups)
+                for label in pending.names:
+                    self._same_name.setdefault(label, []).append(pending)
         self._fresh = []
         return [alike for alike in self._same_name.values() if len(alike) > 1]
 
@@ -272,21 +281,22 @@ class Outstanding:
         return bool(mine) and all(group.is_whole_from(rank) for group in groups.values() if rank in group.said)
 
     def _forget_names(self, decided: Sequence[Pending]) -> None:
-        if not self._same_name:
-            return
         for pending in decided:
-            if (label := _bare_name(pending.key)) and pending in (alike := self._same_name.get(label, [])):
+            for label in pending.names:
+                alike = self._same_name[label]
                 alike.remove(pending)
                 if not alike:
                     del self._same_name[label]
 
 
-def _bare_name(key: Key) -> Label | None:
-    """What the user called it, without what was done: ranks that mean the same one use the same word."""
+def _bare_names(key: Key, groups: Iterable[Group]) -> tuple[Label, ...]:
+    """What the user called it, and its groups, without what was done: ranks that mean the same use the same word."""
     prefixes = _PREFIXES.get(key.kind)
     if prefixes is None:
-        return None
-    name = key.name
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return None if name.startswith(_UNNAMED) else (key.process_set, name)
+        return ()
+    labels: dict[Label, None] = {}
+    for name in (key.name, *(group.label[1] for group in groups)):
+        bare = name.removeprefix(prefixes[0]).removeprefix(prefixes[1])
+        if not bare.startswith(_UNNAMED):
+            labels[key.process_set, bare] = None
+    return tuple(labels)
