@@ -18,8 +18,6 @@ from farandole.collectives.named.timeline_writer import BEGIN, CYCLE, END, INSTA
 
 logger = logging.getLogger("farandole")
 
-_MOST_RECORDS = 100_000  # in memory: about 20 MB
-_PAUSE_S = 0.02  # between two writes: what was told is in the file that much later
 _STOP_TIMEOUT_S = 5.0  # A disk that hangs must not keep a job from ending.
 
 
@@ -27,9 +25,13 @@ class Timeline:
     """Started and stopped at any time, from any thread, also while operations run. Outlives generations.
 
     All but start() and stop() do nothing while it is off, and are cheap then.
+
+    pause_s       between two writes: what was told is in the file that much later
+    most_records  how many wait in memory at most (100,000 are about 20 MB)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pause_s: float = 0.02, most_records: int = 100_000) -> None:
+        self._pause_s, self._most_records = pause_s, most_records
         self._lock = threading.Lock()
         self._recording: _Recording | None = None
 
@@ -52,7 +54,7 @@ class Timeline:
                 return
             self._stop()
             try:
-                self._recording = _Recording(wanted, mark_cycles)
+                self._recording = _Recording(wanted, mark_cycles, self._pause_s, self._most_records)
             except OSError as error:
                 raise OSError(error.errno, f"the timeline cannot be written: {error.strerror}", wanted) from error
 
@@ -101,8 +103,9 @@ class Timeline:
 class _Recording:
     """One file, from start to stop, and the thread that writes it."""
 
-    def __init__(self, path: str, marks_cycles: bool) -> None:
+    def __init__(self, path: str, marks_cycles: bool, pause_s: float, most_records: int) -> None:
         self.path, self.marks_cycles = path, marks_cycles
+        self._pause_s, self._most_records = pause_s, most_records
         self.has_failed = False
         self._start_ns = now_ns()
         self._writer = TimelineWriter(path, int(wall_time_s() * 1e6))
@@ -115,7 +118,7 @@ class _Recording:
     def tell(self, mark: str, name: str, text: str) -> None:
         if self.has_failed:
             return
-        if len(self._records) >= _MOST_RECORDS:
+        if len(self._records) >= self._most_records:
             self._dropped += 1  # Two threads may count one for two; that there is a gap is what matters.
             return
         self._records.append((now_ns() - self._start_ns, mark, name, text))
@@ -128,7 +131,7 @@ class _Recording:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.wait(_PAUSE_S):
+            while not self._stopping.wait(self._pause_s):
                 self._write()
             self._write()
         except OSError as error:
