@@ -130,6 +130,9 @@ def test_sigterm_lets_a_worker_leave_at_a_commit_and_nothing_is_redone(tmp_path:
     for lines in workers:
         batches = [line["batch"] for line in lines if line["what"] == "commit"]
         assert batches == list(range(3, 3 * len(batches) + 1, 3)), "every commit once, in every worker that was there"
+        interrupted = next((k for k, line in enumerate(lines) if line["what"] == "reset"), None)
+        if interrupted is not None:
+            assert lines[interrupted - 1]["messages"] >= 1, "scripts that wait for a host message get one"
 
 
 def test_one_joins_while_another_leaves_and_nobody_waits_for_ever(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def main() -> None:
             "batch": state.batch,
             "trail": len(state.trail[0]),
             "parameters": digest(state.model),
+            "messages": state._host_messages.qsize(),
             "pid": os.getpid(),
             "rank": fd.rank(),
             "size": fd.size(),

@@ -123,6 +123,8 @@ class CommitLoop:
         step.close()
         finish_all()
         if self._job is None or self._is_left_alone():
+            if self._job is not None:
+                self._job.link.raise_if_over()  # the end of the job, too, ends collectives
             self._reset_and_agree(world.current().transport, founding=False)
             return
         done = regroup(self._job, self._reset_and_agree)

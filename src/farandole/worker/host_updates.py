@@ -7,6 +7,7 @@ from typing import Protocol
 
 from farandole.clock import wall_time_s
 from farandole.messages import Prepare
+from farandole.state.host_updates import HostUpdateResult
 from farandole.worker.job import Job
 
 
@@ -60,7 +61,7 @@ class PlannedUpdates:
         """The state has forgotten its messages: one that came for a generation beyond the current one counts still."""
         newest = self._newest
         if newest is not None and self._job is not None and self._job.link.prepared == newest.number:
-            self._state.on_hosts_updated(wall_time_s(), newest.update)
+            self._state.on_hosts_updated(wall_time_s(), HostUpdateResult(newest.update))
 
     def __enter__(self) -> PlannedUpdates:
         notification_manager.register_listener(self._state)
@@ -76,4 +77,4 @@ class PlannedUpdates:
     def _on_prepare(self, prepare: Prepare) -> None:
         """On the link's thread."""
         self._newest = prepare
-        notification_manager.handle_hosts_updated(wall_time_s(), prepare.update)
+        notification_manager.handle_hosts_updated(wall_time_s(), HostUpdateResult(prepare.update))

@@ -140,6 +140,7 @@ class StepLoop:
         done = regroup(self._job, self._agree)
         if state.loader is not None:
             state.loader.set_world(done.rank, done.size)
+        state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         done.log(f"step {state.step}")
 
     def _agree(self, transport: Transport, founding: bool) -> SyncReport:
