@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from farandole.config import JobConfig
-from farandole.coordinator import AgentConnected, AgentLost, AgentTold, StopRequested, Tick, decide, new_job
+from farandole.coordinator import (
+    AgentConnected,
+    AgentLost,
+    AgentTold,
+    HostsOffered,
+    StopRequested,
+    Tick,
+    decide,
+    new_job,
+)
 from farandole.coordinator.inputs import Input, ScaleRequested
 from farandole.membership import Address
 from farandole.messages import (
@@ -30,6 +41,7 @@ from farandole.testing.membership_invariants import MembershipInvariants
 from farandole.testing.simulated_job import Habits, SimulatedJob
 
 SCHEDULES = 2400
+HOSTS_SCHEDULES = 2400
 BATCH = 200
 
 
@@ -43,6 +55,26 @@ def random_config(dice: random.Random) -> JobConfig:
         elastic_timeout_s=30.0,
         start_timeout_s=20.0,
     )
+
+
+def random_horovod_config(dice: random.Random) -> JobConfig:
+    """The policies of Horovod's elastic jobs, in any combination."""
+    base = random_config(dice)
+    return replace(
+        base,
+        on_failure=dice.choice(["slot", "host", "host"]),
+        cooldown_range_s=dice.choice([None, (0.3, 2.0), (1.0, 1.0)]),
+        reset_limit=dice.choice([None, None, None, 1, 3]),
+        fills_slots=dice.random() < 0.7,
+        waits_for_newcomers=dice.random() < 0.7,
+        elastic_timeout_s=10.0,
+    )
+
+
+def random_hosts(dice: random.Random) -> dict[str, int]:
+    """Some of three hosts; now and then none."""
+    names = dice.sample(["a", "b", "c"], dice.choice([0, 1, 1, 2, 2, 3]))
+    return {name: dice.randint(1, 3) for name in names}
 
 
 def random_habits(dice: random.Random) -> Habits:
@@ -61,7 +93,9 @@ def hurt(world: SimulatedJob) -> None:
     dice, alive = world.random, world.alive()
     victim = dice.choice(alive) if alive else None
     kind = dice.randrange(100)
-    if kind < 4:
+    if world.offered is not None and kind < 40:
+        world.offer(random_hosts(dice))
+    elif kind < 4:
         world.scale(dice.randint(1, 6))
     elif kind < 5:
         world.stop()
@@ -107,6 +141,21 @@ def random_world(seed: int) -> SimulatedJob:
     return world
 
 
+def random_hosts_world(seed: int) -> SimulatedJob:
+    """Hosts come and go, and Horovod's policies hold."""
+    dice = random.Random(seed)
+    world = SimulatedJob(random_horovod_config(dice), seed, random_habits(dice))
+    world.offer(random_hosts(dice) | {"a": dice.randint(1, 3)}, may_change=dice.random() < 0.8)
+    for _ in range(dice.randint(0, 7)):
+        at_s = dice.uniform(0.0, 4.0)
+        for _ in range(dice.randint(1, 3)):
+            world.after(at_s, lambda: hurt(world))
+            at_s += 10 ** dice.uniform(-4, -0.5)
+    if dice.random() < 0.3:
+        world.after(dice.uniform(1.0, 5.0), world.finish_training)
+    return world
+
+
 def check_at_rest(world: SimulatedJob) -> None:
     """Nothing moves and no deadline is set: the job has ended, or all who can train do, and nobody waits."""
     if world.end is not None:
@@ -123,12 +172,30 @@ def check_at_rest(world: SimulatedJob) -> None:
         assert all(each.is_alive and each.is_in(generation.number) for each in members)
         assert all(each.synced == generation.number for each in members)
         assert not stuck_newcomers, f"never admitted: {[w.name for w in stuck_newcomers]}"
-        assert not any(worker.is_leaving for worker in job.workers.values()), "asked to leave, and never let go"
+        leaving = [worker for worker in job.workers.values() if worker.is_leaving]
+        # A holder of the state stays on a host that is no longer there as long as there is nobody to hand it over to.
+        may_come = any(w.hangs for w in world.alive()) or (job.may_get_hosts and not any(w.was_asked for w in leaving))
+        waits = len(members) == len(leaving) == 1 and may_come
+        assert not leaving or waits, "asked to leave, and never let go"
         assert len(members) >= job.config.min_np
+        if job.config.fills_slots:
+            check_slots_are_filled(world, len(members))
 
 
-def check_schedule(seed: int) -> SimulatedJob:
-    world = random_world(seed)
+def check_slots_are_filled(world: SimulatedJob, size: int) -> None:
+    """By the world's own count, not the coordinator's; where nobody hangs, was asked away or used a budget up."""
+    job, hosts = world.job, world.offered or {}
+    usable = sum(slots for host, slots in hosts.items() if not world.invariants.is_banned(host))
+    wanted = usable if job.most is None else min(usable, job.most)
+    spent = job.config.on_failure == "slot" and any(use.restarts >= job.config.restarts for use in job.slots.values())
+    hangs = any(worker.hangs for worker in world.alive())
+    if not (spent or hangs or any(use.is_given_up for use in job.slots.values())):
+        # With no usable host left the last holder of the state stays where it is.
+        assert size == max(wanted, 1), f"{size} workers where {wanted} are wanted"
+
+
+def check_schedule(seed: int, make_world: Callable[[int], SimulatedJob] = random_world) -> SimulatedJob:
+    world = make_world(seed)
     try:
         world.run()
         check_at_rest(world)
@@ -152,6 +219,23 @@ def test_every_random_schedule_keeps_the_rules_and_comes_to_a_good_end(first: in
         check_schedule(seed)
 
 
+@pytest.mark.parametrize("first", range(0, HOSTS_SCHEDULES, BATCH))
+def test_every_schedule_of_hosts_keeps_horovod_s_policies_and_comes_to_a_good_end(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        check_schedule(seed, random_hosts_world)
+
+
+def test_the_schedules_of_hosts_reach_the_cases_they_are_meant_for() -> None:
+    worlds = [check_schedule(seed, random_hosts_world) for seed in range(300)]
+    ends = [world.end for world in worlds if world.end is not None]
+    reasons = " ".join(end.reason for end in ends)
+    assert sum(end.exit_code == 0 for end in ends) > 60
+    for words in ("--reset-limit", "--elastic-timeout", "--start-timeout", "out after failures", "is lost"):
+        assert words in reasons, words
+    assert max(world.invariants.number for world in worlds) >= 8
+    assert any(ban.is_over for world in worlds for ban in world.job.bans.values())
+
+
 def test_the_schedules_reach_the_cases_they_are_meant_for() -> None:
     """A simulator that never gets anywhere would pass every test."""
     worlds = [check_schedule(seed) for seed in range(300)]
@@ -172,8 +256,8 @@ def test_the_schedules_reach_the_cases_they_are_meant_for() -> None:
     assert max(world.invariants.number for world in worlds) >= 8
 
 
-def random_input(dice: random.Random) -> Input:
-    """Any input at all, mostly nonsense."""
+def random_input(dice: random.Random, offering: float = 0.0) -> Input:
+    """Any input at all, mostly nonsense. `offering`: how often hosts are offered."""
     worker, agent, number = f"w{dice.randrange(5)}", dice.choice("ab"), dice.randrange(6)
     said: list[WorkerMessage] = [
         Hello(worker, "", 1, 1, Address("127.0.0.1", 1)),
@@ -188,7 +272,12 @@ def random_input(dice: random.Random) -> Input:
     messages: list[AgentMessage] = [FromWorker(worker, dice.choice(said))] * 12
     messages += [WorkerExited(worker, dice.choice([0, 1, -9, -99])), SpawnFailed(worker, ""), Beat(1)]
     inputs: list[Input] = [AgentTold(agent, dice.choice(messages)) for _ in range(40)]
-    inputs += [AgentConnected(agent, f"host-{agent}", dice.randint(0, 4)), Tick(), ScaleRequested(number)]
+    inputs += [
+        AgentConnected(agent, agent, dice.randint(0, 4)),
+        Tick(),
+        ScaleRequested(number),
+    ]
+    inputs += [HostsOffered(random_hosts(dice), dice.random() < 0.5)] if dice.random() < offering else []
     inputs += [AgentLost(agent, "fuzz"), StopRequested(dice.random() < 0.1, "Fuzz.")] if dice.random() < 0.1 else []
     return dice.choice(inputs)
 
@@ -200,23 +289,24 @@ def sensible_beginning(dice: random.Random) -> list[Input]:
     for message in (Elastic(), Synced(1), Finished(1)):
         said += [FromWorker(each.worker, message) for each in hello]
     spoken = [AgentTold(agent, each) for each in said for agent in ("a", "b")]
-    return [AgentConnected("b", "host-b", 2), *spoken[: dice.randrange(len(spoken) + 1)]]
+    return [AgentConnected("b", "b", 2), *spoken[: dice.randrange(len(spoken) + 1)]]
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 250))
 def test_no_order_of_inputs_breaks_a_rule_or_raises(first: int) -> None:
     for seed in range(first, first + 250):
         dice = random.Random(seed)
-        config = random_config(dice)
+        follows_hosts = seed % 2 == 1
+        config = random_horovod_config(dice) if follows_hosts else random_config(dice)
         job, invariants, now_s = new_job(config, "fuzz"), MembershipInvariants(config), 0.0
         for happened in (
-            AgentConnected("a", "host-a", 3),
+            AgentConnected("a", "a", 3),
             *sensible_beginning(dice),
-            *(random_input(dice) for _ in range(150)),
+            *(random_input(dice, 0.3 if follows_hosts else 0.0) for _ in range(150)),
         ):
             now_s += dice.choice([0.0, 0.01, 1.0])
             job, actions = decide(job, happened, now_s)
             try:
-                invariants.watch(happened, actions)
+                invariants.watch(happened, actions, now_s)
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}: {error}") from error

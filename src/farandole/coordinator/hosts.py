@@ -8,7 +8,7 @@ from dataclasses import replace
 from farandole.coordinator import slots
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentConnected, HostsOffered
-from farandole.coordinator.job import Agent, Offer
+from farandole.coordinator.job import Agent, Job, Offer
 from farandole.events import AgentJoined, HostAdded, HostRemoved
 from farandole.messages import Dismissed
 
@@ -30,19 +30,18 @@ def agent_connected(draft: Draft, input: AgentConnected) -> None:
 def hosts_offered(draft: Draft, input: HostsOffered) -> None:
     """Hosts keep the order in which they were first offered, so that those who stay keep the order of their ranks."""
     job = draft.job
-    old = job.offers or {}
+    old, before = job.offers or {}, _slots_by_host(job)
     new = _in_order(old, input.slots, job.offered)
     draft.change(offers=new, may_get_hosts=input.may_change, offered=job.offered + len(new.keys() - old.keys()))
     for agent in job.agents.values():
         offer = new.get(agent.host, Offer(0, agent.order))
         draft.change(agents={**draft.job.agents, agent.name: replace(agent, slots=offer.slots, order=offer.order)})
-    for host in dict.fromkeys((*old, *new)):
-        before = old[host].slots if host in old else 0
-        after = new[host].slots if host in new else 0
-        if after > before and job.offers is not None:
-            draft.log(HostAdded(host, after, before))
-        elif after < before and not job.is_released:
-            _withdraw(draft, host, after)
+    for host in dict.fromkeys((*before, *new)):
+        count = new[host].slots if host in new else 0
+        if count > before.get(host, 0) and job.offers is not None:
+            draft.log(HostAdded(host, count, before.get(host, 0)))
+        elif count < before.get(host, 0) and not job.is_released:
+            _withdraw(draft, host, count)
     slots.follow_hosts(draft)
     _take_back(draft)
 
@@ -57,6 +56,13 @@ def dismiss_idle(draft: Draft) -> None:
         if agent.is_connected and agent.host not in job.offers and agent.name not in busy:
             draft.send(agent.name, Dismissed(f"host {agent.host} is no longer there"))
             draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_connected=False)})
+
+
+def _slots_by_host(job: Job) -> dict[str, int]:
+    """What was offered so far; until hosts are offered, what agents offer."""
+    if job.offers is not None:
+        return {host: offer.slots for host, offer in job.offers.items()}
+    return {agent.host: agent.slots for agent in sorted(job.agents.values(), key=lambda agent: agent.slots)}
 
 
 def _in_order(old: Mapping[str, Offer], slots_of: Mapping[str, int], offered: int) -> dict[str, Offer]:

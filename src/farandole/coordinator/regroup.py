@@ -65,7 +65,10 @@ def wanted_members(job: Job) -> list[Worker]:
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
     everybody = [*staying, *job.candidates()]
-    return everybody[: max(len(staying), job.config.max_np or len(everybody))]
+    most = len(everybody) if job.config.max_np is None else job.config.max_np
+    if len(staying) == 1 and staying[0].is_leaving:
+        most = max(most, 2)  # or there would be no room for the one that takes the state over
+    return everybody[: max(len(staying), most)]
 
 
 def start(draft: Draft, members: Sequence[Worker]) -> None:
@@ -142,6 +145,8 @@ def _try_start(draft: Draft, change: Change) -> None:
             abort(draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary")
         return
     if change.is_planned and draft.job.awaited():
+        if change.short_since_s is not None:
+            _note_shortage(draft, change)
         return  # Every member waits, too; but not for ever.
     wanted = wanted_members(draft.job)
     going = _missing_from(wanted, survivors)

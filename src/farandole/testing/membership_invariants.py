@@ -14,12 +14,16 @@ from farandole.coordinator import (
     AgentLost,
     AgentTold,
     EndJob,
+    HostsOffered,
     Input,
+    Log,
     ScaleRequested,
     SendAgent,
 )
+from farandole.events import HostBlacklisted, JobEnds
 from farandole.messages import (
     Abort,
+    Dismissed,
     Elastic,
     FromWorker,
     Hello,
@@ -40,7 +44,7 @@ from farandole.messages import (
 
 
 class MembershipInvariants:
-    """Call `watch` with each input and the actions it led to. Raises AssertionError when a rule is broken."""
+    """Call `watch` with each input, the actions it led to, and when. Raises AssertionError when a rule is broken."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
@@ -59,15 +63,27 @@ class MembershipInvariants:
         self._was_synced = False
         self._left: set[str] = set()
         self._released = False
+        self._leaving: set[str] = set()
         self._spawned: set[str] = set()
         self._spawns: Counter[tuple[str, int]] = Counter()
         self._reopenings = 0
+        self._now_s = 0.0
+        self._starts = 0
+        self._is_ending = False
+        self._offers: dict[str, int] | None = None
+        self._bans: dict[str, float] = {}  # until when nothing may run on a host
 
-    def watch(self, happened: Input, actions: list[Action]) -> None:
+    def is_banned(self, host: str) -> bool:
+        return self._now_s < self._bans.get(host, 0.0)
+
+    def watch(self, happened: Input, actions: list[Action], now_s: float) -> None:
         """One decision."""
+        self._now_s = now_s
+        to_blame = self._host_to_blame(happened)
         assert self.ended is None or actions == [], f"actions after the end: {actions}"
         self._hear(happened)
         starts: dict[str, Start] = {}
+        self._is_ending |= any(isinstance(action, Log) and isinstance(action.event, JobEnds) for action in actions)
         for action in actions:
             assert self.ended is None, f"{action} after EndJob"
             if isinstance(action, SendAgent):
@@ -82,14 +98,24 @@ class MembershipInvariants:
                         starts |= some
                     case Kill(worker):
                         assert worker in self.slot_of, f"killing {worker}, which is gone"
+                    case Dismissed():
+                        self._check_dismissed(action.agent)
+            elif isinstance(action, Log) and isinstance(action.event, HostBlacklisted):
+                self._check_ban(action.event)
             elif isinstance(action, EndJob):
                 assert action.reason.strip().endswith("."), f"no whole sentence: {action.reason}"
                 self.ended = action
         if starts:
             self._check_start(starts)
+        if to_blame is not None and self._config.on_failure == "host" and not self._is_ending:
+            assert self.is_banned(to_blame), f"a member on {to_blame} was lost, and the host is not out"
 
     def _hear(self, happened: Input) -> None:
         match happened:
+            case HostsOffered(slots):
+                self._offers = {host: count for host, count in slots.items() if count > 0}
+                self._leaving |= {worker for worker in self.slot_of if self._is_withdrawn(worker)}
+                self._reopenings += 1
             case AgentConnected(agent, host):
                 self._hosts.setdefault(agent, host)
             case AgentLost(agent):
@@ -116,9 +142,38 @@ class MembershipInvariants:
                         self._was_synced = True
                     case Leaving():
                         self._reopenings += 1
+                        self._leaving.add(worker)
 
     def _is_with(self, worker: str, agent: str) -> bool:
         return worker in self.slot_of and self.slot_of[worker][0] == agent
+
+    def _host_to_blame(self, happened: Input) -> str | None:
+        """The host that is out after this, if the job's policy is that."""
+        if not isinstance(happened, AgentTold) or not isinstance(happened.message, WorkerExited):
+            return None
+        worker = happened.message.worker
+        was_member = worker in self.members and self._is_with(worker, happened.agent) and worker not in self._left
+        host = self._hosts.get(happened.agent, "")
+        is_ours = self._offers is None or host in self._offers
+        is_elastic = bool(self._elastic.intersection(self.members)) and not self._released and not self._is_ending
+        return host if was_member and is_ours and is_elastic else None
+
+    def _check_ban(self, event: HostBlacklisted) -> None:
+        limits = self._config.cooldown_range_s
+        assert self._config.on_failure == "host"
+        assert not self.is_banned(event.host), f"{event.host} is out already"
+        if event.cooldown_s is None:
+            assert limits is None
+        else:
+            assert limits is not None
+            assert limits[0] <= event.cooldown_s <= limits[1]
+        self._bans[event.host] = float("inf") if event.cooldown_s is None else self._now_s + event.cooldown_s
+        self._left.update(worker for worker in event.workers if worker in self.members)
+
+    def _check_dismissed(self, agent: str) -> None:
+        assert self._offers is not None
+        assert self._hosts[agent] not in self._offers, f"{agent} is dismissed though its host is offered"
+        assert all(slot[0] != agent for slot in self.slot_of.values()), f"{agent} is dismissed and has workers"
 
     def _forget(self, workers: list[str]) -> None:
         for worker in workers:
@@ -128,11 +183,15 @@ class MembershipInvariants:
     def _check_spawn(self, agent: str, worker: str, slot: int) -> None:
         assert worker not in self._spawned, f"{worker} was used twice"
         assert (agent, slot) not in self.slot_of.values(), f"two workers in slot {slot} of {agent}"
+        host = self._hosts[agent]
+        assert not self.is_banned(host), f"{worker} was started on {host}, which is out"
+        assert self._offers is None or slot < self._offers.get(host, 0), f"slot {slot} of {host} is not offered"
         self._spawned.add(worker)
         self.slot_of[worker] = (agent, slot)
         self._spawns[agent, slot] += 1
         budget = 1 + self._config.restarts + self._reopenings
-        assert self._spawns[agent, slot] <= budget, f"slot {slot} of {agent} restarted too often"
+        within = self._config.on_failure == "host" or self._spawns[agent, slot] <= budget
+        assert within, f"slot {slot} of {agent} restarted too often"
         assert not self._released, f"{worker} was started after the release"
 
     def _check_told(self, agent: str, worker: str, message: object) -> None:
@@ -143,6 +202,8 @@ class MembershipInvariants:
             assert message.number > self.number, f"{message} is not above generation {self.number}"
             assert message.number > self._told.get(worker, 0), f"{worker} was told {message} before"
             self._told[worker] = message.number
+            if isinstance(message, Prepare):
+                assert message.update in (1, 2, 3), f"{message} does not say what changes"
             self.announced = max(self.announced, message.number)
         elif isinstance(message, Released):
             assert worker in self.members, f"{worker} is released and is no member"
@@ -164,6 +225,7 @@ class MembershipInvariants:
             assert worker in self.slot_of, f"START to {worker}, which is gone"
             assert worker in self._said_hello, f"START to {worker}, which has no address"
             assert worker not in self._left, f"START to {worker}, which has left"
+            assert not self.is_banned(self._hosts[self.slot_of[worker][0]]), f"START to {worker}, whose host is out"
             if self.number > 0:
                 was_member = worker in self.members
                 is_ready = self._ready.get(worker) == number if was_member else worker in self._elastic
@@ -171,12 +233,21 @@ class MembershipInvariants:
         for worker in self.members:
             assert worker in starts or worker not in self.slot_of or worker in self._left, f"{worker} forgotten"
         assert len(starts) >= (self._config.min_np if self.number else 1)
-        assert self._config.max_np is None or len(starts) <= self._config.max_np
+        # With --max-np 1, one that is to go may hand the state over to the one that stays.
+        most = self._config.max_np
+        assert most is None or len(starts) <= (max(2, most) if self._leaving.intersection(starts) else most)
+        self._starts += 1
+        limit = self._config.reset_limit
+        assert limit is None or self._starts <= 1 + limit, f"{self._starts - 1} resets"
         self._check_state(starts)
         self._check_places(by_rank, starts)
         survivors = [worker for worker in self.members if worker in starts]
         assert by_rank[: len(survivors)] == survivors or not self.members, "survivors must keep their order"
         self.number, self.members = number, tuple(by_rank)
+
+    def _is_withdrawn(self, worker: str) -> bool:
+        agent, slot = self.slot_of[worker]
+        return self._offers is not None and slot >= self._offers.get(self._hosts[agent], 0)
 
     def _check_state(self, starts: dict[str, Start]) -> None:
         founding = {start.founding for start in starts.values()}

@@ -18,6 +18,7 @@ from farandole.coordinator import (
     AgentLost,
     AgentTold,
     EndJob,
+    HostsOffered,
     Input,
     Job,
     ScaleRequested,
@@ -30,6 +31,7 @@ from farandole.coordinator import (
 )
 from farandole.messages import (
     AgentMessage,
+    Dismissed,
     FromWorker,
     Kill,
     LinkBroken,
@@ -83,6 +85,7 @@ class SimulatedJob:
         self.bad_links: set[frozenset[str]] = set()
         self.is_training_over = False
         self.end: EndJob | None = None
+        self.offered: dict[str, int] | None = None
         self._agents: set[str] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -126,7 +129,7 @@ class SimulatedJob:
         """One decision, watched, and carried out."""
         self.history.append((self.now_s, happened))
         self.job, actions = decide(self.job, happened, self.now_s)
-        self.invariants.watch(happened, actions)
+        self.invariants.watch(happened, actions, self.now_s)
         for action in actions:
             if isinstance(action, SendAgent):
                 self._note_starts(action.message)
@@ -141,14 +144,26 @@ class SimulatedJob:
         self._agents.add(agent)
         self.feed(AgentConnected(agent, host or f"host-of-{agent}", slots))
 
+    def offer(self, slots: dict[str, int], may_change: bool = True) -> None:
+        """These are the hosts now. Those that have no agent get one, of the same name, after a while."""
+        self.offered = slots
+        self.feed(HostsOffered(slots, may_change))
+        for host in slots:
+            self.after(self.delay_s(), partial(self._connect_offered, host))
+
+    def _connect_offered(self, host: str) -> None:
+        if self.offered and host in self.offered and host not in self._agents and self.end is None:
+            self.connect(host, self.offered[host], host)
+
     def lose_agent(self, agent: str) -> None:
-        """A host loses its power."""
+        """A host loses its power. One that is offered comes back, empty."""
         if agent in self._agents:
             self._agents.discard(agent)
             for worker in self.alive():
                 if worker.agent == agent:
                     worker.is_alive = False
             self.feed(AgentLost(agent, "its host is silent"))
+            self.after(1.0, partial(self._connect_offered, agent))
 
     def tell(self, agent: str, message: AgentMessage) -> None:
         """From an agent to the coordinator."""
@@ -187,6 +202,10 @@ class SimulatedJob:
                     worker.boot()
             case Kill(name, grace_s):
                 self._kill(name, grace_s)
+            case Dismissed():
+                assert all(worker.agent != agent for worker in self.alive()), f"{agent} is dismissed and has workers"
+                self._agents.discard(agent)
+                self.after(self.delay_s(), partial(self._connect_offered, agent))
             case TellWorkers(names, told):
                 for name in names:
                     self._pass_on(name, told)

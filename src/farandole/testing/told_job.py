@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from farandole.config import JobConfig
 from farandole.coordinator import (
@@ -10,6 +10,7 @@ from farandole.coordinator import (
     AgentConnected,
     AgentTold,
     EndJob,
+    HostsOffered,
     Input,
     Log,
     SendAgent,
@@ -50,8 +51,8 @@ class ToldJob:
     Every decision is held against the membership invariants, too.
     """
 
-    def __init__(self, num_proc: int = 3, slots: int | None = None, **config: float | None) -> None:
-        self.config = JobConfig(num_proc, **config)  # type: ignore[arg-type]
+    def __init__(self, num_proc: int = 3, slots: int | None = None, **config: Any) -> None:
+        self.config = JobConfig(num_proc, **config)
         self.job = new_job(self.config, "job")
         self.now_s = 100.0
         self.actions: list[Action] = []
@@ -63,11 +64,22 @@ class ToldJob:
 
     def feed(self, happened: Input) -> ToldJob:
         self.job, self.actions = decide(self.job, happened, self.now_s)
-        self._invariants.watch(happened, self.actions)
+        self._invariants.watch(happened, self.actions, self.now_s)
         return self
 
     def connect(self, agent: str, slots: int, host: str | None = None) -> ToldJob:
         return self.feed(AgentConnected(agent, host or f"host-{agent}", slots))
+
+    def offer(self, may_change: bool = True, **slots: int) -> ToldJob:
+        """These hosts, with their slots, may be used now; those without an agent get one that has their name."""
+        self.feed(HostsOffered(slots, may_change))
+        actions = self.actions
+        for host, count in slots.items():
+            if not (host in self.job.agents and self.job.agents[host].is_connected):
+                self.connect(host, count, host)
+                actions = [*actions, *self.actions]
+        self.actions = actions
+        return self
 
     def says(self, worker: str, message: WorkerMessage) -> ToldJob:
         agent = self.job.workers[worker].slot.agent if worker in self.job.workers else "a"
