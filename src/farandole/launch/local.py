@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import signal
 import threading
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from farandole.authentication import new_token
@@ -35,7 +36,7 @@ async def run_local(
     extra_environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
-    raised. The first SIGINT or SIGTERM ends the job with grace, the second at once.
+    raised. In the main thread the first SIGINT or SIGTERM ends the job with grace, the second at once.
 
     hosts              where workers run, in the order of their ranks: each name is a host of its own, and all of
                        them have to mean this machine. Or who finds that out again and again. None: localhost, with
@@ -131,10 +132,13 @@ def _ending_on_signals(coordinator: Coordinator, agents: LocalAgents) -> Iterato
         asked = True
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # In another thread, signals are the business of the program that runs the job there.
+    is_ours = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_ours else ()
+    for number in numbers:
         loop.add_signal_handler(number, end, number)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
