@@ -2,7 +2,8 @@
 
 When the last parameter has had its backward passes, all gradients are reduced, still inside backward(). Where some
 got none on this rank (their part of the model was not used, or comes in another backward pass), nothing is reduced
-before step() or synchronize(): waiting for them in backward() could be for ever.
+before step() or synchronize(): waiting for them in backward() could be for ever. A rank that has all of them waits in
+backward() for such ranks, so these must not wait for it elsewhere, in a collective between backward() and step().
 """
 
 from __future__ import annotations
