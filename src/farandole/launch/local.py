@@ -7,7 +7,6 @@ import contextlib
 import secrets
 import signal
 import threading
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from farandole.authentication import new_token
@@ -132,13 +131,10 @@ def _ending_on_signals(coordinator: Coordinator, agents: LocalAgents) -> Iterato
         asked = True
 
     loop = asyncio.get_running_loop()
-    # In another thread, signals are the business of the program that runs the job there.
-    is_ours = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_ours else ()
-    for number in numbers:
+    for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, number)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
