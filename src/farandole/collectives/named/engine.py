@@ -154,9 +154,7 @@ class NamedCollectives:
             if self._is_closing:
                 return False
             was_called = transport.wait_until_called(wake.descriptor)
-            if was_called or wake.is_set:
-                return True
-            if was_called is False and self._is_over_for_all():
+            if was_called or (was_called is False and not wake.is_set and self._is_over_for_all()):
                 return True
         return True
 

@@ -176,7 +176,7 @@ def test_a_rank_that_leaves_in_good_order_ends_nothing_that_was_agreed() -> None
     def leave(named: NamedCollectives) -> None:
         submit(named, Kind.BARRIER, "b").wait()
         named.close()
-        with pytest.raises(GenerationEnded, match="closed"):
+        with pytest.raises(GenerationEnded):
             allreduce(named, "x", torch.ones(1))
 
     world = ThreadWorld(3)
