@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
+from farandole.collectives.named.disagreement import ranks_in_words
+from farandole.collectives.named.failures import fail_group, fail_strangers, fail_tangled, give_up
 from farandole.collectives.named.fusion import Matched, fuse
 from farandole.collectives.named.members import Members, ProcessSets
-from farandole.collectives.named.outstanding import Outstanding, Pending
+from farandole.collectives.named.outstanding import Outstanding
+from farandole.collectives.named.pending import Pending
 from farandole.collectives.named.plans import Plan, Plans
 from farandole.collectives.named.requests import (
     GLOBAL_SET,
@@ -139,13 +141,13 @@ class Negotiation:
             matches = [self._match(pending) for pending in group]
             bad = [match for match in matches if isinstance(match, Fail)]
             good = [match for match in matches if isinstance(match, Matched)]
-            fails += _fail_group(group, bad) if bad else ()
+            fails += fail_group(group, bad) if bad else ()
             if not bad:
                 matched += good
                 executes += fuse(good, math.inf)
-        for cluster in self._outstanding.take_tangled():
-            fails += _fail_tangled(cluster)
         fails += self._give_up(said)
+        for cluster in self._outstanding.take_tangled():
+            fails += fail_tangled(cluster)
         self._use(matched)
         return [*fails, *executes, *self._all_joined(), *self._change_sets(changes)]
 
@@ -189,9 +191,7 @@ class Negotiation:
         if pending.matched is not None and is_from_all:
             return pending.matched
         if pending.strangers:
-            what = f"{key.kind.name.lower()} {key.name!r}"
-            outside = f"{ranks_in_words(pending.strangers)} submitted it"
-            return Fail(key, f"{what}: {outside}, but process set {members.number} has {ranks_in_words(members.ranks)}")
+            return fail_strangers(pending)
         problem = why_invalid(key, members.ranks, pending.parts)
         if problem is not None:
             return Fail(key, problem)
@@ -202,9 +202,9 @@ class Negotiation:
         fails: list[Decision] = []
         for key in expired:
             if (pending := self._outstanding.get(key)) is not None:
+                awaited = self._outstanding.awaited(pending)
                 together = self._outstanding.cluster([pending], by_name=False)
-                message = self._why_given_up(pending)
-                fails += [Fail(each.key, message) for each in self._outstanding.take(together)]
+                fails += give_up(pending, awaited, self._outstanding.take(together))
         return fails
 
     def _all_joined(self) -> list[Decision]:
@@ -275,41 +275,9 @@ class Negotiation:
         was = "was removed" if self._sets.has_existed(number) else "was never added"
         return f"{key.name}: process set {number} {was}"
 
-    def _why_given_up(self, pending: Pending) -> str:
-        key = pending.key
-        there, missing = pending.submitted_by(), self._outstanding.awaited(pending)
-        return (
-            f"{key.kind.name.lower()} {key.name!r} was given up after waiting for too long: {ranks_in_words(there)} "
-            f"submitted it, {ranks_in_words(missing)} did not"
-        )
-
 
 def _at(cache: ResponseCache, place: int, rank: int) -> Matched:
     try:
         return cache[place]
     except IndexError:
         raise ProtocolError(f"rank {rank} repeats what is in place {place} of the cache, where nothing is") from None
-
-
-def _fail_group(group: Sequence[Pending], bad: Sequence[Fail]) -> list[Decision]:
-    """All of them, because of some: these get their own message."""
-    messages = {fail.key: fail.message for fail in bad}
-    why = f"another operation of its group {group[0].group!r} failed: {bad[0].message}"
-    return [Fail(each.key, messages.get(each.key) or f"{each.key.name}: {why}") for each in group]
-
-
-def _fail_tangled(cluster: Sequence[Pending]) -> list[Decision]:
-    """Everything in the cluster; the message lists each rank's operations."""
-    said: dict[int, list[str]] = {}
-    for pending in cluster:
-        for rank, part in zip(pending.members.ranks, pending.parts, strict=True):
-            if part is not None:
-                group = f" of group {part.group!r} ({part.group_size})" if part.group else ""
-                said.setdefault(rank, []).append(f"{pending.key.kind.name.lower()} {pending.key.name!r}{group}")
-    found = who_says_what((rank, " and ".join(_shortened(said[rank]))) for rank in sorted(said))
-    message = f"ranks disagree on what to do together: {found or 'all submitted a part of a group only'}"
-    return [Fail(pending.key, message) for pending in cluster]
-
-
-def _shortened(names: list[str]) -> list[str]:
-    return names if len(names) <= 3 else [*names[:3], f"{len(names) - 3} more"]

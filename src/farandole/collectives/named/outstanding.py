@@ -8,15 +8,13 @@ belongs together, or on what an operation of this name does, everything that is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeVar
 
 from farandole.collectives.named.fusion import Matched
 from farandole.collectives.named.members import Members
+from farandole.collectives.named.pending import Group, Label, Pending
 from farandole.collectives.named.requests import Key, Kind, Request
 from farandole.errors import ProtocolError
-
-Label: TypeAlias = tuple[int, str]
-"""A process set, and the name of a group or of an operation."""
 
 _PREFIXES = {
     kind: (f"grouped_{kind.name.lower()}.", f"{kind.name.lower()}.")
@@ -25,83 +23,18 @@ _PREFIXES = {
 _UNNAMED = "noname."  # Each kind counts its unnamed operations: equal numbers of two kinds mean nothing.
 
 
-class Pending:
-    """One operation.
-
-    parts      requests of the members, by place; None where there is none yet
-    missing    how many members have neither submitted it nor joined
-    matched    what was agreed on before, if all so far repeat just that
-    group      of the first who submitted it; None before
-    is_mixed   whether not all named the same group
-    strangers  ranks that submitted it and are not in the process set
-    number     operations are counted in the order in which the first rank submitted them
-    names      bare names under which it can be found
-    """
-
-    __slots__ = ("group", "is_mixed", "key", "matched", "members", "missing", "names", "number", "parts", "strangers")
-
-    def __init__(self, key: Key, members: Members, matched: Matched | None, number: int) -> None:
-        self.key, self.members, self.matched, self.number = key, members, matched, number
-        self.parts: list[Request | None] = [None] * len(members.ranks)
-        self.missing = len(members.ranks) - len(members.joined)
-        self.group: str | None = None
-        self.is_mixed = False
-        self.strangers: list[int] = []
-        self.names: tuple[Label, ...] = ()
-
-    def submitted_by(self) -> list[int]:
-        members = [rank for rank, part in zip(self.members.ranks, self.parts, strict=True) if part is not None]
-        return sorted(members + self.strangers)
-
-    def missing_ranks(self) -> list[int]:
-        return [rank for rank in self.members.active() if self.parts[self.members.places[rank]] is None]
-
-
-class Group:
-    """Operations that at least one rank wants to be carried out together.
-
-    said      how many of its operations each rank has submitted
-    sizes     how many each rank says that there are
-    is_mixed  whether some rank submitted one of its operations outside it
-    """
-
-    __slots__ = ("is_mixed", "label", "members", "pendings", "said", "sizes")
-
-    def __init__(self, label: Label, members: Members) -> None:
-        self.label, self.members = label, members
-        self.pendings: dict[Key, Pending] = {}
-        self.said: dict[int, int] = {}
-        self.sizes: dict[int, int] = {}
-        self.is_mixed = False
-
-    def is_whole_from(self, rank: int) -> bool:
-        """Whether this rank has submitted all of it."""
-        return self.said.get(rank, 0) >= self.sizes.get(rank, 1)
-
-    def is_whole(self) -> bool:
-        """Whether every member that has not joined has submitted all of it."""
-        return all(map(self.is_whole_from, self.members.active()))
-
-    def is_alike(self) -> bool:
-        """Whether all submitted the same operations, once it is whole."""
-        count = len(self.pendings)
-        return (
-            not self.is_mixed
-            and all(size == count for size in self.sizes.values())
-            and all(not pending.missing for pending in self.pendings.values())
-        )
-
-
 class Outstanding:
     """A table of all of them, kept alike on all ranks."""
 
     def __init__(self) -> None:
         self._by_key: dict[Key, Pending] = {}
         self._groups: dict[Label, Group] = {}
-        self._same_name: dict[Label, list[Pending]] = {}  # without those that came in this round
+        self._by_name: dict[Label, list[Pending]] = {}  # by bare name, without those that came in this round
+        self._groups_by_name: dict[Label, list[Group]] = {}
         self._fresh: list[Pending] = []
         self._complete: list[Pending] = []
         self._touched: dict[Label, Group] = {}
+        self._was_split = False  # a group has left: what hung together by it may be several clusters now
         self._count = 0
 
     def __len__(self) -> int:
@@ -170,7 +103,9 @@ class Outstanding:
         seeds = self._names_with_several_meanings()
         # A group that is not mixed, and has no such name in it, is a cluster of its own.
         is_simple = not seeds
-        for group in self._touched.values():
+        groups = self._groups if self._was_split else self._touched
+        self._was_split = False
+        for group in groups.values():
             if group.is_mixed or not is_simple or group.is_whole():
                 seeds.append(list(group.pendings.values()))
         self._touched = {label: group for label, group in self._touched.items() if group.is_mixed}
@@ -192,11 +127,13 @@ class Outstanding:
                 continue
             found[pending.key] = pending
             groups = self._groups_of(pending)
+            if by_name:
+                for bare in (_bare(pending.key, pending.key.name), *(group.bare for group in groups)):
+                    if bare is not None:
+                        todo += self._by_name.get(bare, ())
+                        groups = groups + self._groups_by_name.get(bare, [])
             for group in groups:
                 todo += [each for each in group.pendings.values() if each.key not in found]
-            if by_name and self._same_name:
-                for label in _bare_names(pending.key, groups):
-                    todo += self._same_name.get(label, ())
         return sorted(found.values(), key=lambda pending: pending.number)
 
     def take(self, pendings: Iterable[Pending]) -> list[Pending]:
@@ -209,6 +146,8 @@ class Outstanding:
                 if not group.pendings:
                     del self._groups[group.label]
                     self._touched.pop(group.label, None)
+                    _drop(self._groups_by_name, group.bare, group)
+                    self._was_split = True
         self._forget_names(taken)
         return taken
 
@@ -240,7 +179,10 @@ class Outstanding:
             label = request.key.process_set, request.group
             group = self._groups.get(label)
             if group is None:
-                group = self._groups[label] = Group(label, pending.members)
+                bare = _bare(pending.key, request.group)
+                group = self._groups[label] = Group(label, pending.members, bare)
+                if bare is not None:
+                    self._groups_by_name.setdefault(bare, []).append(group)
             group.pendings[pending.key] = pending
             group.said[rank] = group.said.get(rank, 0) + 1
             group.sizes[rank] = max(group.sizes.get(rank, 1), request.group_size)
@@ -261,14 +203,12 @@ class Outstanding:
         """Operations of several kinds that the user gave one name. An operation counts from the end of its first
         round on: most are decided by then, and cost nothing."""
         for pending in self._fresh:
-            if self._by_key.get(pending.key) is pending:
-                # One operation of each group is enough to find the others.
-                groups = [each for each in self._groups_of(pending) if next(iter(each.pendings.values())) is pending]
-                pending.names = _bare_names(pending.key, groups)
-                for label in pending.names:
-                    self._same_name.setdefault(label, []).append(pending)
+            if self._by_key.get(pending.key) is pending and (bare := _bare(pending.key, pending.key.name)):
+                self._by_name.setdefault(bare, []).append(pending)
         self._fresh = []
-        return [alike for alike in self._same_name.values() if len(alike) > 1]
+        groups = self._groups_by_name
+        found = [alike for bare, alike in self._by_name.items() if len(alike) > 1 or bare in groups]
+        return found + [list(alike[0].pendings.values()) for alike in groups.values() if len(alike) > 1]
 
     def _is_hopeless(self, cluster: Sequence[Pending]) -> bool:
         return all(self._is_through(rank, cluster) for rank in cluster[0].members.active())
@@ -281,22 +221,27 @@ class Outstanding:
         return bool(mine) and all(group.is_whole_from(rank) for group in groups.values() if rank in group.said)
 
     def _forget_names(self, decided: Sequence[Pending]) -> None:
-        for pending in decided:
-            for label in pending.names:
-                alike = self._same_name[label]
-                alike.remove(pending)
-                if not alike:
-                    del self._same_name[label]
+        if self._by_name:
+            for pending in decided:
+                _drop(self._by_name, _bare(pending.key, pending.key.name), pending)
 
 
-def _bare_names(key: Key, groups: Iterable[Group]) -> tuple[Label, ...]:
-    """What the user called it, and its groups, without what was done: ranks that mean the same use the same word."""
+def _bare(key: Key, name: str) -> Label | None:
+    """What the user called an operation of this key, or its group, without what was done: ranks that mean the same
+    use the same word. None for what the user gave no name."""
     prefixes = _PREFIXES.get(key.kind)
     if prefixes is None:
-        return ()
-    labels: dict[Label, None] = {}
-    for name in (key.name, *(group.label[1] for group in groups)):
-        bare = name.removeprefix(prefixes[0]).removeprefix(prefixes[1])
-        if not bare.startswith(_UNNAMED):
-            labels[key.process_set, bare] = None
-    return tuple(labels)
+        return None
+    bare = name.removeprefix(prefixes[0]).removeprefix(prefixes[1])
+    return None if bare.startswith(_UNNAMED) else (key.process_set, bare)
+
+
+T = TypeVar("T")
+
+
+def _drop(table: dict[Label, list[T]], bare: Label | None, value: T) -> None:
+    alike = None if bare is None else table.get(bare)
+    if bare is not None and alike is not None and value in alike:
+        alike.remove(value)
+        if not alike:
+            del table[bare]

@@ -266,6 +266,14 @@ def test_a_cached_request_of_a_rank_that_has_joined_since_is_no_obstacle() -> No
     assert decision.operations[0].parts == (None, allreduce())
 
 
+def test_another_thread_of_a_rank_that_has_joined_may_still_take_part() -> None:
+    ranks = Ranks(3)
+    ranks.round([], [], [JOIN])
+    (decision,) = ranks.everybody(allreduce())
+    assert isinstance(decision, Execute)
+    assert decision.operations[0].parts == (allreduce(),) * 3
+
+
 # Process sets -----------------------------------------------------------------------------------------------
 
 
@@ -342,6 +350,16 @@ def test_a_group_is_given_up_as_a_whole() -> None:
     whole = group(Kind.ALLREDUCE, "g", 3)
     ranks.round(whole, whole[:1])
     assert len(ranks.round(expired=[whole[2].key])) == 3
+    assert ranks.is_quiet()
+
+
+def test_giving_one_group_up_ends_what_hung_on_it() -> None:
+    ranks = Ranks(1)
+    unfinished = request(Kind.BROADCAST, "a", group="h", group_size=2)
+    wrong = [allreduce(name, group="g", group_size=1) for name in "ab"]  # two operations of a group of one
+    assert ranks.round([unfinished]) == []
+    assert ranks.round(wrong) == []  # "a" has two meanings, and one of them is not finished.
+    assert len(ranks.round(expired=[unfinished.key])) == 3
     assert ranks.is_quiet()
 
 
