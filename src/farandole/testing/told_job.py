@@ -72,7 +72,7 @@ class ToldJob:
 
     def offer(self, may_change: bool = True, **slots: int) -> ToldJob:
         """These hosts, with their slots, may be used now; those without an agent get one that has their name."""
-        self.feed(HostsOffered(slots, may_change))
+        self.feed_hosts(may_change, **slots)
         actions = self.actions
         for host, count in slots.items():
             if not (host in self.job.agents and self.job.agents[host].is_connected):
@@ -80,6 +80,10 @@ class ToldJob:
                 actions = [*actions, *self.actions]
         self.actions = actions
         return self
+
+    def feed_hosts(self, may_change: bool = True, **slots: int) -> ToldJob:
+        """These hosts, with their slots, may be used now; their agents are to come."""
+        return self.feed(HostsOffered(slots, may_change))
 
     def says(self, worker: str, message: WorkerMessage) -> ToldJob:
         agent = self.job.workers[worker].slot.agent if worker in self.job.workers else "a"
