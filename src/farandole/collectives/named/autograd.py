@@ -79,8 +79,8 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        op, scales, members = ctx.rest
-        handle = asynchronous.grouped_allreduce_async(gradients, None, None, op, *scales, members)
+        op, (prescale, postscale), members = ctx.rest
+        handle = asynchronous.grouped_allreduce_async(gradients, None, None, op, prescale, postscale, members)
         return (None, None, None, None, *handle.take())
 
 

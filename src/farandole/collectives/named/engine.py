@@ -9,11 +9,13 @@ calling thread.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from farandole.clock import now_s
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.execution import Execution
 from farandole.collectives.named.negotiation import Negotiation
@@ -24,13 +26,18 @@ from farandole.collectives.named.requests import (
     Decision,
     Execute,
     Fail,
+    Key,
     Kind,
+    Said,
     SetAdded,
     SetRemoved,
 )
 from farandole.collectives.named.rounds import Rounds
 from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.stall import StallWatch
 from farandole.collectives.named.submitted import Submitted
+from farandole.collectives.named.timeline import Timeline
+from farandole.collectives.named.timeline_control import process_timeline
 from farandole.collectives.named.wake import Wake
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
@@ -39,8 +46,11 @@ from farandole.membership import Placement
 Connect = Callable[[tuple[int, ...], int], Transport]
 """connect(global ranks, process set): a transport among these ranks only; all of them call it at once"""
 
+logger = logging.getLogger("farandole")
+
 # For the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
 _CLOSE_TIMEOUT_S = 5.0
+_LOOK_EVERY_S = 1.0  # for operations that stall; a thread that waits wakes up as often
 
 
 class NamedCollectives:
@@ -48,6 +58,7 @@ class NamedCollectives:
 
     transport  of its own: nobody else runs collectives on it. close() closes it
     connect    opens the connections of a process set
+    timeline   told what happens; None for that of start_timeline()
     """
 
     def __init__(
@@ -57,13 +68,18 @@ class NamedCollectives:
         placement: Placement,
         connect: Connect,
         settings: NamedSettings | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.settings = settings or NamedSettings()
         self._rank, self._size = placement.rank, placement.size
         self._connect = connect
         self._rounds = Rounds(transport)
         self._negotiation = Negotiation(placement.size, self.settings.cache_capacity, self.settings.fusion_bytes)
-        self._execution = Execution()
+        self._stalls = StallWatch(self.settings.stall_warning_s, self.settings.stall_abort_s)
+        self._next_look_s = 0.0
+        self._expired: Sequence[Key] = ()
+        self._timeline = timeline or process_timeline
+        self._execution = Execution(self._timeline)
         self._transports: dict[int, Transport] = {GLOBAL_SET: transport}
         self._sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
         self._numbers: defaultdict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
@@ -153,6 +169,8 @@ class NamedCollectives:
         while not self._submitted.has_unsaid:
             if self._is_closing:
                 return False
+            if self._looks_for_stalls():
+                return True
             was_called = transport.wait_until_called(wake.descriptor)
             if was_called or (was_called is False and not wake.is_set and self._is_over_for_all()):
                 return True
@@ -167,12 +185,33 @@ class NamedCollectives:
             self.abort("a neighbouring rank has left")
         return not self._submitted.is_empty
 
+    def _looks_for_stalls(self) -> bool:
+        """Now and then: warn of what waits for long. Whether there is something to give up."""
+        if self._stalls.is_on and now_s() >= self._next_look_s:
+            self._next_look_s = now_s() + _LOOK_EVERY_S
+            report = self._stalls.check(now_s(), self._negotiation.waiting())
+            self._expired = report.expired
+            if self._rank == 0:  # All ranks find the same.
+                for warning in report.warnings:
+                    logger.warning(warning)
+        return bool(self._expired)
+
     def _round(self) -> None:
         """Exchange words with all ranks, and do what follows from them. Raises what the transport raises."""
         unsaid = self._submitted.take_unsaid()
-        said = self._negotiation.words(self._rank, [operation.request for operation in unsaid])
-        for decision in self._negotiation.round(self._rounds.exchange(said)):
+        said = self._negotiation.words(self._rank, [operation.request for operation in unsaid], self._expired)
+        self._expired = ()
+        heard = self._rounds.exchange(said)
+        if self._timeline.is_on:
+            self._tell_timeline(heard)
+        for decision in self._negotiation.round(heard):
             self._carry_out(decision)
+
+    def _tell_timeline(self, heard: Sequence[Said]) -> None:
+        self._timeline.cycle()
+        for rank, key in self._negotiation.heard(heard):
+            self._timeline.negotiate_start(key.name, key.kind)
+            self._timeline.rank_ready(key.name, rank)
 
     def _end(self, error: BaseException) -> None:
         """This rank takes part in nothing any more; neither does any other, whose next round needs it."""
@@ -202,8 +241,10 @@ class NamedCollectives:
                 self._remove_set(decision)
 
     def _execute(self, decision: Execute) -> None:
-        first = decision.operations[0]
-        transport = self._transports.get(first.key.process_set)
+        if self._timeline.is_on:
+            for each in decision.operations:
+                self._timeline.negotiate_end(each.key.name)
+        transport = self._transports.get(decision.operations[0].key.process_set)
         if transport is None:
             return  # of a process set without this rank
         mine = [
@@ -215,6 +256,7 @@ class NamedCollectives:
 
     def _finish(self, decision: Fail | SetAdded | SetRemoved, result: object) -> None:
         """End this rank's part, if it has one: with a result, or with an error."""
+        self._timeline.negotiate_end(decision.key.name)
         operation = self._submitted.find(decision.key)
         if operation is not None:
             if isinstance(result, BaseException):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
 from farandole.collectives.named import moving, reducing
 from farandole.collectives.named.operation import Operation
 from farandole.collectives.named.requests import Agreed, Kind
+from farandole.collectives.named.timeline import Timeline
 from farandole.collectives.transport import Transport
 
 _ONE: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
@@ -22,8 +24,9 @@ _ONE: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
 class Execution:
     """For one thread; keeps the flat buffers of one generation."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self._buffers = reducing.FusionBuffers()
+        self._timeline = timeline
 
     def carry_out(self, agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport) -> None:
         """One operation, or several allreduces that share a flat buffer, on the transport of their process set.
@@ -34,7 +37,7 @@ class Execution:
         some have not ended.
         """
         first, kind = agreed[0], agreed[0].key.kind
-        with torch.no_grad():
+        with torch.no_grad(), self._shown(agreed):
             if len(agreed) > 1:
                 reducing.all_reduce_fused(agreed, mine, transport, self._buffers)
             elif kind is Kind.ALLREDUCE:
@@ -46,3 +49,17 @@ class Execution:
                 raise AssertionError(f"{first.key} was agreed on without this rank")
             else:
                 _ONE[kind](first, mine[0], transport)
+
+    @contextlib.contextmanager
+    def _shown(self, agreed: tuple[Agreed, ...]) -> Iterator[None]:
+        """On the timeline, if there is one."""
+        if not self._timeline.is_on:
+            yield
+            return
+        for each in agreed:
+            self._timeline.begin(each.key.name, each.key.kind.name)
+        try:
+            yield
+        finally:
+            for each in agreed:
+                self._timeline.end(each.key.name)

@@ -24,7 +24,7 @@ def all_gather(agreed: Agreed, mine: Operation, transport: Transport) -> None:
     parts = _all_parts(agreed)
     rows = [part.shape[0] for part in parts]
     whole = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype_named(parts[0].dtype))
-    _gather_bytes(mine.read(), [as_bytes(slot) for slot in whole.split(rows)], transport)
+    _gather_bytes(mine.read(), [as_bytes(slot) for slot in torch.split(whole, rows)], transport)
     mine.deliver(whole, rows)
 
 
@@ -53,10 +53,10 @@ def all_to_all(agreed: Agreed, mine: Operation, transport: Transport) -> None:
     if _travels_together([rows * _row_bytes(parts[0]) for rows in sent]):
         everything = [torch.empty((rows, *row_shape), dtype=dtype) for rows in sent]
         _gather_bytes(own, [as_bytes(each) for each in everything], transport)
-        for slot, tensor, part in zip(whole.split(received), everything, parts, strict=True):
+        for slot, tensor, part in zip(torch.split(whole, received), everything, parts, strict=True):
             slot.copy_(_cut(tensor, part, place))
     else:
-        for source, (slot, part) in enumerate(zip(whole.split(received), parts, strict=True)):
+        for source, (slot, part) in enumerate(zip(torch.split(whole, received), parts, strict=True)):
             # One rank's tensor after the other: never all of them in memory at once.
             tensor = own if source == place else torch.empty((sent[source], *row_shape), dtype=dtype)
             transport.broadcast(as_bytes(tensor), source)
