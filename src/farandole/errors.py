@@ -94,7 +94,7 @@ class JobEnded(FatalError):
     """The coordinator ended the job, or agent and coordinator are gone."""
 
 
-class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+class HostsUpdatedInterrupt(RuntimeError):
     """Hosts came or will go: raised on all ranks by the same commit() or check_host_updates().
 
     skip_sync  kept for scripts that read it; Farandole always re-agrees on the state

@@ -51,7 +51,7 @@ def all_reduce_fused(
     sizes = [torch.Size(part.shape).numel() for part in parts]
     dtype = dtype_named(parts[0].dtype)
     flat = buffers.take(dtype, sum(sizes))
-    slots = list(flat.split(sizes))
+    slots = torch.split(flat, sizes)
     for slot, operation in zip(slots, mine, strict=True):
         if operation is None:
             slot.zero_()

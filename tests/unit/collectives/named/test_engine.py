@@ -96,7 +96,7 @@ def test_a_barrier_passes_while_other_operations_are_outstanding() -> None:
 def test_ranks_that_disagree_all_get_the_error_and_go_on() -> None:
     def disagree(named: NamedCollectives) -> float:
         dtype = torch.float32 if named.rank == 0 else torch.int64
-        with pytest.raises(CollectiveMismatch, match="float32.*int64"):
+        with pytest.raises(CollectiveMismatch, match=r"float32.*int64"):
             allreduce(named, "x", torch.ones(1, dtype=dtype)).take()
         return float(allreduce(named, "x", torch.ones(1)).take().item())
 
@@ -179,10 +179,9 @@ def test_a_rank_that_leaves_in_good_order_ends_nothing_that_was_agreed() -> None
         with pytest.raises(GenerationEnded):
             allreduce(named, "x", torch.ones(1))
 
-    world = ThreadWorld(3)
     for _ in range(20):
-        assert world.run(lambda transport: leave(engine_on(transport, world))) == [None] * 3
         world = ThreadWorld(3)
+        assert world.run(lambda transport, world=world: leave(engine_on(transport, world))) == [None] * 3
 
 
 class BrokenTransport(ThreadTransport):
