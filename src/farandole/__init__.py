@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from farandole import elastic
     from farandole.collectives.agreement import any, mean
+    from farandole.collectives.named import compression
+    from farandole.collectives.named import objects as functions
     from farandole.collectives.named.asynchronous import (
         allgather_async,
         allreduce_async,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     )
     from farandole.collectives.named.sparse import sparse_allreduce_async
     from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
+    from farandole.collectives.named.timeline_control import start_timeline, stop_timeline
     from farandole.errors import (
         FarandoleError,
         FatalError,
@@ -70,6 +73,8 @@ if TYPE_CHECKING:
         HostsUpdatedInterrupt,
         RecoverableError,
     )
+    from farandole.launch.run_function import run
+    from farandole.optim import distributed_optimizer as optimizer
     from farandole.optim.distributed_optimizer import DistributedOptimizer
     from farandole.worker.capabilities import (
         ccl_built,
@@ -118,7 +123,9 @@ _HOMES = {
     "collectives.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
     "collectives.named.sparse": "sparse_allreduce_async",
     "collectives.named.sync_batch_norm": "SyncBatchNorm",
+    "collectives.named.timeline_control": "start_timeline stop_timeline",
     "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),
+    "launch.run_function": "run",
     "optim.distributed_optimizer": "DistributedOptimizer",
     "worker.capabilities": (
         "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "
@@ -128,6 +135,15 @@ _HOMES = {
         "cross_rank cross_size device generation init is_initialized local_rank local_size rank shutdown size slot"
     ),
 }
+_MODULES = {
+    "elastic": "farandole.elastic",
+    "mpi_ops": "farandole",
+    "functions": "farandole.collectives.named.objects",
+    "compression": "farandole.collectives.named.compression",
+    "optimizer": "farandole.optim.distributed_optimizer",
+}
+"""Modules by the names under which scripts reach them, `hvd.mpi_ops.synchronize` for one."""
+
 _HOME = {name: f"farandole.{home}" for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
@@ -166,12 +182,14 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "compression",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
     "device",
     "elastic",
+    "functions",
     "generation",
     "global_process_set",
     "gloo_built",
@@ -192,25 +210,30 @@ __all__ = [
     "mean",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
+    "optimizer",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "slot",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        return importlib.import_module("farandole.elastic")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'farandole' has no attribute {name!r}")

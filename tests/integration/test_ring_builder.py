@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 import pytest
 import torch
-from rings import DEADLINE_S, build, in_threads, listeners, make_start, outcomes_in_threads
 
 from farandole.collectives.handshake import Introduction
 from farandole.collectives.listener import DataListener
@@ -20,6 +19,7 @@ from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
 from farandole.membership import GenerationId
+from tests.rings import DEADLINE_S, build, in_threads, listeners, make_start, outcomes_in_threads
 
 SHORT_S = 0.3
 

@@ -11,12 +11,12 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from rings import DEADLINE_S, Ring, build, listeners, ring
 
 from farandole.collectives.buffers import DTYPES
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
+from tests.rings import DEADLINE_S, Ring, build, listeners, ring
 
 SIZES = [1, 2, 3, 4]
 Call = Callable[[Transport], object]
