@@ -266,6 +266,10 @@ class NamedCollectives:
             self._submitted.forget([operation])
 
     def _finish_join(self, decision: AllJoined) -> None:
+        # Those who joined early submitted less: from here on all count alike again. Nothing of the set is in flight.
+        for key in list(self._numbers):
+            if key[1] == decision.process_set:
+                del self._numbers[key]
         for operation in self._submitted.in_flight():
             if operation.key.kind is Kind.JOIN and operation.key.process_set == decision.process_set:
                 operation.finish(decision.last_rank)

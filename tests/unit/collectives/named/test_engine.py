@@ -14,7 +14,7 @@ import torch
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.handles import poll, synchronize
-from farandole.collectives.named.requests import Kind
+from farandole.collectives.named.requests import GLOBAL_SET, Kind
 from farandole.errors import CollectiveMismatch, GenerationEnded, HorovodInternalError, PeerLost
 from farandole.membership import Placement
 from farandole.testing.thread_world import ThreadTransport, ThreadWorld
@@ -115,6 +115,16 @@ def test_a_rank_without_data_adds_zeros_until_all_have_joined() -> None:
     assert values == (2.0, 0.0, 2.0)
     assert len(set(lasts)) == 1
     assert lasts[0] in (0, 2)
+
+
+def test_unnamed_operations_count_alike_again_after_a_join() -> None:
+    def join(named: NamedCollectives) -> int:
+        for _ in range(named.rank):
+            allreduce(named, f"noname.{named.next_number(Kind.ALLREDUCE, GLOBAL_SET)}", torch.ones(1)).wait()
+        submit(named, Kind.JOIN, "join").wait()
+        return named.next_number(Kind.ALLREDUCE, GLOBAL_SET)
+
+    assert run(3, join) == [0, 0, 0]
 
 
 def test_a_process_set_has_connections_and_names_of_its_own() -> None:
