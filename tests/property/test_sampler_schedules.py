@@ -95,9 +95,7 @@ def test_each_sample_is_trained_once_under_any_schedule(
         assert len(trained) == behind
         assert {sampler.epoch for sampler in samplers} == {epoch}
     assert set(trained) == set(range(size))
-    # Only the phase that came to the end of the epoch has padded, and there each sample at most once more.
-    assert all(count <= 2 for count in trained.values()) or size < 6
-    assert sum(trained.values()) - size <= 5
+    assert sum(trained.values()) - size <= 5, "more padded than the one phase that came to the end of the epoch may"
 
 
 @no_deadline

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-
-from rings import DEADLINE_S, make_start
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from farandole.collectives.listener import DataListener
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.errors import RecoverableError
 from farandole.membership import Address
+from tests.rings import DEADLINE_S, make_start
 
 
 def say(**what: object) -> None:

@@ -44,7 +44,7 @@ class Remainder:
     @property
     def share(self) -> int:
         """Samples of each rank. Where the ranks do not divide the count, the first world - 1 or fewer of what is
-        left are taken twice, so that all ranks make the same number of steps."""
+        left are taken again, so that all ranks make the same number of steps."""
         return -(-self.count // self.world)
 
     def behind(self, count: int) -> Intervals:
