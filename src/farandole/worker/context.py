@@ -16,6 +16,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.process_sets import ProcessSet, forget_all, register_static
 from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.timeline_control import start_timeline
 from farandole.collectives.transport import Transport
 from farandole.env import read_fixed_env, read_horovod_settings, read_scratch_folder, read_worker_env
 from farandole.errors import JobEnded
@@ -47,7 +48,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
                   add_process_set() may be called later
 
     Raises ConfigError for an environment that makes no sense, JobEnded when the job is over already, ValueError
-    for process sets that are not the same on all workers, are no ranks of this job, or say the same twice.
+    for process sets that are not the same on all workers, are no ranks of this job, or say the same twice, OSError
+    when the file of HOROVOD_TIMELINE cannot be written.
     """
     global _is_dynamic
     if world.is_entered():
@@ -60,6 +62,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     try:
         _check_comm(comm)
         register_static(wanted, is_newcomer=_job is not None and _job.is_newcomer())
+        _start_timeline()
     except BaseException:
         shutdown()
         raise
@@ -202,6 +205,13 @@ def _settings() -> NamedSettings:
         stall_abort_s=said.stall_shutdown_s or 0.0,
         dynamic_process_sets=said.dynamic_process_sets or _is_dynamic,
     )
+
+
+def _start_timeline() -> None:
+    """The one that HOROVOD_TIMELINE asks for. Not by a newcomer: it is a rank 0, too, until it is admitted."""
+    said = read_horovod_settings()
+    if said.timeline is not None and not (_job is not None and _job.is_newcomer()):
+        start_timeline(said.timeline, said.mark_cycles)
 
 
 def _check_comm(comm: Sequence[int] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 from farandole.collectives import world
@@ -9,6 +10,8 @@ from farandole.collectives.named.timeline import Timeline
 
 process_timeline = Timeline()
 """What every NamedCollectives of this process is given."""
+
+atexit.register(process_timeline.stop)  # what was told last is in the file too
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
