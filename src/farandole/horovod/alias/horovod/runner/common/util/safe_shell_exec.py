@@ -80,10 +80,10 @@ def prefix_connection(
     index: int | None,
     prefix_output_with_timestamp: bool,
 ) -> None:
-    """Copy lines until the source ends, each as soon as it is complete, with `[index]<prefix>:` in front unless
-    `index` is None. A carriage return ends a line too: progress bars stay readable."""
+    """Copy lines until the source ends, each as soon as it is complete, with `[index]<prefix>:` in front if both are
+    given. A carriage return ends a line too: progress bars stay readable."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    front = "" if index is None else f"[{index}]<{prefix or ''}>:"
+    front = "" if index is None or prefix is None else f"[{index}]<{prefix}>:"
     rest = ""
 
     def write(line: str) -> None:
