@@ -1,0 +1,46 @@
+"""The pages for users name everything that there is."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+import farandole
+from farandole import elastic
+from farandole.env import HorovodSettings
+from farandole.launch.horovod_settings import SETTINGS
+from farandole.launch.run_parser import run_parser
+
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = (DOCS / "reference.md").read_text()
+MOVING = (DOCS / "moving-from-horovod.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted({*farandole.__all__, *elastic.__all__}))
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    assert re.search(rf"[`.]{re.escape(name)}[`(.]", REFERENCE), name
+
+
+def test_every_option_is_in_the_reference_or_said_to_have_no_effect() -> None:
+    parser, _ = run_parser("farandole run")
+    pages = REFERENCE + MOVING
+    for action in parser._actions:
+        is_hidden = action.help == argparse.SUPPRESS or action.dest == "help" or action.dest.startswith("autotune_")
+        assert is_hidden or any(f"`{flag}" in pages for flag in action.option_strings), action.option_strings
+
+
+def test_every_variable_that_means_something_is_in_the_page_about_horovod() -> None:
+    for setting in SETTINGS:
+        assert setting.no_effect or f"`{setting.variable}`" in MOVING, setting.variable
+    assert f"| {HorovodSettings.fusion_bytes} |" in MOVING
+    assert f"| {HorovodSettings.cache_capacity} |" in MOVING
+    assert f"| {HorovodSettings.stall_warning_s:g} |" in MOVING
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in (*DOCS.rglob("*.md"), DOCS.parent / "README.md"):
+        for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
