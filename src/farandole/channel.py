@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from farandole.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
+from farandole.deadline import within
 from farandole.messages import Message
 from farandole.wire import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
 
@@ -69,7 +70,7 @@ async def connect(host: str, port: int, token: bytes, job_id: str, decoder: msgs
     speaks another protocol or another version of it.
     """
     try:
-        return await asyncio.wait_for(_dial(host, port, token, job_id, decoder), HANDSHAKE_DEADLINE_S)
+        return await within(HANDSHAKE_DEADLINE_S, _dial(host, port, token, job_id, decoder))
     except asyncio.TimeoutError:
         raise ConnectionError(f"{host}:{port} did not answer within {HANDSHAKE_DEADLINE_S:g} s") from None
 
@@ -84,7 +85,7 @@ async def accept(
     """The listener's side of `connect`, with the same errors. The connection is closed after any of them."""
     try:
         handshake = _shake_hands(reader, writer, Handshake(Role.LISTENER, token, job_id))
-        session = await asyncio.wait_for(handshake, HANDSHAKE_DEADLINE_S)
+        session = await within(HANDSHAKE_DEADLINE_S, handshake)
     except asyncio.TimeoutError:
         writer.transport.abort()
         raise ConnectionError(f"no proof of the token within {HANDSHAKE_DEADLINE_S:g} s") from None

@@ -24,6 +24,7 @@ from farandole.coordinator.inputs import (
 from farandole.coordinator.job import new_job
 from farandole.coordinator.liveness import JobClock, Silence
 from farandole.coordinator.transitions import decide, next_deadline
+from farandole.deadline import within
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
 from farandole.membership import Address
@@ -249,7 +250,7 @@ class Coordinator:
 
 async def _receive_hello(channel: Channel[AgentMessage]) -> AgentHello:
     try:
-        message = await asyncio.wait_for(channel.receive(), HANDSHAKE_DEADLINE_S)
+        message = await within(HANDSHAKE_DEADLINE_S, channel.receive())
     except asyncio.TimeoutError:
         raise ConnectionError(f"it did not say AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
     if not isinstance(message, AgentHello):

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Awaitable
 from typing import Protocol
 
+from farandole.deadline import within
 from farandole.errors import ConfigError, FarandoleError
 from farandole.launch.hosts import HostSlots, parse_host
 
@@ -76,7 +77,7 @@ class ScriptDiscovery:
         except OSError as error:
             raise self._failed(f"could not be started: {error}") from None
         try:
-            out, err = await asyncio.wait_for(process.communicate(), self._time_limit_s)
+            out, err = await within(self._time_limit_s, process.communicate())
         except asyncio.TimeoutError:
             raise self._failed(f"did not end within {self._time_limit_s:g} s and was killed") from None
         finally:

@@ -12,7 +12,7 @@ from farandole.collectives import world
 from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.operation import Operation
 from farandole.collectives.named.requests import GLOBAL_SET, Key, Kind, Request
-from farandole.errors import CollectiveMismatch
+from farandole.errors import CollectiveMismatch, HorovodInternalError
 
 if TYPE_CHECKING:
     from farandole.collectives.named.engine import NamedCollectives
@@ -119,16 +119,21 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a process set away again. All ranks call it. False if it was not added, or is the global one.
 
-    Raises ValueError when dynamic process sets are not enabled, or other ranks remove another one.
+    Raises ValueError when dynamic process sets are not enabled, or other ranks remove another one; then it is still
+    there.
     """
     number = process_set.process_set_id
     if number is None or number == GLOBAL_SET:
         return False
     named = engine()
     _require_dynamic(named)
-    ranks = named.process_sets.get(number, ())
+    try:
+        _change(named, Kind.REMOVE_PROCESS_SET, [named.process_sets.get(number, ())])
+    except HorovodInternalError:
+        _forget(number)  # This world is over. The next one is to be without it.
+        raise
     _forget(number)
-    return bool(_change(named, Kind.REMOVE_PROCESS_SET, [ranks])[0])
+    return True
 
 
 def process_set_ids_and_ranks() -> dict[int, list[int]]:
