@@ -63,7 +63,7 @@ class HorovodSettings:
     dynamic_process_sets  process sets may be added after init()
     fusion_bytes          so many bytes of small tensors are reduced as one
     cache_capacity        so many negotiated operations are remembered; 0: none
-    log_level             "trace", "debug", "info", "warning", "error" or "fatal"
+    log_level             "trace", "debug", "info", "warning", "error" or "fatal"; None: as the script has it
     """
 
     timeline: str | None = None
@@ -75,7 +75,7 @@ class HorovodSettings:
     dynamic_process_sets: bool = False
     fusion_bytes: int = 64 << 20
     cache_capacity: int = 1024
-    log_level: str = "warning"
+    log_level: str | None = None
 
 
 def worker_environment(agent_address: str, worker: str, secret: str, slot: int) -> dict[str, str]:
@@ -148,8 +148,8 @@ def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSe
     default = HorovodSettings()
     timeline = environ.get("HOROVOD_TIMELINE") or None
     shutdown_s = _seconds(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0)
-    level = (environ.get("HOROVOD_LOG_LEVEL") or default.log_level).lower()
-    if level not in _LOG_LEVELS:
+    level = environ.get("HOROVOD_LOG_LEVEL", "").lower() or None
+    if level is not None and level not in _LOG_LEVELS:
         raise ConfigError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, got {level!r}")
     return HorovodSettings(
         timeline=None if timeline == "DYNAMIC" else timeline,

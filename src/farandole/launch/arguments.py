@@ -132,7 +132,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         start_timeout_s=options.start_timeout,
         detection_budget_s=options.detection_budget,
         grace_s=options.grace,
-        on_failure=options.on_failure or ("host" if follows_horovod else "slot"),
+        on_failure=options.on_failure or ("host" if options.cooldown_range else "slot"),
         cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
         reset_limit=options.reset_limit,
         fills_slots=has_script or (follows_horovod and is_elastic),

@@ -99,6 +99,7 @@ def run(
         min_np=num_proc if min_num_proc is None else min_num_proc,
         max_np=max_num_proc if max_np is None else max_np,
         reset_limit=reset_limit,
+        on_failure="host" if cooldown_range else "slot",
         cooldown_range_s=cooldown_range,
         start_timeout_s=JobConfig.start_timeout_s if start_timeout is None else start_timeout,
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,

@@ -121,7 +121,7 @@ def _failures(parser: argparse.ArgumentParser) -> None:
         "--on-failure",
         choices=("slot", "host"),
         help="what a worker that was lost takes out: its slot alone, or its whole host, as under Horovod "
-        "(default: slot; under horovodrun host)",
+        "(default: slot; with --blacklist-cooldown-range host)",
     )
     add(
         "--blacklist-cooldown-range",

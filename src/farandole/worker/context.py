@@ -22,7 +22,7 @@ from farandole.env import read_fixed_env, read_horovod_settings, read_scratch_fo
 from farandole.errors import JobEnded
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
-from farandole.worker import scratch
+from farandole.worker import logs, scratch
 from farandole.worker.fixed_job import FixedJob
 from farandole.worker.job import Job
 
@@ -58,6 +58,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     wanted: list[Any] = [] if process_sets is None or _is_dynamic else list(process_sets)
     if not all(isinstance(each, ProcessSet) for each in wanted):
         raise ValueError(f'init(process_sets={process_sets!r}): a list of ProcessSet, or "dynamic"')
+    if (level := read_horovod_settings().log_level) is not None:
+        logs.say_from(level)
     _join()
     try:
         _check_comm(comm)

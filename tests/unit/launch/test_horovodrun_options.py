@@ -61,22 +61,22 @@ def test_a_discovery_script_arrives_with_the_slots_of_hosts_it_gives_no_number_f
 
 
 def test_elastic_policies_arrive() -> None:
-    text = "-np 2 --on-failure host --reset-limit 10 --blacklist-cooldown-range 120 600 sh"
+    text = "-np 2 --reset-limit 10 --blacklist-cooldown-range 120 600 sh"
     assert parse_run(text.split()).config == JobConfig(
         2, on_failure="host", reset_limit=10, cooldown_range_s=(120.0, 600.0)
     )
 
 
 def test_under_horovodrun_a_job_is_elastic_only_when_that_is_asked_for() -> None:
-    assert parse_run(["-np", "2", "sh"], HOROVODRUN).config == JobConfig(2, 2, 2, restarts=0, on_failure="host")
+    assert parse_run(["-np", "2", "sh"], HOROVODRUN).config == JobConfig(2, 2, 2, restarts=0)
     for words, low, high in (("--min-np 1", 1, None), ("--max-np 4", 2, 4), ("--host-discovery-script x", 2, None)):
         config = parse_run(f"-np 2 {words} sh".split(), HOROVODRUN).config
-        assert config == JobConfig(2, low, high, on_failure="host", fills_slots=True, waits_for_newcomers=True)
+        assert config == JobConfig(2, low, high, fills_slots=True, waits_for_newcomers=True)
 
 
 def test_under_horovodrun_what_is_said_counts() -> None:
-    config = parse_run(["-np", "2", "--restarts", "1", "--on-failure", "slot", "sh"], HOROVODRUN).config
-    assert (config.restarts, config.on_failure) == (1, "slot")
+    config = parse_run(["-np", "2", "--restarts", "1", "--on-failure", "host", "sh"], HOROVODRUN).config
+    assert (config.restarts, config.on_failure) == (1, "host")
 
 
 def test_settings_become_the_variables_that_horovod_makes_of_them() -> None:

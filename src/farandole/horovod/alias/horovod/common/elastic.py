@@ -1,5 +1,14 @@
 """The framework-free side of elastic training, where scripts look for it."""
 
-from farandole.elastic import ObjectState, State, notification_manager, run_fn
+from farandole import HorovodInternalError, HostsUpdatedInterrupt
+from farandole.elastic import HostUpdateResult, ObjectState, State, notification_manager, run_fn
 
-__all__ = ["ObjectState", "State", "notification_manager", "run_fn"]
+__all__ = [
+    "HorovodInternalError",
+    "HostUpdateResult",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "notification_manager",
+    "run_fn",
+]
