@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farandole.testing.running_job import RunningJob, all_training
+from farandole.testing.running_job import FARANDOLE_RUN, HOROVODRUN, RunningJob, all_training
 from tests.jobs import SCRIPTS
 
 COMMIT_JOB = SCRIPTS / "commit_job.py"
@@ -20,11 +20,12 @@ COMMIT_JOB = SCRIPTS / "commit_job.py"
 class CommitJob(RunningJob):
     """Trains until finish() is called."""
 
-    def __init__(self, folder: Path, flags: list[str], *arguments: str) -> None:
+    def __init__(self, folder: Path, flags: list[str], *arguments: str, program: Sequence[str] = FARANDOLE_RUN) -> None:
         self._stop = folder / "stop"
         records = folder / "records"
         records.mkdir()
-        super().__init__(flags, COMMIT_JOB, ["--stop", str(self._stop), *arguments], records, folder / "output")
+        words = ["--stop", str(self._stop), *arguments]
+        super().__init__(flags, COMMIT_JOB, words, records, folder / "output", program)
 
     def finish(self) -> None:
         self._stop.touch()
@@ -107,6 +108,15 @@ def test_rank_0_may_die_while_parameters_are_still_being_copied(tmp_path: Path) 
         job.wait_until(committing(2, latest[0]["generation"]), 60)
         job.finish()
     check_resets(check(job, workers_at_end=2))
+
+
+def test_under_horovodrun_one_host_is_enough_to_survive_a_death(tmp_path: Path) -> None:
+    with CommitJob(tmp_path, ["-np", "2", "--min-np", "1", "-H", "localhost:2"], program=HOROVODRUN) as job:
+        latest = job.wait_until(committing(2), 60)
+        job.kill(latest[0]["pid"])
+        job.wait_until(committing(2, latest[0]["generation"]), 60)
+        job.finish()
+    check(job, workers_at_end=2)
 
 
 def test_all_but_one_may_die_at_once(tmp_path: Path) -> None:

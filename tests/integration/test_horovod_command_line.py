@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from farandole.testing.running_job import HOROVODRUN
 from tests.jobs import farandole_run
 
-HOROVODRUN = "import sys; from farandole.launch.horovodrun import main; sys.exit(main())"
 SHOW = "import os; print(*(f'{name}={value}' for name, value in os.environ.items() if name.startswith('HOROVOD_')))"
 
 
 def horovodrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", HOROVODRUN, *words]
+    command = [*HOROVODRUN, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

@@ -18,11 +18,17 @@ _POLL_S = 0.002
 _STOP_S = 20.0
 
 
+FARANDOLE_RUN = (sys.executable, "-m", "farandole", "run")
+_CODE = "import sys; from farandole.launch.horovodrun import main; sys.exit(main())"
+HOROVODRUN = (sys.executable, "-c", _CODE)  # the command belongs to a distribution of its own
+
+
 class RunningJob:
     """Starts `farandole run [flags] python script [arguments] --records folder`; ends it on leaving the `with`.
 
     folder  an empty folder for the records (records.py)
     output  where the job's output goes: None for this process's own, or a path
+    program FARANDOLE_RUN, or HOROVODRUN in its place
     """
 
     def __init__(
@@ -32,9 +38,10 @@ class RunningJob:
         arguments: Sequence[str],
         folder: Path,
         output: Path | None = None,
+        program: Sequence[str] = FARANDOLE_RUN,
     ) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(script), *arguments]
+        command = [*program, *flags, sys.executable, str(script), *arguments]
         with contextlib.ExitStack() as files:
             sink = files.enter_context(output.open("wb")) if output is not None else None
             self.process = subprocess.Popen(

@@ -168,9 +168,13 @@ def grouped_reducescatter_async(
 
 
 def reduction(op: int | None, average: bool | None = None) -> Reduction:
-    """What `op` and the deprecated `average` mean together. Raises ValueError if both are given."""
+    """What `op` and the deprecated `average` mean together. Raises ValueError if both are given, or for another op."""
     if average is None:
-        return Reduction.AVERAGE if op is None else Reduction(op)
+        try:
+            return Reduction.AVERAGE if op is None else Reduction(op)
+        except ValueError:
+            names = ", ".join(each.name.capitalize() for each in Reduction)
+            raise ValueError(f"op must be one of {names}, got {op!r}") from None
     if op is not None:
         raise ValueError(f"op and average say the same thing; give op only (got op={op!r} and average={average!r})")
     warnings.warn("average= is deprecated; give op=Average or op=Sum instead", DeprecationWarning, stacklevel=3)

@@ -52,7 +52,8 @@ def reduce_scatter(
 
 def _apply(function: Any, submit: Submit, tensors: Sequence[torch.Tensor], *rest: Any) -> tuple[torch.Tensor, ...]:
     """Through autograd, where there is any."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    # What is no tensor is refused by `submit`.
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
         results: tuple[torch.Tensor, ...] = function.apply(submit, *rest, *tensors)
         return results
     return _take(submit(tensors))
