@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 import farandole as fd
@@ -56,7 +57,7 @@ def main(checks: Checks, limit_s: float, init: Callable[[], None]) -> None:
         rank, started, problem = fd.rank(), time.monotonic(), None
         try:
             checks[name]()
-        except Exception:  # noqa: BLE001 - the test shows it
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the test shows it
             problem = traceback.format_exc()
         seconds = time.monotonic() - started
         if problem is not None:  # said at once: the others may be waiting in the middle of it, for ever

@@ -43,7 +43,8 @@ class BackgroundCopy:
         if sum(source.numel() * source.element_size() for source, _ in on_cpu) <= _INLINE_BYTES:
             self._work()
             return
-        self._thread = threading.Thread(target=self._work_in_thread, name="farandole-commit", daemon=True)
+        # No daemon: a process that ends must wait for it. A daemon inside of torch would take the process down.
+        self._thread = threading.Thread(target=self._work_in_thread, name="farandole-commit")
         self._thread.start()
 
     def finish(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -115,3 +117,13 @@ def test_hooked_modules_can_be_copied_and_pickled() -> None:
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         other.load_state_dict(model.state_dict())
         assert torch.equal(other.weight, model.weight)
+
+
+def test_a_process_may_end_while_a_copy_is_under_way() -> None:
+    code = """
+import torch
+from farandole.state.background_copy import BackgroundCopy
+BackgroundCopy().begin([(torch.ones(20_000_000), torch.empty(20_000_000)) for _ in range(4)])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
