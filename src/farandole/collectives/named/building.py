@@ -118,7 +118,9 @@ def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> No
             f"{call.name}: a dense tensor is needed, got one of layout {tensor.layout}; see sparse_allreduce_async()"
         )
     if tensor.is_meta:
-        raise ValueError(f'{call.name}: a tensor on the device "meta" has no values; it needs memory first, by to_empty()')
+        raise ValueError(
+            f'{call.name}: a tensor on the device "meta" has no values; it needs memory first, by to_empty()'
+        )
     if at_least_1d and tensor.dim() == 0:
         raise ValueError(f"{call.name}: a scalar has no rows to deal out; the tensor needs at least one dimension")
 
