@@ -1,0 +1,24 @@
+"""Operations used wrongly, over real processes: each check of tests/scripts/misuse.py, by size."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.checks.running import Found, explain, problems
+from tests.jobs import SCRIPTS
+from tests.scripts.misuse import CHECKS
+
+
+@cache
+def found(size: int) -> Found:
+    """One job for all checks."""
+    return problems(SCRIPTS / "misuse.py", size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_ranks(check: str, size: int) -> None:
+    said = found(size)
+    assert said.get(check) == [None] * size, explain(said, check)
