@@ -1,4 +1,4 @@
-"""A time limit for what is awaited."""
+"""A time limit for what is awaited, and what must come to its end whatever happens."""
 
 from __future__ import annotations
 
@@ -25,3 +25,20 @@ async def within(limit_s: float, awaited: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def to_its_end(awaited: Awaitable[T]) -> T:
+    """What `awaited` gives. A cancellation of the caller does not reach it, and is raised when it has ended.
+
+    For cleaning up: who is cancelled while it does so would leave the rest behind.
+    """
+    task = asyncio.ensure_future(awaited)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()

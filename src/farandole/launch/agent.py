@@ -12,6 +12,7 @@ import msgspec
 from farandole.authentication import derive_data_key
 from farandole.channel import Channel, connect
 from farandole.clock import now_s
+from farandole.deadline import to_its_end
 from farandole.env import horovod_environment, scratch_environment, worker_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled

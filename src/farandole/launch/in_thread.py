@@ -63,12 +63,13 @@ def in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     thread = threading.Thread(target=looper.run, name="farandole-job", daemon=True)
     thread.start()
     try:
-        while thread.is_alive():
-            thread.join(_LOOK_S)
+        # Not the thread's join(): before Python 3.13 an interrupted one takes the thread for ended from then on.
+        while not looper.has_ended.wait(_LOOK_S):
+            pass
     except BaseException:
         looper.cancel()
         # No deadline of its own: a cancelled job kills what is left after its grace.
-        thread.join()
+        looper.has_ended.wait()
         raise
     if looper.error is not None:
         raise looper.error
@@ -86,6 +87,7 @@ class _Looper(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         self.results: list[T] = []
         self.error: BaseException | None = None
+        self.has_ended = threading.Event()
 
     def run(self) -> None:
         try:
@@ -95,6 +97,7 @@ class _Looper(Generic[T]):
         finally:
             with self._lock:
                 self._loop = None
+            self.has_ended.set()
 
     def cancel(self) -> None:
         with self._lock:
