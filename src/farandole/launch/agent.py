@@ -99,7 +99,7 @@ class Agent:
                 if end.done():
                     end.result()
         finally:
-            await self._processes.end(config.grace_s)
+            await to_its_end(self._processes.end(config.grace_s))
             for task in (obedience, beats, watch):
                 task.cancel()
             self._server.stop()
