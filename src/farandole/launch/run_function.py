@@ -90,8 +90,10 @@ def run(
     The others are Horovod's and change nothing; giving one is a warning.
 
     Raises FunctionFailed (a RuntimeError) with the traceback of the first worker that raised, ConfigError (a
-    ValueError) for arguments that cannot work, TypeError for a function that cannot be sent.
+    ValueError) for arguments that cannot work, TypeError for what is no function or cannot be sent.
     """
+    if not callable(func):
+        raise TypeError(f"farandole.run: the first argument is the function for the workers, got {func!r}")
     num_proc = num_proc if np is None else np
     min_num_proc = min_num_proc if min_np is None else min_np
     config = JobConfig(
