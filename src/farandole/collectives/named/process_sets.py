@@ -91,13 +91,15 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 _added: list[ProcessSet] = []  # in the order in which they were added
 _unclaimed: set[tuple[int, ...]] = set()  # added anew after a regroup, and not again by the script
+_before_admission: NamedCollectives | None = None  # a newcomer's world of one, which has not the ranks of the job
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Add a process set while the job runs. All ranks call it, with the same ranks, in the same order.
 
     After a regroup a script may add what it has added before: every process set is there again already, and keeps
-    its id.
+    its id. A worker that was started into a running job gets no id before it is admitted; then it has one if the
+    others have this process set.
 
     Raises ValueError when dynamic process sets are not enabled, when there is one of these ranks already, and when
     other ranks add something else.
@@ -106,6 +108,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     named = engine()
     _require_dynamic(named)
     ranks = tuple(added.ranks or ())
+    if named is _before_admission:
+        _added.append(added)  # recreate() will give it an id
+        return added
     if ranks in _unclaimed:
         _unclaimed.remove(ranks)
         added.process_set_id = _ids(named)[ranks]
@@ -148,10 +153,12 @@ def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = F
 
     Raises ValueError, on all ranks, when they differ, name a rank that there is not, or have one twice.
     """
+    global _before_admission
+    named = engine()
+    _before_admission = named if is_newcomer else None
     if is_newcomer:
         _added.extend(process_sets)
         return
-    named = engine()
     wanted = [tuple(each.ranks or ()) for each in process_sets]
     heard = _gather(wanted, named)
     if any(theirs != wanted for theirs in heard):
@@ -172,17 +179,19 @@ def recreate(is_newcomer: bool) -> None:
     """Add all process sets again, in a new generation. All ranks call it before any other named operation, if
     has_added() is true for one of them.
 
-    The order is that of the lowest rank that is no newcomer; what others have beside is added behind. A process
-    set that names a rank which there is no more is not added: its object has no id from now on.
+    The order is that of the lowest rank that is no newcomer; what others have beside is added behind. What only
+    newcomers have was removed before they came, and stays so. A process set that names a rank which there is no more
+    is not added: its object has no id for now.
     """
     named = engine()
     mine = [tuple(each.ranks or ()) for each in _added]
     heard = _gather([*mine, (-1,)] if is_newcomer else mine, named)
     members = [theirs for theirs in heard if (-1,) not in theirs]
-    everything = dict.fromkeys(ranks for theirs in [*members, *heard] for ranks in theirs if ranks != (-1,))
+    everything = dict.fromkeys(ranks for theirs in members or heard for ranks in theirs if ranks != (-1,))
     size = len(named.process_sets[GLOBAL_SET])
-    possible = [ranks for ranks in everything if ranks[-1] < size and len(ranks) < size]
+    possible = [ranks for ranks in everything if ranks and ranks[-1] < size and len(ranks) < size]
     _change(named, Kind.ADD_PROCESS_SET, possible)
+    _added[:] = [each for each in _added if tuple(each.ranks or ()) in everything]
     ids = _ids(named)
     for each in _added:
         each.process_set_id = ids.get(tuple(each.ranks or ()))
