@@ -299,9 +299,9 @@ def check_a_mistake_in_a_process_set_concerns_its_members_only() -> None:
 
 
 @contextmanager
-def giving_up_after_two_seconds() -> Iterator[None]:
+def giving_up_after_a_second() -> Iterator[None]:
     """Ranks that are late may still come. That they do not come any more only time can tell, for those who ask."""
-    asked = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    asked = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1"}
     fd.shutdown()
     os.environ |= asked  # is read again by each init()
     fd.init(process_sets="dynamic")
@@ -323,43 +323,38 @@ def meet() -> None:
         return
 
 
-def check_a_rank_that_never_comes_is_named() -> None:
-    late = fd.size() - 1
-    with giving_up_after_two_seconds():
-        if fd.rank() != late:
-            begins: list[Callable[[], Any]] = [
-                lambda: fd.allreduce_async(mine(), name="single"),
-                lambda: fd.grouped_allreduce_async([mine(), mine()], name="grouped"),
-                lambda: fd.allgather_async(mine(), "gathered"),
-                lambda: fd.broadcast_async_(mine(), 0, "broadcast"),
-            ]
-            for handle in [begin() for begin in begins]:
-                assert_fails(partial(fd.synchronize, handle), f"rank {late} did not")
-        meet()
-        for name in ("single", "grouped", "gathered", "broadcast"):
-            assert_goes_on(name)
-
-
-def check_process_sets_of_one_operation_that_differ() -> None:
+def check_what_nobody_else_comes_for_is_given_up_and_says_who_is_missing() -> None:
+    """Three mistakes at once, since each takes its time: a rank that never comes, another process set on rank 0, and
+    unnamed operations of two kinds, which are counted apart."""
     last = fd.size() - 1
-    with giving_up_after_two_seconds():
+    with giving_up_after_a_second():
         members = fd.add_process_set([0, last]) if fd.size() > 2 else fd.add_process_set([0])
+        waits: list[tuple[Any, str]] = []
+        if fd.rank() != last:
+            missing = f"rank {last} did not"
+            waits += [
+                (fd.allreduce_async(mine(), name="single"), missing),
+                (fd.grouped_allreduce_async([mine(), mine()], name="grouped"), missing),
+                (fd.allgather_async(mine(), "gathered"), missing),
+                (fd.broadcast_async_(mine(), 0, "broadcast"), missing),
+            ]
         if fd.rank() != 0:
-            assert_fails(lambda: fd.allreduce(mine(), name="where"), "rank 0 did not")
-        elif fd.size() > 2:
-            assert_fails(lambda: fd.allreduce(mine(), name="where", process_set=members), f"rank {last} did not")
+            waits.append((fd.allreduce_async(mine(), name="where"), "rank 0 did not"))
+            waits.append((fd.allgather_async(mine()), "rank 0 did not"))
         else:
-            assert_same(fd.allreduce(mine(), name="where", process_set=members), mine())
+            waits.append((fd.allreduce_async(mine()), "did not"))
+            among = fd.allreduce_async(mine(), name="where", process_set=members)
+            if fd.size() > 2:
+                waits.append((among, f"rank {last} did not"))
+            else:
+                assert_same(fd.synchronize(among), mine())  # alone in it
+        for handle, words in waits:
+            assert_fails(partial(fd.synchronize, handle), words)
         meet()
         assert fd.remove_process_set(members)
-        assert_goes_on("where")
-
-
-def check_unnamed_operations_of_two_kinds() -> None:
-    """Rank 0 reduces where the others gather: each waits for a number of its kind."""
-    with giving_up_after_two_seconds():
-        assert_fails((lambda: fd.allreduce(mine())) if fd.rank() == 0 else (lambda: fd.allgather(mine())), "did not")
-    assert_goes_on("unnamed")  # Numbers begin anew with init().
+        for name in ("single", "grouped", "gathered", "broadcast", "where"):
+            assert_same(fd.allreduce(mine(), name=name, op=fd.Sum), reduced(of_all(), fd.Sum))
+    assert_goes_on("afterwards")  # Unnamed operations are counted anew after init().
 
 
 def disagreements() -> Checks:

@@ -264,11 +264,6 @@ def check_objects_that_cannot_be_pickled() -> None:
     assert_all_is_well()
 
 
-def check_optimizers_that_have_no_parameters_to_broadcast() -> None:
-    optimizer = torch.optim.LBFGS([torch.nn.Parameter(mine())])
-    assert_refused(ValueError, "LBFGS", lambda: fd.broadcast_optimizer_state(optimizer, 0))
-
-
 def check_a_timeline_that_cannot_be_written() -> None:
     if fd.rank() == 0:
         with pytest.raises(OSError, match="timeline"):
