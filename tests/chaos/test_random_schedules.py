@@ -54,7 +54,7 @@ def run_schedule(seed: int, folder: Path) -> None:
         job.wait_until(lambda latest: len(latest) >= 2, 60)
         disturb(job, chance)
         assert job.wait(60) == 0, (folder / "output").read_text()[-3000:]
-    check_job(Proof(folder), EPOCHS, SAMPLES)
+    check_job(Proof(folder), SAMPLES, EPOCHS)
 
 
 @pytest.mark.timeout(240)

@@ -23,6 +23,19 @@ def job(folder: Path, flags: list[str], *arguments: str) -> RunningJob:
     return RunningJob(flags, ELASTIC_JOB, arguments, folder, folder / "output")
 
 
+class EndlessJob(RunningJob):
+    """Trains until finish() is called, however long it takes until what a test waits for has happened."""
+
+    def __init__(self, folder: Path, flags: list[str], *arguments: str) -> None:
+        self._stop = folder / "stop"
+        words = ["--epochs", "1000000", "--stop", str(self._stop), *arguments]
+        super().__init__(flags, ELASTIC_JOB, words, folder, folder / "output")
+
+    def finish(self) -> None:
+        self._stop.touch()
+        assert self.wait(60) == 0, (self.folder / "output").read_text()
+
+
 def beyond(generation: int, size: int) -> Any:
     def condition(latest: dict[int, dict[str, Any]]) -> bool:
         return all_training(size)(latest) and latest[0]["generation"] > generation
@@ -43,15 +56,15 @@ def test_a_quiet_job_trains_every_sample_once_with_one_generation(tmp_path: Path
 def test_survivors_of_a_kill_go_on_in_the_same_processes_and_the_replacement_joins(
     tmp_path: Path, extra: list[str]
 ) -> None:
-    with job(tmp_path, ["-np", "3"], "--epochs", "60", *extra) as running:
+    with EndlessJob(tmp_path, ["-np", "3"], *extra) as running:
         latest = running.wait_until(all_training(3), 60)
         victim, generation = latest[1]["pid"], latest[1]["generation"]
         at_ns = running.kill(victim)
         survivors = {record["pid"] for record in latest.values()} - {victim}
         running.wait_until(beyond(generation, 3), 60)
-        assert running.wait(120) == 0
+        running.finish()
     proof = Proof(tmp_path)
-    check_job(proof, epochs=60, samples=SAMPLES, workers_at_end=3)
+    check_job(proof, samples=SAMPLES, workers_at_end=3)
     first = proof.first_steps(generation + 1, survivors)
     assert set(first) == survivors
     assert all(ns > at_ns for ns in first.values())
@@ -60,22 +73,22 @@ def test_survivors_of_a_kill_go_on_in_the_same_processes_and_the_replacement_joi
 
 
 def test_rank_0_may_die_like_any_other(tmp_path: Path) -> None:
-    with job(tmp_path, ["-np", "2"], "--epochs", "60") as running:
+    with EndlessJob(tmp_path, ["-np", "2"]) as running:
         latest = running.wait_until(all_training(2), 60)
         running.kill(latest[0]["pid"])
         running.wait_until(beyond(latest[0]["generation"], 2), 60)
-        assert running.wait(120) == 0
-    check_job(Proof(tmp_path), epochs=60, samples=SAMPLES, workers_at_end=2)
+        running.finish()
+    check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=2)
 
 
 def test_all_but_one_may_die_at_once(tmp_path: Path) -> None:
-    with job(tmp_path, ["-np", "3"], "--epochs", "60") as running:
+    with EndlessJob(tmp_path, ["-np", "3"]) as running:
         latest = running.wait_until(all_training(3), 60)
         for rank in (0, 1):
             running.kill(latest[rank]["pid"])
         running.wait_until(beyond(latest[0]["generation"], 3), 60)
-        assert running.wait(120) == 0
-    check_job(Proof(tmp_path), epochs=60, samples=SAMPLES, workers_at_end=3)
+        running.finish()
+    check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=3)
 
 
 def test_a_job_without_replacements_goes_on_with_fewer(tmp_path: Path) -> None:
@@ -110,33 +123,35 @@ def test_below_min_np_the_job_waits_and_then_fails_saying_why(tmp_path: Path) ->
 
 
 def test_a_worker_that_aborts_is_lost_like_any_other(tmp_path: Path) -> None:
-    with job(tmp_path, ["-np", "2"], "--epochs", "60") as running:
+    with EndlessJob(tmp_path, ["-np", "2"]) as running:
         latest = running.wait_until(all_training(2), 60)
         running.kill(latest[1]["pid"], signal.SIGABRT)
         running.wait_until(beyond(latest[0]["generation"], 2), 60)
-        assert running.wait(120) == 0
-    check_job(Proof(tmp_path), epochs=60, samples=SAMPLES, workers_at_end=2)
+        running.finish()
+    check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=2)
 
 
 def test_the_source_killed_in_the_middle_of_a_sync_leaves_the_others_right(tmp_path: Path) -> None:
     """A newcomer copies 200 MB from rank 0, which is killed meanwhile: one more generation, nothing torn."""
-    with job(tmp_path, ["-np", "3"], "--epochs", "40", "--frozen-mb", "200") as running:
+    with EndlessJob(tmp_path, ["-np", "3"], "--frozen-mb", "200") as running:
         latest = running.wait_until(all_training(3), 60)
         source = latest[0]["pid"]
         running.kill(latest[2]["pid"])
         wait_for_line(tmp_path / "output", "generation 3 starts")
         running.kill(source)
-        assert running.wait(100) == 0
+        running.wait_until(beyond(3, 3), 60)
+        running.finish()
     said = (tmp_path / "output").read_text()
     proof = Proof(tmp_path)
-    check_job(proof, epochs=40, samples=SAMPLES, workers_at_end=3)
+    check_job(proof, samples=SAMPLES, workers_at_end=3)
     assert 3 not in proof.generations(), f"the sync was over before the kill:\n{said}"
 
 
 def test_an_exception_on_one_worker_is_shown_once_and_the_others_go_on(tmp_path: Path) -> None:
-    with job(tmp_path, ["-np", "3"], "--epochs", "40", "--raise-once", str(tmp_path / "raised")) as running:
-        assert running.wait(100) == 0
-    check_job(Proof(tmp_path), epochs=40, samples=SAMPLES, workers_at_end=3)
+    with EndlessJob(tmp_path, ["-np", "3"], "--raise-once", str(tmp_path / "raised")) as running:
+        running.wait_until(beyond(1, 3), 60)
+        running.finish()
+    check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=3)
     said = (tmp_path / "output").read_text()
     assert said.count("Traceback (most recent call last)") == 1
     assert "ArithmeticError: only once, only here" in said
@@ -144,10 +159,11 @@ def test_an_exception_on_one_worker_is_shown_once_and_the_others_go_on(tmp_path:
 
 def test_a_worker_that_exits_with_code_0_in_the_middle_is_lost_like_any_other(tmp_path: Path) -> None:
     """An exit is never a message: a wild os._exit(0) in some library may have caused it."""
-    with job(tmp_path, ["-np", "2"], "--epochs", "40", "--exit-once", str(tmp_path / "exited")) as running:
-        assert running.wait(100) == 0
+    with EndlessJob(tmp_path, ["-np", "2"], "--exit-once", str(tmp_path / "exited")) as running:
+        running.wait_until(beyond(2, 2), 60)
+        running.finish()
     proof = Proof(tmp_path)
-    check_job(proof, epochs=40, samples=SAMPLES, workers_at_end=2)
+    check_job(proof, samples=SAMPLES, workers_at_end=2)
     assert len(proof.generations()) == 3
 
 
@@ -166,13 +182,13 @@ def shared_memory_files() -> set[str]:
 
 def test_killed_workers_leave_no_files_behind(tmp_path: Path, temp_folder: Path) -> None:
     before = shared_memory_files()
-    with job(tmp_path, ["-np", "2"], "--epochs", "60", "--num-workers", "2") as running:
+    with EndlessJob(tmp_path, ["-np", "2"], "--num-workers", "2") as running:
         latest = running.wait_until(all_training(2), 60)
         for _ in range(2):
             running.kill(latest[1]["pid"])
             latest = running.wait_until(beyond(latest[0]["generation"], 2), 60)
         assert list(temp_folder.glob("*/listener-*")), "loader workers pass tensors through the job's own folder"
-        assert running.wait(120) == 0
+        running.finish()
     assert list(temp_folder.iterdir()) == []
     assert shared_memory_files() <= before
 

@@ -17,6 +17,7 @@ from farandole.testing.records import Records
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--stop", type=Path, help="end after the epoch in which this file is there")
     parser.add_argument("--samples", type=int, default=600)
     parser.add_argument("--global-batch-size", type=int, default=12)
     parser.add_argument("--num-workers", type=int, default=0)
@@ -90,6 +91,8 @@ def main() -> None:
                 if options.mean_each_step:
                     fd.mean(loss.item())
             fd.mean(1.0)
+            if options.stop and fd.any(options.stop.exists()):
+                break
         return fd.mean(float(state.step))
 
     result = train(state)
