@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ import torch
 import farandole as fd
 
 ROOT = Path(__file__).parents[2]
+
+_JOB_LIMIT_S = 100
 
 Checks = Mapping[str, Callable[[], None]]
 Found = dict[str, list[str | None]]
@@ -77,15 +80,21 @@ def main(checks: Checks, limit_s: float, init: Callable[[], None]) -> None:
 def problems(script: Path, size: int, *arguments: str, **environment: str) -> Found:
     """What the ranks of a job of `size` workers said of each check. What was not reached is missing."""
     command = [sys.executable, "-m", "farandole", "run", "-np", str(size), sys.executable, str(script), *arguments]
-    done = subprocess.run(
+    with subprocess.Popen(
         command,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )
-    found: Found = {"": [done.stdout + done.stderr]}
-    for line in re.findall(r'\{"check".*\}', done.stdout):
+    ) as job:
+        try:
+            output, _ = job.communicate(timeout=_JOB_LIMIT_S)
+        except subprocess.TimeoutExpired:  # said of what is missing, once for all checks
+            job.send_signal(signal.SIGINT)
+            output, _ = job.communicate()
+            output += f"\nended after {_JOB_LIMIT_S} s"
+    found: Found = {"": [output]}
+    for line in re.findall(r'\{"check".*\}', output):
         said = json.loads(line)
         found[said["check"]] = said["problems"]
     return found
