@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
 
+from farandole.data import torch_arguments
 from farandole.data.boundary import Boundary, SoloBoundary
-from farandole.data.dealer import Dealer, Dealt, Order
-from farandole.data.partition import Layout, global_batch
-from farandole.data.permutation import FORMAT_VERSION, Permutation
+from farandole.data.dealer import Dealer, Dealt
+from farandole.data.map_dataset import MapDataset, size_of
+from farandole.data.orders import Order, Sequential, Shuffled
+from farandole.data.partition import Layout, Tail, global_batch
+from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
-from farandole.errors import DataError, StepError
+from farandole.errors import ConfigError, DataError, StepError
 from farandole.state import step
 from farandole.state.ticket import Batch, Ticket
 
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
 
-class MapDataset(Protocol):
-    """A data set with a length whose samples can be asked for in any order."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
+# What a saved state means that does not say it.
+_UNSAID: Mapping[str, int | str] = {"tail": "short"}
+# Why a saved state may not fit, besides other arguments.
+_CHANGED: Mapping[str, str] = {
+    "size": "; samples were added to the data set, or taken from it",
+    "order": "; an order's last digits stand for its weights, labels, lengths or shard sizes",
+}
 
 
 class DataLoader:
@@ -42,13 +44,22 @@ class DataLoader:
     global_batch_size  samples of one optimizer step, over all workers; fixed, so that the learning rate can
                        stay as it is when workers join or leave
     seed, shuffle      the order of the samples: a new one each epoch; without shuffle always 0, 1, 2, ...
+    order              another one (data/orders/): Weighted, Stratified, Bucketed, ShardLocal
+    tail               what becomes of the last samples of an epoch, when they do not fill a global batch:
+        "short"  they are a shorter one, whose gradient is their mean
+        "carry"  it is filled with the first samples of the next epoch, so that all steps have as many. The step
+                 belongs to the epoch that it began in; the next epoch goes on behind them, and has one batch less now
+                 and then. Also after the last epoch: its last step trains the first samples of one more
+        "drop"   nobody trains them in this epoch
+    drop_last          torch's name: True is tail="drop"
     max_local_batch    most samples of one loop body; larger shares come as several micro-batches, and only
                        the last of them makes the optimizer step. In an elastic function the share at the
                        start of the job unless given
     min_share          fewest samples of one loop body where that is possible; 2 for models with BatchNorm
 
     The other arguments are those of torch's DataLoader. Its loader workers are started once and live on when
-    the world changes.
+    an epoch ends and when the world changes: persistent_workers=True changes nothing. What cannot be followed is
+    refused: batch_size, sampler, batch_sampler, generator, persistent_workers=False and in_order=False.
 
     A worker that gets no sample of a global batch is handed a *ghost*: real samples, whose gradient does not
     count, so that the loop body runs equally often everywhere.
@@ -58,7 +69,9 @@ class DataLoader:
     batch          the batch that is out; None before the first and after the last one
     indices        the samples of the data set in it, in order; none for a ghost
 
-    Raises DataError, with the values, for an empty or iterable-style data set and for sizes that cannot work.
+    Raises DataError, with the values, for an empty or iterable-style data set, for an order made for another one
+    and for sizes that cannot work; a global batch larger than the data set is one of them. Raises ConfigError for
+    arguments that contradict each other or cannot be followed.
     """
 
     def __init__(
@@ -68,17 +81,27 @@ class DataLoader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        order: Order | None = None,
+        tail: Tail | None = None,
+        drop_last: bool = False,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
+        pin_memory_device: str = "",
+        timeout: float = 0,
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | BaseContext | None = None,
         max_local_batch: int | None = None,
         min_share: int = 1,
+        **refused: object,
     ) -> None:
-        self._layout = Layout(_size_of(dataset), global_batch_size, max_local_batch, min_share)
-        self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
+        torch_arguments.refuse(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
+        self.order = _order(order, shuffle)
+        self._layout = Layout(
+            self.order.length(size_of(dataset)), global_batch_size, max_local_batch, min_share, _tail(tail, drop_last)
+        )
+        self.dataset, self.seed = dataset, seed
         self.epoch = 0
         self.cursor = 0
         self.boundary: Boundary = SoloBoundary()
@@ -86,33 +109,45 @@ class DataLoader:
         self.indices: list[int] = []
         self._is_pending = False  # a batch is out whose ticket is not committed
         self._rank, self._world = 0, 1
-        order = _shuffled(self._layout.size, seed) if shuffle else _sequential
-        self._dealer = Dealer(self._layout, order)
+        self._dealer = Dealer(self._layout, self.order.bind(self._layout, seed))
         inner: TorchDataLoader[Any] = TorchDataLoader(
             dataset,  # type: ignore[arg-type]  # torch wants its own class, and uses these two methods
             batch_sampler=self._dealer,
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
+            timeout=timeout,
             prefetch_factor=prefetch_factor,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
             generator=torch.Generator(),
+            pin_memory_device=pin_memory_device,
         )
         self._prefetch = Prefetch(inner, self._dealer)
 
     # Iterating -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Global batches of one epoch: how often the loop body makes a step."""
-        return self._layout.global_batches
+        """Global batches of the current epoch: how often the loop body makes a step in it."""
+        return self._layout.global_batches(self.cursor)
+
+    @property
+    def fraction(self) -> float:
+        """How much of the current epoch is trained, from 0 to 1."""
+        return min(1.0, self.cursor / self._layout.end)
+
+    def __str__(self) -> str:
+        """For people: where training is."""
+        layout = self._layout
+        return f"epoch {self.epoch}, {min(self.cursor, layout.end):,} of {layout.end:,} samples ({self.fraction:.1%})"
 
     def epochs(self, total: int) -> Iterator[int]:
         """Numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
 
         The number advances when every worker has come back for the next one. After a regroup in the tail of
         an epoch (an evaluation) its number comes again, with as many batches as are left, often none. `break`
-        in the loop over batches ends the epoch for good; all workers must take it at the same step.
+        in the loop over batches ends the epoch for good, and the next one begins with its first sample; all workers
+        must take it at the same step.
         """
         while self.epoch < total:
             yield self.epoch
@@ -132,7 +167,7 @@ class DataLoader:
         what the data set raised; epoch and cursor are as they were then."""
         self.boundary.reach()
         goes_on = self._settle()
-        if not goes_on and self.cursor == self._layout.size:
+        if not goes_on and self.cursor >= self._layout.end:
             self._put_away()
             raise StopIteration
         dealt, data = self._take()
@@ -164,8 +199,8 @@ class DataLoader:
             raise
 
     def _advance(self) -> None:
-        is_whole = self.cursor == self._layout.size
-        self.epoch, self.cursor = self.epoch + 1, 0
+        is_whole = self.cursor >= self._layout.end
+        self.epoch, self.cursor = self.epoch + 1, self._layout.next_epoch(self.cursor)
         if not is_whole:
             self._deal()
         self._put_away()
@@ -184,7 +219,7 @@ class DataLoader:
     def commit(self, ticket: Ticket) -> None:
         """The step of `ticket` is decided: the cursor moves behind its samples. Raises DataError, with
         nothing changed, for any other than the next ticket: stale, out of order, or committed already."""
-        start, stop = global_batch(self.cursor, self._layout.size, self._layout.global_batch_size)
+        start, stop = global_batch(self._layout, self.cursor)
         if (ticket.epoch, ticket.start, ticket.stop) != (self.epoch, start, stop):
             raise DataError(
                 f"cannot commit samples [{ticket.start}, {ticket.stop}) of epoch {ticket.epoch}: next are "
@@ -210,35 +245,41 @@ class DataLoader:
             largest = -(-self._layout.global_batch_size // world)
             self._split_above(max(largest, 2 * self._layout.min_share - 1))
 
-    def state_dict(self) -> dict[str, int]:
-        """Where training is: a few integers, the same on every worker, for any number of workers."""
-        limit = self._layout.max_local_batch or 0
-        return {**self._identity(), "epoch": self.epoch, "cursor": self.cursor, "max_local_batch": limit}
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: a few numbers, the same on every worker, for any number of workers."""
+        state = {**self._identity(), "epoch": self.epoch, "cursor": self.cursor}
+        if self._layout.max_local_batch is not None:
+            state["max_local_batch"] = self._layout.max_local_batch
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises DataError, with nothing changed, when the state is of another data set
-        size, order or global batch size: its cursor would not mean the same samples."""
-        for name, ours in self._identity().items():
-            if state.get(name) != ours:
+        size, order, tail or global batch size: its cursor would not mean the same samples."""
+        ours = self._identity()
+        for name in ("version", "seed", "order", "size", "global_batch_size", "tail"):
+            if state.get(name, _UNSAID.get(name)) != ours.get(name, _UNSAID.get(name)):
                 raise DataError(
-                    f"the saved loader has {name}={state.get(name)}, this one {ours}; go on with the values "
-                    f"it was saved with, or without loading it"
+                    f"the saved loader has {name}={state.get(name, _UNSAID.get(name))}, this one "
+                    f"{ours.get(name, _UNSAID.get(name))}; go on with the values it was saved with, or without "
+                    f"loading it{_CHANGED.get(name, '')}"
                 )
         epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
-        if epoch < 0 or not 0 <= cursor <= self._layout.size:
+        if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
             raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
         self.epoch, self.cursor = epoch, cursor
         self._split_above(state.get("max_local_batch", 0))
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, int | str]:
         """What a cursor's meaning hangs on."""
-        return {
+        identity: dict[str, int | str] = {
             "version": FORMAT_VERSION,
             "seed": self.seed,
-            "shuffle": int(self.shuffle),
+            "order": self.order.identity,
             "size": self._layout.size,
             "global_batch_size": self._layout.global_batch_size,
+            "tail": self._layout.tail,
         }
+        return {name: value for name, value in identity.items() if _UNSAID.get(name) != value}
 
     def _split_above(self, samples: int) -> None:
         """Every rank has to split alike; 0 keeps what is."""
@@ -257,26 +298,18 @@ class DataLoader:
         self._dealer.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
 
 
-def _size_of(dataset: MapDataset) -> int:
-    if isinstance(dataset, IterableDataset):
-        raise DataError(
-            f"{type(dataset).__name__} is an IterableDataset: its samples cannot be asked for by index, "
-            f"so they cannot be divided anew when workers change; give one with __len__ and __getitem__"
-        )
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{type(dataset).__name__} needs __len__ and __getitem__ to be divided among workers")
-    return len(dataset)
-
-
-def _shuffled(size: int, seed: int) -> Order:
-    def order(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return Permutation(size, seed, epoch)(positions)
-
+def _order(order: Order | None, shuffle: bool) -> Order:
+    if order is None:
+        return Shuffled() if shuffle else Sequential()
+    if not shuffle:
+        raise ConfigError(f"DataLoader: shuffle=False and order={order.identity} contradict each other; give one")
     return order
 
 
-def _sequential(_epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    return positions
+def _tail(tail: Tail | None, drop_last: bool) -> Tail:
+    if drop_last and tail not in (None, "drop"):
+        raise ConfigError(f"DataLoader: drop_last=True and tail={tail!r} contradict each other; give one")
+    return "drop" if drop_last else tail or "short"
 
 
 def _advice(ticket: Ticket, phase: str) -> str:

@@ -7,19 +7,29 @@ re-divides what is left and nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from farandole.errors import DataError
 from farandole.state.ticket import Batch, Ticket
+
+# What becomes of the last samples of an epoch, when the global batch size does not divide it.
+Tail: TypeAlias = Literal["short", "carry", "drop"]
 
 
 @dataclass(frozen=True)
 class Layout:
     """How an epoch is cut into global batches, and these into loop bodies; the same on all ranks.
 
-    size               samples of the data set
-    global_batch_size  samples of one optimizer step, over all ranks; the last one of an epoch may be shorter
+    size               samples of one epoch: positions 0, ..., size - 1 of its order
+    global_batch_size  samples of one optimizer step, over all ranks
     max_local_batch    most samples of one loop body; larger shares are split into micro-batches; None: all
     min_share          fewest samples of one loop body, where there are so many (2 for BatchNorm)
+    tail               what becomes of the samples that do not fill the last global batch of an epoch
+        "short"  they are a shorter one
+        "carry"  it is filled with the first samples of the next epoch: positions from `size` on mean those. The step
+                 belongs to the epoch that it began in, and the cursor moves beyond `size` by the samples that the
+                 next epoch has had already
+        "drop"   nobody trains them in this epoch; the next one has another order, and so drops others
 
     Raises DataError on values that cannot work.
     """
@@ -28,6 +38,7 @@ class Layout:
     global_batch_size: int
     max_local_batch: int | None = None
     min_share: int = 1
+    tail: Tail = "short"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -40,6 +51,8 @@ class Layout:
             raise DataError(
                 f"min_share must be in 1..{self.global_batch_size}, the global batch size, got {self.min_share}"
             )
+        if self.tail not in get_args(Tail):
+            raise DataError(f"tail must be one of {', '.join(get_args(Tail))}, got {self.tail!r}")
         # Smaller, some share n could not be split into parts between min_share and max_local_batch.
         if self.max_local_batch is not None and self.max_local_batch < 2 * self.min_share - 1:
             raise DataError(
@@ -48,14 +61,29 @@ class Layout:
             )
 
     @property
-    def global_batches(self) -> int:
-        """Global batches, and so optimizer steps, of one epoch."""
-        return -(-self.size // self.global_batch_size)
+    def end(self) -> int:
+        """The epoch is over when the cursor is here, or beyond."""
+        return self.size - self.size % self.global_batch_size if self.tail == "drop" else self.size
+
+    @property
+    def cursors_end(self) -> int:
+        """Every cursor is below."""
+        return self.end + (self.global_batch_size if self.tail == "carry" else 1)
+
+    def global_batches(self, cursor: int = 0) -> int:
+        """Global batches, and so optimizer steps, of the whole epoch in which the cursor is here. They are equally
+        many in each epoch, but with "carry", where the epoch begins at the cursor that the one before has left."""
+        begin = cursor % self.global_batch_size if self.tail == "carry" else 0
+        return -(-(self.end - begin) // self.global_batch_size)
+
+    def next_epoch(self, cursor: int) -> int:
+        """The cursor with which the next epoch begins, when this one is left at `cursor`."""
+        return max(0, cursor - self.size)
 
 
 def make_ticket(layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> Ticket:
     """The global batch at `cursor`, as rank `rank` of `world` gets it."""
-    start, stop = global_batch(cursor, layout.size, layout.global_batch_size)
+    start, stop = global_batch(layout, cursor)
     low, high = share(start, stop, rank, world, layout.min_share)
     count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_share)
     return Ticket(epoch, start, stop, low, high, count)
@@ -67,9 +95,10 @@ def batches(ticket: Ticket, min_share: int = 1) -> list[Batch]:
     return [Batch(ticket, *share(ticket.low, ticket.high, index, count, min_share), index) for index in range(count)]
 
 
-def global_batch(cursor: int, size: int, global_batch_size: int) -> tuple[int, int]:
-    """Positions [start, stop) of the global batch at `cursor`; shorter at the end of the epoch."""
-    return cursor, min(cursor + global_batch_size, size)
+def global_batch(layout: Layout, cursor: int) -> tuple[int, int]:
+    """Positions [start, stop) of the global batch at `cursor`."""
+    stop = cursor + layout.global_batch_size
+    return cursor, stop if layout.tail == "carry" else min(stop, layout.end)
 
 
 def share(start: int, stop: int, part: int, parts: int, min_share: int = 1) -> tuple[int, int]:

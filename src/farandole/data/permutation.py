@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +20,22 @@ FORMAT_VERSION = 1
 MAX_SIZE = 2**62
 ROUNDS = 6
 
-_GAMMA = 0x9E3779B97F4A7C15
+# Constants of splitmix64.
+GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _U64 = 2**64 - 1
-_Mix: TypeAlias = Callable[[NDArray[np.uint64]], None]
+_Words: TypeAlias = NDArray[np.uint32] | NDArray[np.uint64]
+_Mix: TypeAlias = Callable[[_Words], None]
 
 
 @dataclass(frozen=True)
-class _Round:
+class Round:
     """x -> (x + add) * multiply mod 2**k, then x ^= x >> shift."""
 
-    add: np.uint64
-    multiply: np.uint64
-    divide: np.uint64  # inverse of multiply mod 2**64, and so mod 2**k
-    shift: np.uint64
+    add: int
+    multiply: int
+    divide: int  # inverse of multiply mod 2**64, and so mod 2**k
+    shift: int
 
 
 class Permutation:
@@ -49,9 +52,12 @@ class Permutation:
             if not 0 <= value <= _U64:
                 raise DataError(f"{name} must be in 0..2**64 - 1, got {value}")
         self.size, self.seed, self.epoch = size, seed, epoch
-        self._bits = max(1, (size - 1).bit_length())
-        self._mask = np.uint64((1 << self._bits) - 1)
-        self._rounds = _rounds(self._bits, seed, epoch)
+        self.bits = max(1, (size - 1).bit_length())
+        self.rounds = _rounds(self.bits, seed, epoch)
+        # Arithmetic mod 2**32 is right mod 2**k as well, and processors do eight such words at once.
+        self._word = np.uint32 if self.bits <= 32 else np.uint64
+        self._mask = self._word((1 << self.bits) - 1)
+        self._keys = [_narrowed(each, self._word) for each in self.rounds]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sample at each position (int64, same shape). Raises DataError for one outside [0, size)."""
@@ -61,66 +67,92 @@ class Permutation:
         """The position of each sample (int64, same shape). Raises DataError for one outside [0, size)."""
         return self._walk(indices, self._unmix)
 
+    def sample_at(self, position: int) -> int:
+        """The sample at one position, in plain Python: the definition, against which the fast ways are checked."""
+        if not 0 <= position < self.size:
+            raise DataError(f"expected values in [0, {self.size}), got {position}")
+        x, mask = position, (1 << self.bits) - 1
+        while True:
+            for key in self.rounds:
+                x = (x + key.add) * key.multiply & mask
+                x ^= x >> key.shift
+            if x < self.size:
+                return x
+
     def _walk(self, values: NDArray[np.int64], mix: _Mix) -> NDArray[np.int64]:
         """Mix until every value is below size. Ends, because `mix` permutes [0, 2**k): each walk is on a
         cycle that leads back to a value below size, after two mixes on average at most: 2**k <= 2 * size."""
-        x = values.astype(np.uint64).ravel()
-        if x.size and int(x.max()) >= self.size:  # a negative value has become a huge one
+        wide = values.astype(np.uint64).ravel()
+        if wide.size and int(wide.max()) >= self.size:  # a negative value has become a huge one
             raise DataError(f"expected values in [0, {self.size}), got {values.min()}..{values.max()}")
+        x: _Words = wide if self._word is np.uint64 else wide.astype(np.uint32)
         mix(x)
-        outside = np.flatnonzero(x >= self.size)
-        while outside.size:
-            again = x[outside]
-            mix(again)
-            x[outside] = again
-            outside = outside[again >= self.size]
-        return x.view(np.int64).reshape(values.shape)
+        if self.size < 1 << self.bits:
+            outside = np.flatnonzero(x >= self.size)
+            while outside.size:
+                again = x[outside]
+                mix(again)
+                x[outside] = again
+                outside = outside[again >= self.size]
+        return x.astype(np.int64).reshape(values.shape)
 
-    def _mix(self, x: NDArray[np.uint64]) -> None:
-        """In place. Arithmetic mod 2**64 is right mod 2**k; the mask comes before the shift, which would let
-        higher bits in."""
-        for key in self._rounds:
-            x += key.add
-            x *= key.multiply
-            x &= self._mask
-            x ^= x >> key.shift
+    def _mix(self, x: _Words) -> None:
+        """In place. The mask comes before the shift, which would let higher bits in."""
+        shifted = np.empty_like(x)
+        for key in self._keys:
+            np.add(x, key[0], out=x)
+            np.multiply(x, key[1], out=x)
+            np.bitwise_and(x, self._mask, out=x)
+            np.right_shift(x, key[3], out=shifted)
+            np.bitwise_xor(x, shifted, out=x)
 
-    def _unmix(self, x: NDArray[np.uint64]) -> None:
-        for key in reversed(self._rounds):
-            shift = int(key.shift)
-            while shift < self._bits:  # the inverse of 1 + S is (1 + S)(1 + S^2)(1 + S^4)..., S the shift
-                x ^= x >> np.uint64(shift)
+    def _unmix(self, x: _Words) -> None:
+        for add, _, divide, by in reversed(self._keys):
+            shift = int(by)
+            while shift < self.bits:  # the inverse of 1 + S is (1 + S)(1 + S^2)(1 + S^4)..., S the shift
+                x ^= x >> self._word(shift)
                 shift *= 2
-            x *= key.divide
-            x -= key.add
+            x *= divide
+            x -= add
             x &= self._mask
 
 
-def _rounds(bits: int, seed: int, epoch: int) -> tuple[_Round, ...]:
+def _narrowed(key: Round, word: type[np.uint32] | type[np.uint64]) -> tuple[np.unsignedinteger[Any], ...]:
+    """add, multiply, divide and shift in the words that are mixed."""
+    most = int(np.iinfo(word).max)
+    return tuple(word(value & most) for value in (key.add, key.multiply, key.divide, key.shift))
+
+
+def _rounds(bits: int, seed: int, epoch: int) -> tuple[Round, ...]:
     stream = _splitmix64(seed, epoch)
     half = (bits + 1) // 2
     rounds = []
     for _ in range(ROUNDS):
         add, multiply, coin = next(stream), next(stream) | 1, next(stream) >> 63
         shift = max(1, half - coin)  # a shift by 0 would erase x
-        rounds.append(
-            _Round(np.uint64(add), np.uint64(multiply), np.uint64(pow(multiply, -1, 2**64)), np.uint64(shift))
-        )
+        rounds.append(Round(add, multiply, pow(multiply, -1, 2**64), shift))
     return tuple(rounds)
 
 
 def _splitmix64(seed: int, epoch: int) -> Iterator[int]:
-    """Steele, Lea and Flood's generator, started from the seed and *then* the epoch: with seed + epoch, the
-    first epoch of seed 1 would have the order of the second epoch of seed 0."""
-    state = 0
-    for word in (seed, epoch):
-        state = _finalize(((state ^ word) + _GAMMA) & _U64)
+    """Steele, Lea and Flood's generator, started from the seed and *then* the epoch."""
+    state = absorbed(seed, epoch)
     while True:
-        state = (state + _GAMMA) & _U64
-        yield _finalize(state)
+        state = (state + GAMMA) & _U64
+        yield finalize(state)
 
 
-def _finalize(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
+def absorbed(*words: int) -> int:
+    """The state of the generator that these words lead to, one after the other: with seed + epoch, the first
+    epoch of seed 1 would have the order of the second epoch of seed 0."""
+    state = 0
+    for word in words:
+        state = finalize(((state ^ word) + GAMMA) & _U64)
+    return state
+
+
+def finalize(z: int) -> int:
+    """The generator's output function, a bijection of the 64-bit words."""
+    z = ((z ^ (z >> 30)) * MULTIPLIERS[0]) & _U64
+    z = ((z ^ (z >> 27)) * MULTIPLIERS[1]) & _U64
     return z ^ (z >> 31)

@@ -1,6 +1,8 @@
 """fd.elastic: what a training script needs to go on while workers come and go."""
 
+from farandole.data.eval_loader import EvalLoader
 from farandole.data.loader import DataLoader
+from farandole.data.orders import Bucketed, Sequential, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.data.sampler import ElasticSampler
 from farandole.state.handlers import (
     ModelStateHandler,
@@ -19,17 +21,24 @@ from farandole.worker.run_fn import run_fn
 from farandole.worker.run_loop import run
 
 __all__ = [
+    "Bucketed",
     "DataLoader",
     "ElasticSampler",
+    "EvalLoader",
     "HostUpdateResult",
     "ModelStateHandler",
     "ObjectState",
     "OptimizerStateHandler",
     "SamplerStateHandler",
+    "Sequential",
+    "ShardLocal",
+    "Shuffled",
     "State",
     "StateHandler",
     "StepState",
+    "Stratified",
     "TorchState",
+    "Weighted",
     "get_handler_registry",
     "notification_manager",
     "run",

@@ -278,7 +278,8 @@ def test_stale_early_and_double_commits_are_refused() -> None:
         (make(size=11), "size"),
         (make(global_batch_size=5), "global_batch_size"),
         (make(seed=1), "seed"),
-        (make(shuffle=True), "shuffle"),
+        (make(shuffle=True), "order"),
+        (make(tail="carry"), "tail"),
     ],
 )
 def test_a_state_whose_cursor_would_mean_other_samples_is_refused(other: DataLoader, name: str) -> None:

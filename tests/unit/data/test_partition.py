@@ -17,9 +17,28 @@ from farandole.errors import DataError
 
 
 def test_the_last_global_batch_of_an_epoch_is_short() -> None:
-    assert global_batch(0, 10, 4) == (0, 4)
-    assert global_batch(8, 10, 4) == (8, 10)
-    assert Layout(10, 4).global_batches == 3
+    layout = Layout(10, 4)
+    assert global_batch(layout, 0) == (0, 4)
+    assert global_batch(layout, 8) == (8, 10)
+    assert layout.global_batches() == 3
+
+
+def test_a_tail_that_is_dropped_ends_the_epoch_earlier() -> None:
+    layout = Layout(10, 4, tail="drop")
+    assert (layout.end, layout.global_batches(), layout.next_epoch(8)) == (8, 2, 0)
+
+
+def test_a_tail_that_is_carried_is_filled_from_the_next_epoch_which_begins_behind_it() -> None:
+    layout = Layout(10, 4, tail="carry")
+    assert global_batch(layout, 8) == (8, 12)
+    assert layout.next_epoch(12) == 2
+    assert [layout.global_batches(cursor) for cursor in (0, 4, 8, 2, 6)] == [3, 3, 3, 2, 2]
+    assert layout.next_epoch(10) == 0
+
+
+def test_a_tail_has_one_of_three_names() -> None:
+    with pytest.raises(DataError, match="tail must be one of short, carry, drop, got 'pad'"):
+        Layout(10, 4, tail="pad")  # type: ignore[arg-type]
 
 
 def test_the_world_need_not_divide_the_global_batch() -> None:

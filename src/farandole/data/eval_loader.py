@@ -1,0 +1,124 @@
+"""elastic.EvalLoader: every sample exactly once over all workers, for evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from farandole.collectives import world
+from farandole.data.map_dataset import MapDataset, size_of
+from farandole.data.partition import share
+from farandole.errors import DataError, StepError
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+
+class EvalLoader:
+    """Divides a data set among the workers there are, in order, and hands out this worker's part in batches.
+
+        loader = fd.elastic.EvalLoader(validation_set, batch_size=64)
+        ...
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+        accuracy = fd.mean(right / max(1, loader.samples), weight=loader.samples)
+
+    No sample is handed out twice to make the parts equal: they differ by one sample at most, so that the workers may
+    have unequally many batches, and with fewer samples than workers some have none. Weighted with `samples`, fd.mean
+    is exactly the mean over the data set. The loop body must not call collectives, for that reason.
+
+    It has no place that is saved. A worker that is lost meanwhile is noticed by the next collective, that of fd.mean:
+    it leaves the elastic function, which is called again, and the evaluation behind an epoch is done anew from its
+    beginning, among the workers there are then.
+
+    batch_size  most samples of one batch of one worker
+
+    The other arguments are those of torch's DataLoader. Loader workers live until close().
+
+    Raises DataError for an iterable-style data set and for a batch_size below 1; an empty data set has no batches.
+    Iterating, len() and samples raise NotInitialized before init().
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        batch_size: int = 1,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size must be 1 or more, got {batch_size}")
+        self.dataset, self.batch_size = dataset, batch_size
+        self._size = size_of(dataset)
+        self._part = _Part(batch_size)
+        self._inner: TorchDataLoader[Any] = TorchDataLoader(
+            dataset,  # type: ignore[arg-type]  # torch wants its own class, and uses these two methods
+            batch_sampler=self._part,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            persistent_workers=num_workers > 0,
+            generator=torch.Generator(),
+        )
+
+    @property
+    def samples(self) -> int:
+        """Samples of this worker."""
+        low, high = self._share()
+        return high - low
+
+    def __len__(self) -> int:
+        """Batches of this worker."""
+        return -(-self.samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's batches, collated, from the first one on. Raises what the data set raises; and StepError
+        when the workers have changed since the first batch, which a training loader's next batch inside the loop
+        body may cause: the samples would be divided among others now."""
+        generation = world.current().id
+        self._part.low, self._part.high = self._share()
+        # As Prefetch does: an evaluation must not move the numbers that training sees.
+        generator = self._inner.generator
+        assert generator is not None
+        generator.manual_seed(torch.initial_seed())
+        for data in self._inner:
+            if world.current().id != generation:
+                raise StepError(
+                    "the workers have changed within an evaluation; finish it before the next training batch"
+                )
+            yield data
+
+    def close(self) -> None:
+        """End the loader workers. Iterating again starts new ones. Idempotent."""
+        shut_down = getattr(self._inner._iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+        self._inner._iterator = None
+
+    def _share(self) -> tuple[int, int]:
+        placement = world.current().placement
+        return share(0, self._size, placement.rank, placement.size)
+
+
+class _Part:
+    """The batch sampler: samples low, ..., high - 1, set before each iteration."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.low = self.high = 0
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(self.low, self.high, self._batch_size):
+            yield list(range(begin, min(begin + self._batch_size, self.high)))

@@ -1,0 +1,42 @@
+"""The arguments of torch's DataLoader that mean something else here, or nothing: each refused with its reason. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from farandole.errors import ConfigError
+
+_OWN_ORDER = "which sample comes when follows from seed and order, so that it can be divided anew when workers change"
+
+# Values that ask for what is done anyway.
+_HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "batch_size": (),
+    "sampler": (None,),
+    "batch_sampler": (None,),
+    "generator": (None,),
+    "persistent_workers": (True,),
+    "in_order": (True,),
+}
+
+_REASONS: Mapping[str, str] = {
+    "batch_size": "torch's batch_size counts the samples of one worker; give global_batch_size, those of all together",
+    "sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
+    "batch_sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
+    "generator": "random numbers follow from seed, so that they are the same on every worker; give seed=",
+    "persistent_workers": "loader workers live until close(), over the ends of epochs and over regroups",
+    "in_order": "batches come in the order of the epoch, for the cursor counts them so",
+}
+
+
+def refuse(given: Mapping[str, object], known: Iterable[str], num_workers: int) -> None:
+    """Raises ConfigError for an argument of torch that cannot be followed, TypeError for an unknown one."""
+    for name, value in given.items():
+        if name not in _REASONS:
+            close = difflib.get_close_matches(name, [*known, *_REASONS], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise TypeError(f"DataLoader has no argument {name!r}{hint}")
+        is_harmless = any(value is each for each in _HARMLESS[name])
+        # Without loader workers there is nothing that could live on.
+        if not is_harmless and not (name == "persistent_workers" and num_workers == 0):
+            raise ConfigError(f"DataLoader: {name}={value!r} cannot be followed: {_REASONS[name]}")
