@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,17 +10,23 @@ from itertools import chain, repeat
 
 import msgspec
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.data.dealer import Dealer
 from farandole.data.loader import DataLoader
+from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.data.partition import Layout, batches, global_batch, make_ticket, micro_batches, share
 from farandole.data.permutation import Permutation
+from farandole.data.torch_permutation import permute
+from farandole.errors import DataError
 from farandole.state import step
 from farandole.state.ticket import Batch
 
 EPOCHS = 2
+SCHEDULES = int(os.environ.get("DATA_SCHEDULES", "1000"))  # `make schedules` runs 100,000
 no_deadline = settings(deadline=None)  # a busy machine is not a failure
 sizes = st.one_of(
     st.integers(1, 300),
@@ -36,7 +43,33 @@ def layouts(draw: st.DrawFn) -> Layout:
     global_batch_size = draw(st.integers(1, size))
     min_share = draw(st.integers(1, min(3, global_batch_size)))
     max_local_batch = draw(st.none() | st.integers(2 * min_share - 1, 12))
-    return Layout(size, global_batch_size, max_local_batch, min_share)
+    return Layout(
+        size, global_batch_size, max_local_batch, min_share, draw(st.sampled_from(["short", "carry", "drop"]))
+    )
+
+
+def orders(layout: Layout) -> st.SearchStrategy[Order]:
+    """Orders for a data set of layout.size samples."""
+    size = layout.size
+    numbers = st.lists(st.integers(0, 5), min_size=size, max_size=size)
+    kinds = [
+        st.just(Shuffled()),
+        st.just(Sequential()),
+        numbers.map(lambda weights: Weighted([1 + weight for weight in weights])),
+        numbers.map(Stratified),
+        st.sets(st.integers(0, size), max_size=6).map(
+            lambda cuts: ShardLocal([size for size in np.diff(sorted({0, *cuts, size})).tolist() if size])
+        ),
+    ]
+    if layout.tail != "carry":
+        kinds.append(st.builds(Bucketed, numbers, st.integers(1, 4)))
+    return st.one_of(*kinds)
+
+
+@st.composite
+def ordered_layouts(draw: st.DrawFn) -> tuple[Layout, Order]:
+    layout = draw(layouts())
+    return layout, draw(orders(layout))
 
 
 # The order --------------------------------------------------------------------------------------------------
@@ -68,7 +101,27 @@ def test_huge_orders_stay_in_range_and_can_be_inverted(size: int, seed: int, dat
 def test_one_position_at_a_time_gives_the_same_as_many(size: int, seed: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)
     order = Permutation(size, seed, 1)
-    assert order(positions).tolist() == [int(order(np.int64(p).reshape(1))[0]) for p in positions]
+    assert order(positions).tolist() == [order.sample_at(int(position)) for position in positions]
+    assert permute(order, torch.from_numpy(positions)).tolist() == order(positions).tolist()
+
+
+@no_deadline
+@given(ordered_layouts(), seeds, st.integers(0, 2**40), st.data())
+def test_every_order_has_random_access_and_each_sample_once_unless_it_draws_them(
+    made: tuple[Layout, Order], seed: int, epoch: int, data: st.DataObject
+) -> None:
+    layout, order = made
+    look_up = order.bind(layout, seed)
+    positions = np.arange(layout.end)
+    samples = look_up(epoch, positions)
+    if isinstance(order, Weighted):
+        assert ((samples >= 0) & (samples < layout.size)).all()
+    else:
+        assert len(set(samples.tolist())) == layout.end
+        assert layout.tail == "drop" or np.array_equal(np.sort(samples), positions)
+    asked = np.array(data.draw(st.lists(st.sampled_from(positions.tolist() or [0]), max_size=9)), dtype=np.int64)
+    if layout.end:
+        assert np.array_equal(order.bind(layout, seed)(epoch, asked), samples[asked])
 
 
 # The division -----------------------------------------------------------------------------------------------
@@ -95,10 +148,10 @@ def test_shares_are_disjoint_cover_everything_and_differ_by_at_most_one(
 def test_micro_batches_respect_both_limits_and_are_equally_many_on_all_ranks(
     layout: Layout, world: int, at: int
 ) -> None:
-    cursor = at % layout.size
+    cursor = at % layout.end
     tickets = [make_ticket(layout, 0, cursor, rank, world) for rank in range(world)]
     all_batches = [batches(ticket, layout.min_share) for ticket in tickets]
-    start, stop = global_batch(cursor, layout.size, layout.global_batch_size)
+    start, stop = global_batch(layout, cursor)
     count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_share)
     assert {len(each) for each in all_batches} == {count}
     flat = [batch for each in all_batches for batch in each]
@@ -114,10 +167,10 @@ def test_micro_batches_respect_both_limits_and_are_equally_many_on_all_ranks(
 def test_the_weighted_gradients_of_all_ranks_add_up_to_that_of_the_global_batch(
     layout: Layout, world: int, at: int, seed: int
 ) -> None:
-    gradients = np.random.default_rng(seed).normal(size=(layout.size, 3))
+    gradients = np.random.default_rng(seed).normal(size=(2 * layout.size, 3))  # a ticket may reach over the border
     total = np.zeros(3)
     for rank in range(world):
-        ticket = make_ticket(layout, 0, at % layout.size, rank, world)
+        ticket = make_ticket(layout, 0, at % layout.end, rank, world)
         for batch in batches(ticket, layout.min_share):
             if not batch.is_ghost:
                 total += batch.weight * gradients[batch.low : batch.high].mean(axis=0)
@@ -138,8 +191,8 @@ def test_after_a_restart_nothing_of_the_old_deal_is_delivered_however_much_was_f
     for takes, world in deals:
         dealer.restart(layout, epoch, cursor, world - 1, world)
         for _ in range(takes):
-            if cursor == layout.size:
-                epoch, cursor = epoch + 1, 0
+            if cursor >= layout.end:
+                epoch, cursor = epoch + 1, layout.next_epoch(cursor)
             ticket = make_ticket(layout, epoch, cursor, world - 1, world)
             for batch in batches(ticket, layout.min_share):
                 assert _take(dealer, feed, depth) == batch
@@ -173,12 +226,14 @@ class Worker:
     """A training loop as a user writes it, which stops for the simulation at every batch and after every
     epoch. It is the Boundary of its own loader."""
 
-    def __init__(self, layout: Layout, seed: int) -> None:
+    def __init__(self, layout: Layout, order: Order, seed: int) -> None:
         self.all_advance = True
         self.loader = DataLoader(
             Numbers(layout.size),
             layout.global_batch_size,
             seed=seed,
+            order=order,
+            tail=layout.tail,
             collate_fn=list,
             max_local_batch=layout.max_local_batch,
             min_share=layout.min_share,
@@ -239,10 +294,10 @@ class Event:
 class Simulation:
     """A job in lockstep. `applied` holds epoch and samples of each decided step."""
 
-    def __init__(self, layout: Layout, seed: int, world: int) -> None:
-        self.layout, self.seed = layout, seed
+    def __init__(self, layout: Layout, order: Order, seed: int, world: int) -> None:
+        self.make = lambda: Worker(layout, order, seed)
         self.applied: list[tuple[int, list[int]]] = []
-        self.workers = [Worker(layout, seed) for _ in range(world)]
+        self.workers = [self.make() for _ in range(world)]
         self._set_world()
 
     def run(self, schedule: list[Event]) -> None:
@@ -284,7 +339,7 @@ class Simulation:
         state = max(survivors, key=lambda worker: worker.place).loader.state_dict()
         if event.kind == "save":
             survivors = []
-        joined = [Worker(self.layout, self.seed) for _ in range(event.world - len(survivors))]
+        joined = [self.make() for _ in range(event.world - len(survivors))]
         self.workers = joined + survivors
         for worker in self.workers:
             worker.loader.load_state_dict(state)
@@ -309,25 +364,63 @@ events = st.builds(
 )
 
 
-@settings(no_deadline, max_examples=1000)
-@given(layouts(), seeds, st.integers(1, 5), st.lists(events, max_size=20))
+@pytest.mark.timeout(max(120, SCHEDULES // 20))
+@settings(no_deadline, max_examples=SCHEDULES)
+@given(ordered_layouts(), seeds, st.integers(1, 5), st.lists(events, max_size=20))
 def test_every_step_has_the_same_samples_whatever_happens_and_every_epoch_all_of_them_once(
-    layout: Layout, seed: int, world: int, schedule: list[Event]
+    made: tuple[Layout, Order], seed: int, world: int, schedule: list[Event]
 ) -> None:
-    job = Simulation(layout, seed, world)
+    layout, order = made
+    job = Simulation(layout, order, seed, world)
     try:
         job.run(schedule)
     finally:
         step.close()
-    undisturbed = []
-    for epoch in range(EPOCHS):
-        order = Permutation(layout.size, seed, epoch)(np.arange(layout.size)).tolist()
-        for start in range(0, layout.size, layout.global_batch_size):
-            undisturbed.append((epoch, order[start : start + layout.global_batch_size]))
+    # One sequence of samples for all epochs, of which each step takes the next ones.
+    look_up, positions = order.bind(layout, seed), np.arange(layout.end)
+    sequence = [(epoch, sample) for epoch in range(EPOCHS + 1) for sample in look_up(epoch, positions).tolist()]
+    undisturbed, at = [], 0
+    while at < EPOCHS * layout.end:
+        epoch = sequence[at][0]
+        until = at + layout.global_batch_size
+        if layout.tail != "carry":
+            until = min(until, (epoch + 1) * layout.end)
+        undisturbed.append((epoch, [sample for _, sample in sequence[at:until]]))
+        at = until
     assert job.applied == undisturbed
-    for epoch in range(EPOCHS):
-        trained = Counter(index for number, samples in job.applied if number == epoch for index in samples)
-        assert trained == Counter(range(layout.size))
+    if not isinstance(order, Weighted):
+        taken = Counter(sequence[:at])
+        assert max(taken.values()) == 1
+        assert all(len({s for e, s in taken if e == epoch}) == layout.end for epoch in range(EPOCHS))
+
+
+@no_deadline
+@given(ordered_layouts(), seeds, st.lists(st.sampled_from(["fetch", "commit", "again", "other"]), max_size=30))
+def test_fetching_moves_nothing_and_only_the_next_ticket_can_be_committed(
+    made: tuple[Layout, Order], seed: int, actions: list[str]
+) -> None:
+    layout, order = made
+    loader = DataLoader(Numbers(layout.size), layout.global_batch_size, seed=seed, order=order, tail=layout.tail)
+    tickets = [make_ticket(layout, 0, 0, 0, 1)]
+    while tickets[-1].stop < layout.end:
+        tickets.append(make_ticket(layout, 0, tickets[-1].stop, 0, 1))
+    done = 0
+    for action in actions:
+        before = loader.state_dict()
+        if action == "fetch":
+            next(iter(loader), None)
+        elif action == "commit" and done < len(tickets):
+            loader.commit(tickets[done])
+            done += 1
+            assert loader.cursor == tickets[done - 1].stop
+            continue
+        else:
+            wrong = tickets[:done] if action == "again" else tickets[done + 1 :]
+            for ticket in wrong:
+                with pytest.raises(DataError, match="commit each ticket once, in order"):
+                    loader.commit(ticket)
+        assert loader.state_dict() == before
+    step.close()
 
 
 @no_deadline
