@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from farandole.data.loader import DataLoader
-from farandole.errors import DataError, StepError
+from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratified, Weighted
+from farandole.errors import ConfigError, DataError, StepError
 from farandole.state import step
 
 
@@ -371,3 +373,133 @@ def test_a_limit_that_was_given_stays() -> None:
     loader.set_world(0, 1)
     next(iter(loader))
     assert len(loader.indices) == 12
+
+
+# Tails ------------------------------------------------------------------------------------------------------------
+
+
+def train(loader: DataLoader, epochs: int) -> list[tuple[int, int, list[int]]]:
+    """Epoch, len() at its beginning, and samples of each step."""
+    steps = []
+    for epoch in loader.epochs(epochs):
+        length = len(loader)
+        for batch in loader:
+            steps.append((epoch, length, batch))
+            make_step(loader)
+    return steps
+
+
+def test_a_carried_tail_is_filled_from_the_next_epoch_which_goes_on_behind_it() -> None:
+    loader = make(tail="carry")
+    assert train(loader, 2) == [
+        (0, 3, [0, 1, 2, 3]),
+        (0, 3, [4, 5, 6, 7]),
+        (0, 3, [8, 9, 0, 1]),
+        (1, 2, [2, 3, 4, 5]),
+        (1, 2, [6, 7, 8, 9]),
+    ]
+    assert (loader.epoch, loader.cursor) == (2, 0)
+
+
+def test_after_the_last_epoch_a_carried_tail_has_begun_one_more() -> None:
+    loader = make(tail="carry")
+    train(loader, 1)
+    assert (loader.epoch, loader.cursor) == (1, 2)
+    assert [batch for _, _, batch in train(loader, 2)] == [[2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_a_job_that_ends_behind_the_border_goes_on_behind_it() -> None:
+    loader, later = make(tail="carry"), make(tail="carry")
+    loader.load_state_dict({**loader.state_dict(), "cursor": 12})
+    assert next(iter(loader), None) is None
+    later.load_state_dict(loader.state_dict())
+    assert train(later, 2) == [(1, 2, [2, 3, 4, 5]), (1, 2, [6, 7, 8, 9])]
+
+
+def test_the_two_epochs_of_a_carried_step_have_orders_of_their_own() -> None:
+    loader = make(tail="carry", shuffle=True)
+    steps = [batch for _, _, batch in train(loader, 2)]
+    samples = [sample for batch in steps for sample in batch]
+    assert sorted(samples[:10]) == sorted(samples[10:]) == list(range(10))
+    assert samples[:10] != samples[10:]
+
+
+@pytest.mark.parametrize("option", [{"tail": "drop"}, {"drop_last": True}])
+def test_a_tail_may_be_dropped(option: dict[str, Any]) -> None:
+    loader = make(**option)
+    assert train(loader, 2) == [(epoch, 2, batch) for epoch in (0, 1) for batch in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    assert loader.state_dict()["tail"] == "drop"
+
+
+def test_a_cursor_beyond_the_end_exists_with_a_carried_tail_only() -> None:
+    state = make(tail="carry").state_dict()
+    make(tail="carry").load_state_dict({**state, "cursor": 13})
+    for tail, cursor in (("carry", 14), ("short", 11), ("drop", 9)):
+        loader = make(tail=tail)
+        with pytest.raises(DataError, match=f"no such place: epoch 0, cursor {cursor}"):
+            loader.load_state_dict({**loader.state_dict(), "cursor": cursor})
+
+
+# Where training is ------------------------------------------------------------------------------------------------
+
+
+def test_people_can_read_where_training_is() -> None:
+    loader = make(size=10_000, global_batch_size=50)
+    assert str(loader) == "epoch 0, 0 of 10,000 samples (0.0%)"
+    loader.load_state_dict({**loader.state_dict(), "epoch": 2, "cursor": 1250})
+    assert str(loader) == "epoch 2, 1,250 of 10,000 samples (12.5%)"
+    assert loader.fraction == 0.125
+
+
+@pytest.mark.parametrize("tail", ["short", "carry", "drop"])
+@pytest.mark.parametrize(
+    "order", [Shuffled(), Weighted([1] * 7, 10**12), Stratified([0] * 7), Bucketed([1] * 7), ShardLocal([7])]
+)
+def test_the_state_of_every_order_is_small_at_a_million_million_samples(tail: Any, order: Order) -> None:
+    if isinstance(order, Bucketed) and tail == "carry":
+        return
+    loader = make(7, 7, shuffle=True, seed=2**32 - 1, order=order, tail=tail, max_local_batch=256)
+    state = {**loader.state_dict(), "size": 10**12, "global_batch_size": 65_535, "cursor": 10**12, "epoch": 90}
+    assert len(msgspec.msgpack.encode(state)) <= 160
+    assert not isinstance(order, Shuffled) or len(msgspec.msgpack.encode(state)) <= 128 + 11 * (tail != "short")
+
+
+# torch's arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"persistent_workers": False},
+        {"persistent_workers": True},
+        {"in_order": True},
+        {"sampler": None, "batch_sampler": None, "generator": None},
+        {"drop_last": False, "timeout": 0, "pin_memory": False, "pin_memory_device": "", "worker_init_fn": None},
+    ],
+)
+def test_arguments_of_torch_that_change_nothing_are_taken(harmless: dict[str, Any]) -> None:
+    assert next(iter(make(**harmless))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ({"batch_size": 4}, "give global_batch_size"),
+        ({"sampler": [1, 2]}, "give order="),
+        ({"batch_sampler": [[1, 2]]}, "give order="),
+        ({"generator": torch.Generator()}, "give seed="),
+        ({"persistent_workers": False, "num_workers": 1}, "loader workers live until close"),
+        ({"in_order": False}, "in the order of the epoch"),
+        ({"drop_last": True, "tail": "carry"}, "contradict each other"),
+    ],
+)
+def test_arguments_of_torch_that_cannot_be_followed_are_refused_with_a_reason(
+    argument: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make(**argument)
+
+
+def test_an_unknown_argument_is_refused_and_a_likely_one_named() -> None:
+    with pytest.raises(TypeError, match=r"no argument 'num_worker'; did you mean num_workers\?"):
+        make(num_worker=2)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from farandole.data.permutation import FORMAT_VERSION, Permutation
+from farandole.data.torch_permutation import permute
 from farandole.errors import DataError
 
 # (size, seed, epoch): the first samples of the order, in format version 1.
@@ -25,7 +27,10 @@ def test_a_saved_cursor_means_the_same_samples_in_every_release(key: tuple[int, 
     """If this fails, runs that were saved before cannot go on: raise FORMAT_VERSION and freeze new values."""
     assert FORMAT_VERSION == 1
     samples = GOLDEN[key]
-    assert Permutation(*key)(np.arange(len(samples))).tolist() == samples
+    order = Permutation(*key)
+    assert order(np.arange(len(samples))).tolist() == samples
+    assert permute(order, torch.arange(len(samples))).tolist() == samples
+    assert [order.sample_at(position) for position in range(len(samples))] == samples
 
 
 def test_seed_and_epoch_are_not_simply_added() -> None:
@@ -68,6 +73,10 @@ def test_positions_outside_the_data_set_are_refused(outside: int) -> None:
         order(np.array([3, outside]))
     with pytest.raises(DataError, match=r"expected values in \[0, 10\)"):
         order.inverse(np.array([3, outside]))
+    with pytest.raises(DataError, match=r"expected values in \[0, 10\)"):
+        permute(order, torch.tensor([3, outside]))
+    with pytest.raises(DataError, match=r"expected values in \[0, 10\)"):
+        order.sample_at(outside)
 
 
 def test_shape_is_kept_and_nothing_is_asked_of_nothing() -> None:
@@ -76,3 +85,18 @@ def test_shape_is_kept_and_nothing_is_asked_of_nothing() -> None:
     assert order(positions).shape == (2, 3)
     assert np.array_equal(positions, np.arange(6).reshape(2, 3))
     assert order(np.empty(0, dtype=np.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**33 + 7])
+def test_narrow_and_wide_words_give_the_plain_definition(size: int) -> None:
+    order = Permutation(size, 2**63 + 9, 4)
+    positions = np.random.default_rng(size).integers(0, size, 50)
+    samples = order(positions)
+    assert samples.tolist() == [order.sample_at(position) for position in positions.tolist()]
+    assert np.array_equal(order.inverse(samples), positions)
+
+
+def test_a_torch_tensor_keeps_its_shape_and_its_values() -> None:
+    positions = torch.arange(6).reshape(2, 3)
+    assert permute(Permutation(10, 0, 0), positions).shape == (2, 3)
+    assert torch.equal(positions, torch.arange(6).reshape(2, 3))
