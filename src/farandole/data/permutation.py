@@ -19,6 +19,7 @@ from farandole.errors import DataError
 FORMAT_VERSION = 1
 MAX_SIZE = 2**62
 ROUNDS = 6
+_FEW = 16
 
 # Constants of splitmix64.
 GAMMA = 0x9E3779B97F4A7C15
@@ -61,17 +62,20 @@ class Permutation:
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sample at each position (int64, same shape). Raises DataError for one outside [0, size)."""
-        return self._walk(positions, self._mix)
+        return self._walk(positions, self._mix, self._walk_one)
 
     def inverse(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The position of each sample (int64, same shape). Raises DataError for one outside [0, size)."""
-        return self._walk(indices, self._unmix)
+        return self._walk(indices, self._unmix, None)
 
     def sample_at(self, position: int) -> int:
         """The sample at one position, in plain Python: the definition, against which the fast ways are checked."""
         if not 0 <= position < self.size:
             raise DataError(f"expected values in [0, {self.size}), got {position}")
-        x, mask = position, (1 << self.bits) - 1
+        return self._walk_one(position)
+
+    def _walk_one(self, x: int) -> int:
+        mask = (1 << self.bits) - 1
         while True:
             for key in self.rounds:
                 x = (x + key.add) * key.multiply & mask
@@ -79,8 +83,11 @@ class Permutation:
             if x < self.size:
                 return x
 
-    def _walk(self, values: NDArray[np.int64], mix: _Mix) -> NDArray[np.int64]:
-        """Mix until every value is below size. Ends, because `mix` permutes [0, 2**k): each walk is on a
+    def _walk(
+        self, values: NDArray[np.int64], mix: _Mix, walk_one: Callable[[int], int] | None
+    ) -> NDArray[np.int64]:
+        """Mix until every value is below size. The last few go on one by one, with `walk_one`: a call of numpy
+        takes as long for one value as for a hundred. Ends, because `mix` permutes [0, 2**k): each walk is on a
         cycle that leads back to a value below size, after two mixes on average at most: 2**k <= 2 * size."""
         wide = values.astype(np.uint64).ravel()
         if wide.size and int(wide.max()) >= self.size:  # a negative value has become a huge one
@@ -90,10 +97,13 @@ class Permutation:
         if self.size < 1 << self.bits:
             outside = np.flatnonzero(x >= self.size)
             while outside.size:
+                if walk_one is not None and outside.size <= _FEW:
+                    x[outside] = [walk_one(value) for value in x[outside].tolist()]
+                    break
                 again = x[outside]
                 mix(again)
                 x[outside] = again
-                outside = outside[again >= self.size]
+                outside = outside[np.flatnonzero(again >= self.size)]
         return x.astype(np.int64).reshape(values.shape)
 
     def _mix(self, x: _Words) -> None:
