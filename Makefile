@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test chaos check format bench docs clean
+.PHONY: help demo test chaos schedules check format bench docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -17,6 +17,9 @@ test: $(READY)  ## all tests but the long chaos runs
 
 chaos: $(READY)  ## many random schedules of kills and joins; CHAOS_SCHEDULES=50
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos
+
+schedules: $(READY)  ## the order of the samples under random schedules; DATA_SCHEDULES=100000
+	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} $(BIN)/python -m pytest tests/property/test_data_order.py
 
 check: $(READY)  ## lint, format, types, import direction
 	@$(BIN)/ruff check .
