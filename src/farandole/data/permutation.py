@@ -83,9 +83,7 @@ class Permutation:
             if x < self.size:
                 return x
 
-    def _walk(
-        self, values: NDArray[np.int64], mix: _Mix, walk_one: Callable[[int], int] | None
-    ) -> NDArray[np.int64]:
+    def _walk(self, values: NDArray[np.int64], mix: _Mix, walk_one: Callable[[int], int] | None) -> NDArray[np.int64]:
         """Mix until every value is below size. The last few go on one by one, with `walk_one`: a call of numpy
         takes as long for one value as for a hundred. Ends, because `mix` permutes [0, 2**k): each walk is on a
         cycle that leads back to a value below size, after two mixes on average at most: 2**k <= 2 * size."""
