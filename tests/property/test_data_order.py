@@ -105,7 +105,7 @@ def test_one_position_at_a_time_gives_the_same_as_many(size: int, seed: int, dat
     assert permute(order, torch.from_numpy(positions)).tolist() == order(positions).tolist()
 
 
-@no_deadline
+@settings(no_deadline, max_examples=500)
 @given(ordered_layouts(), seeds, st.integers(0, 2**40), st.data())
 def test_every_order_has_random_access_and_each_sample_once_unless_it_draws_them(
     made: tuple[Layout, Order], seed: int, epoch: int, data: st.DataObject

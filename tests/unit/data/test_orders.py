@@ -131,6 +131,13 @@ def test_buckets_save_most_of_the_padding() -> None:
     assert padded(Bucketed(lengths)) < 0.05 * padded(Shuffled())
 
 
+@pytest.mark.parametrize("size", [1, 2, 9, 20, 31])
+def test_buckets_have_each_sample_once_whatever_is_left_for_the_short_batch(size: int) -> None:
+    for batch in range(1, size + 1):
+        for epoch in range(3):
+            assert sorted(look_up(Bucketed(range(size), window=3), size, batch, epoch)) == list(range(size))
+
+
 def test_the_short_batch_at_the_end_is_not_always_the_longest_samples() -> None:
     order = Bucketed(range(43), window=10)
     means = [np.mean(look_up(order, 43, 10, epoch)[40:]) for epoch in range(30)]
