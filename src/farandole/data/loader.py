@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
+from farandole.data.augmentation import KeyedSampler, seeded
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.dealer import Dealer, Dealt, Order
+from farandole.data.epoch import Epoch
+from farandole.data.padding import Padding
 from farandole.data.partition import Layout, global_batch
 from farandole.data.permutation import FORMAT_VERSION, Permutation
 from farandole.data.prefetch import Prefetch
@@ -42,6 +45,11 @@ class DataLoader:
     global_batch_size  samples of one optimizer step, over all workers; fixed, so that the learning rate can
                        stay as it is when workers join or leave
     seed, shuffle      the order of the samples: a new one each epoch; without shuffle always 0, 1, 2, ...
+    micro_batch_size   gradient accumulation: most samples of one loop body, whatever the number of workers. The step is
+                       made by the body of the last micro-batch; in the others step() returns False and zero_grad()
+                       does nothing. A body need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it
+                       does so after the last micro-batch, bodies follow that do not count. Losses are means over the
+                       micro-batch: no `loss / 4`
     max_local_batch    most samples of one loop body; larger shares come as several micro-batches, and only
                        the last of them makes the optimizer step. In an elastic function the share at the
                        start of the job unless given
@@ -75,8 +83,18 @@ class DataLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | BaseContext | None = None,
         max_local_batch: int | None = None,
+        micro_batch_size: int | None = None,
         min_share: int = 1,
     ) -> None:
+        if micro_batch_size is not None:
+            if max_local_batch is not None:
+                raise DataError(
+                    f"micro_batch_size={micro_batch_size} and max_local_batch={max_local_batch} both limit the samples "
+                    f"of one loop body; give one"
+                )
+            max_local_batch = micro_batch_size
+        self._padding = Padding(is_allowed=micro_batch_size is not None)
+        self._is_ended = False  # the epoch is through, also where `break` has left samples
         self._layout = Layout(_size_of(dataset), global_batch_size, max_local_batch, min_share)
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.epoch = 0
@@ -89,8 +107,8 @@ class DataLoader:
         order = _shuffled(self._layout.size, seed) if shuffle else _sequential
         self._dealer = Dealer(self._layout, order)
         inner: TorchDataLoader[Any] = TorchDataLoader(
-            dataset,  # type: ignore[arg-type]  # torch wants its own class, and uses these two methods
-            batch_sampler=self._dealer,
+            seeded(dataset),
+            batch_sampler=KeyedSampler(self._dealer, seed),
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
@@ -107,7 +125,7 @@ class DataLoader:
         """Global batches of one epoch: how often the loop body makes a step."""
         return self._layout.global_batches
 
-    def epochs(self, total: int) -> Iterator[int]:
+    def epochs(self, total: int) -> Iterator[Epoch]:
         """Numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
 
         The number advances when every worker has come back for the next one. After a regroup in the tail of
@@ -115,7 +133,8 @@ class DataLoader:
         in the loop over batches ends the epoch for good; all workers must take it at the same step.
         """
         while self.epoch < total:
-            yield self.epoch
+            yield Epoch.at(self.epoch, self.boundary)
+            self._is_ended = True
             if self.boundary.reach_epoch_end():
                 self._advance()
 
@@ -130,8 +149,14 @@ class DataLoader:
     def __next__(self) -> Any:
         """The next batch, collated. Raises StepError when the loop body made no step for the one before, and
         what the data set raised; epoch and cursor are as they were then."""
+        if self._padding.is_due(self.batch):
+            self.batch, self.indices, data = self._padding.next(self.batch)
+            return data
         self.boundary.reach()
         goes_on = self._settle()
+        if not goes_on and self._is_ended:
+            self._put_away()
+            raise StopIteration
         if not goes_on and self.cursor == self._layout.size:
             self._put_away()
             raise StopIteration
@@ -140,6 +165,7 @@ class DataLoader:
         self.indices = [] if dealt.batch.is_ghost else dealt.indices
         self._is_pending = True
         step.open(dealt.batch)
+        self._padding.keep(data)
         return data
 
     def _settle(self) -> bool:
@@ -165,7 +191,7 @@ class DataLoader:
 
     def _advance(self) -> None:
         is_whole = self.cursor == self._layout.size
-        self.epoch, self.cursor = self.epoch + 1, 0
+        self.epoch, self.cursor, self._is_ended = self.epoch + 1, 0, False
         if not is_whole:
             self._deal()
         self._put_away()
@@ -213,7 +239,8 @@ class DataLoader:
     def state_dict(self) -> dict[str, int]:
         """Where training is: a few integers, the same on every worker, for any number of workers."""
         limit = self._layout.max_local_batch or 0
-        return {**self._identity(), "epoch": self.epoch, "cursor": self.cursor, "max_local_batch": limit}
+        ended = {"ended": 1} if self._is_ended else {}
+        return {**self._identity(), "epoch": self.epoch, "cursor": self.cursor, "max_local_batch": limit, **ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises DataError, with nothing changed, when the state is of another data set
@@ -227,7 +254,7 @@ class DataLoader:
         epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
         if epoch < 0 or not 0 <= cursor <= self._layout.size:
             raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
-        self.epoch, self.cursor = epoch, cursor
+        self.epoch, self.cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
         self._split_above(state.get("max_local_batch", 0))
 
     def _identity(self) -> dict[str, int]:
