@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from farandole.launch.run_function import run
     from farandole.optim import distributed_optimizer as optimizer
     from farandole.optim.distributed_optimizer import DistributedOptimizer
+    from farandole.optim.weighting import weight
     from farandole.worker.capabilities import (
         ccl_built,
         cuda_built,
@@ -127,6 +128,7 @@ _HOMES = {
     "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),
     "launch.run_function": "run",
     "optim.distributed_optimizer": "DistributedOptimizer",
+    "optim.weighting": "weight",
     "worker.capabilities": (
         "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "
         "mpi_threads_supported nccl_built rocm_built"
@@ -228,6 +230,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "weight",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -17,6 +18,10 @@ class Boundary(Protocol):
         there was a regroup instead, and the loader's epoch and cursor are what the workers agreed on."""
         ...
 
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+        """Call the function unless the `call`-th one of this epoch is done already; whether it was called."""
+        ...
+
 
 class SoloBoundary:
     """The boundary of a worker without an elastic run loop."""
@@ -25,4 +30,8 @@ class SoloBoundary:
         pass
 
     def reach_epoch_end(self) -> bool:
+        return True
+
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+        function()
         return True

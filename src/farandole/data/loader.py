@@ -10,10 +10,13 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.data import torch_arguments
+from farandole.data.augmentation import KeyedSampler, seeded
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.dealer import Dealer, Dealt
+from farandole.data.epoch import Epoch
 from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.orders import Order, Sequential, Shuffled
+from farandole.data.padding import Padding
 from farandole.data.partition import Layout, Tail, global_batch
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
@@ -52,6 +55,11 @@ class DataLoader:
                  and then. Also after the last epoch: its last step trains the first samples of one more
         "drop"   nobody trains them in this epoch
     drop_last          torch's name: True is tail="drop"
+    micro_batch_size   gradient accumulation: most samples of one loop body, whatever the number of workers. The step is
+                       made by the body of the last micro-batch; in the others step() returns False and zero_grad()
+                       does nothing. A body need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it
+                       does so after the last micro-batch, bodies follow that do not count. Losses are means over the
+                       micro-batch: no `loss / 4`
     max_local_batch    most samples of one loop body; larger shares come as several micro-batches, and only
                        the last of them makes the optimizer step. In an elastic function the share at the
                        start of the job unless given
@@ -93,10 +101,20 @@ class DataLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | BaseContext | None = None,
         max_local_batch: int | None = None,
+        micro_batch_size: int | None = None,
         min_share: int = 1,
         **refused: object,
     ) -> None:
         torch_arguments.refuse(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
+        if micro_batch_size is not None:
+            if max_local_batch is not None:
+                raise DataError(
+                    f"micro_batch_size={micro_batch_size} and max_local_batch={max_local_batch} both limit the samples "
+                    f"of one loop body; give one"
+                )
+            max_local_batch = micro_batch_size
+        self._padding = Padding(is_allowed=micro_batch_size is not None)
+        self._is_ended = False  # the epoch is through, also where `break` has left samples
         self.order = _order(order, shuffle)
         self._layout = Layout(
             self.order.length(size_of(dataset)), global_batch_size, max_local_batch, min_share, _tail(tail, drop_last)
@@ -111,8 +129,8 @@ class DataLoader:
         self._rank, self._world = 0, 1
         self._dealer = Dealer(self._layout, self.order.bind(self._layout, seed))
         inner: TorchDataLoader[Any] = TorchDataLoader(
-            dataset,  # type: ignore[arg-type]  # torch wants its own class, and uses these two methods
-            batch_sampler=self._dealer,
+            seeded(dataset),
+            batch_sampler=KeyedSampler(self._dealer, seed),
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
@@ -141,7 +159,7 @@ class DataLoader:
         layout = self._layout
         return f"epoch {self.epoch}, {min(self.cursor, layout.end):,} of {layout.end:,} samples ({self.fraction:.1%})"
 
-    def epochs(self, total: int) -> Iterator[int]:
+    def epochs(self, total: int) -> Iterator[Epoch]:
         """Numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
 
         The number advances when every worker has come back for the next one. After a regroup in the tail of
@@ -150,7 +168,8 @@ class DataLoader:
         must take it at the same step.
         """
         while self.epoch < total:
-            yield self.epoch
+            yield Epoch.at(self.epoch, self.boundary)
+            self._is_ended = True
             if self.boundary.reach_epoch_end():
                 self._advance()
 
@@ -165,9 +184,12 @@ class DataLoader:
     def __next__(self) -> Any:
         """The next batch, collated. Raises StepError when the loop body made no step for the one before, and
         what the data set raised; epoch and cursor are as they were then."""
+        if self._padding.is_due(self.batch):
+            self.batch, self.indices, data = self._padding.next(self.batch)
+            return data
         self.boundary.reach()
         goes_on = self._settle()
-        if not goes_on and self.cursor >= self._layout.end:
+        if not goes_on and (self._is_ended or self.cursor >= self._layout.end):
             self._put_away()
             raise StopIteration
         dealt, data = self._take()
@@ -175,6 +197,7 @@ class DataLoader:
         self.indices = [] if dealt.batch.is_ghost else dealt.indices
         self._is_pending = True
         step.open(dealt.batch)
+        self._padding.keep(data)
         return data
 
     def _settle(self) -> bool:
@@ -200,7 +223,7 @@ class DataLoader:
 
     def _advance(self) -> None:
         is_whole = self.cursor >= self._layout.end
-        self.epoch, self.cursor = self.epoch + 1, self._layout.next_epoch(self.cursor)
+        self.epoch, self.cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
         if not is_whole:
             self._deal()
         self._put_away()
@@ -250,6 +273,8 @@ class DataLoader:
         state = {**self._identity(), "epoch": self.epoch, "cursor": self.cursor}
         if self._layout.max_local_batch is not None:
             state["max_local_batch"] = self._layout.max_local_batch
+        if self._is_ended:
+            state["ended"] = 1
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -266,7 +291,7 @@ class DataLoader:
         epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
         if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
             raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
-        self.epoch, self.cursor = epoch, cursor
+        self.epoch, self.cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
         self._split_above(state.get("max_local_batch", 0))
 
     def _identity(self) -> dict[str, int | str]:

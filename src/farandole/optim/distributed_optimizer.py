@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from farandole.collectives.named.compression import Compression, Compressor
 from farandole.collectives.named.constants import Adasum, Average
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
 from farandole.collectives.reduction import Reduction
+from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
 from farandole.optim.named_path import NamedPath
 from farandole.optim.native_path import NativePath
@@ -32,6 +33,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    loss: Literal["mean", "sum"] = "mean",
 ) -> OptimizerT:
     """Make an optimizer train data-parallel. Returns an instance of the same class (isinstance holds),
     sharing state, defaults and parameter groups with `optimizer`. Call it after `init()`.
@@ -43,10 +46,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       got no gradient on this worker hold the others' (or zeros).
     - `step()` returns True when the step was applied, False when it was not: a fault came first and the
       loader hands out the same global batch again, or a global batch of several micro-batches is still open.
-    - `zero_grad()` does nothing while a global batch is open.
-    - Of the arguments only `compression` may differ from its default; else the first batch raises StepError,
-      as does a second backward pass before `step()`. ConfigError: parameters that are not on the CPU.
-      CollectiveMismatch: workers reduce different steps.
+    - `zero_grad()` does nothing while the micro-batches of a global batch are being accumulated.
+    - Several backward passes before `step()` add up, as with DDP: each of them reduces. Not with micro-batches or
+      loss="sum": there the second one raises StepError.
+    - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all.
+    - Of the arguments only `compression` and `loss` may differ from their defaults; else the first batch raises
+      StepError. ConfigError: parameters that are not on the CPU. CollectiveMismatch: workers reduce different steps.
 
     Without one, as in Horovod:
 
@@ -68,12 +73,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     num_groups                Horovod's older name for it
     sparse_as_dense           sparse gradients are made dense to be reduced; else they are gathered
     process_set               the workers that reduce with each other; others keep their own gradients
+    loss                      with a loader of Farandole: "mean", the loss is a mean over the samples of the batch, or
+                              over as many things as `fd.weight(n)` says; "sum", it is a sum, and nothing is divided
 
     Raises ValueError for arguments that cannot work, StepError for an optimizer that was wrapped before,
     NotInitialized before `init()`.
     """
     groups = groups_of(groups, num_groups)
-    options = Options(compression, Reduction(op), gradient_predivide_factor, groups, sparse_as_dense, process_set)
+    options = Options(compression, Reduction(op), gradient_predivide_factor, groups, sparse_as_dense, process_set, loss)
     mixin = DeltaOptimizer if options.op == Adasum else ReducingOptimizer
     wrapped = wrap(optimizer, mixin)
     assert isinstance(wrapped, (DeltaOptimizer, ReducingOptimizer))
@@ -89,6 +96,7 @@ class ReducingOptimizer(WrappedOptimizer):
         self._native = NativePath(self._all_parameters, options, self._passes)
         self._named = NamedPath(self._parameter_names, options, self._passes)
         self._reduces_in_step = True
+        self._loss = options.loss
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         batch = step.batch()
@@ -109,12 +117,14 @@ class ReducingOptimizer(WrappedOptimizer):
         """Reduce what is not reduced yet, and apply it (see DistributedOptimizer)."""
         batch = step.batch()
         if batch is not None:
-            return self._native.step(batch, self._apply, closure)
+            return self._native.step(self, batch, self._apply, closure)
+        if self._loss == "sum":
+            raise StepError('loss="sum" is for a DataLoader of Farandole, and no batch of one is out; use op=Sum')
         if closure is None:
             self._reduce_for_step()
         loss = self._apply(None if closure is None else self._reduced(closure), self._gradients())
         self._named.forget()
-        step.decided()
+        step.stepped(self)
         return loss if closure is not None else True
 
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.

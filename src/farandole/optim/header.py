@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from farandole.errors import CollectiveMismatch
 
-_LAYOUT = struct.Struct("<8q")
+_LAYOUT = struct.Struct("<8qd")
 SIZE = _LAYOUT.size
 
 
@@ -24,6 +24,7 @@ class StepHeader:
     epoch, start, stop  the ticket; all -1 without a loader of ours
     samples     real samples of this rank's share
     prepared    number of the planned generation it holds; 0 for none
+    weight      what weighting.Weights.said() tells
     """
 
     generation: int
@@ -34,6 +35,7 @@ class StepHeader:
     stop: int
     samples: int
     prepared: int
+    weight: float = -1.0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -45,6 +47,7 @@ class StepHeader:
             self.stop,
             self.samples,
             self.prepared,
+            self.weight,
         )
 
     @classmethod

@@ -25,6 +25,7 @@ class Options:
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
+    loss: str = "mean"
 
     def __post_init__(self) -> None:
         if self.predivide_factor != 1.0 and self.op != Average:
@@ -32,6 +33,8 @@ class Options:
                 f"gradient_predivide_factor={self.predivide_factor} splits the division of an average and works "
                 f"with op=Average only, got op={Reduction(self.op).name}"
             )
+        if self.loss not in ("mean", "sum"):
+            raise ValueError(f'loss must be "mean" or "sum", got {self.loss!r}')
         if isinstance(self.groups, int):
             if self.groups < 0:
                 raise ValueError(f"groups must be a number of groups from 0, or lists of parameters, got {self.groups}")

@@ -16,6 +16,14 @@ def is_stateful(value: object) -> bool:
     return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
+def load_stateful(value: Any, saved: Any) -> None:
+    """load_state_dict(). A GradScaler also forgets what it did since its last update(): its own leaves that, and
+    would refuse to do the step again."""
+    value.load_state_dict(saved)
+    if isinstance(value, torch.amp.GradScaler):
+        value._per_optimizer_states.clear()
+
+
 def pack_small(small: Mapping[str, Any]) -> Packed:
     """Raises ConfigError for the one of small["values"] that cannot be pickled."""
     try:

@@ -3,15 +3,19 @@
     none ── open() ──► open ── reduced() ──► reduced ── decided() ──► decided
                          └───── aborted() ─────┴──────► aborted
 
-The loader opens it with a batch, the optimizer reduces and applies, and whoever sees a fault aborts it.
+The loader opens it with a batch, the optimizer reduces and applies, and whoever sees a fault aborts it. With several
+optimizers (a GAN) they reduce and apply one after the other; the step is decided when the last of them has stepped,
+and until then it can be undone.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from farandole.errors import StepError
 from farandole.state.ticket import Batch
 
 
@@ -23,11 +27,28 @@ class Phase(str, enum.Enum):
     DECIDED = "decided"  # the optimizer step is applied (or skipped by all, as GradScaler does on inf)
 
 
+class Participant(Protocol):
+    """What an optimizer keeps of the step that is open (optim/native_path.py)."""
+
+    def begin_padding(self) -> None:
+        """Loop bodies follow whose gradients do not count: those reduced so far have to be kept."""
+        ...
+
+
 @dataclass
 class _OpenStep:
     phase: Phase = Phase.NONE
     batch: Batch | None = None
     on_decided: Callable[[Batch | None], None] | None = None
+    tracked: frozenset[int] = frozenset()
+    stepped: set[int] = field(default_factory=set)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    participants: list[Participant] = field(default_factory=list)
+    weight: float | None = None
+    is_weighed: bool = False
+
+
+_NOT_UNDONE = (Phase.NONE, Phase.DECIDED)
 
 
 _step = _OpenStep()
@@ -35,11 +56,26 @@ _step = _OpenStep()
 
 def open(batch: Batch) -> None:
     """The loader hands out `batch`."""
+    if batch.index == 0:
+        _forget()
     _step.phase, _step.batch = Phase.OPEN, batch
+    _step.weight, _step.is_weighed = None, False
+
+
+def pad(batch: Batch) -> None:
+    """The gradients of the global batch are reduced, and the loop body has not called step(): it runs again, with a
+    batch that does not count."""
+    if _step.batch is not None and not _step.batch.is_padding:
+        for participant in _step.participants:
+            participant.begin_padding()
+    _step.batch, _step.weight, _step.is_weighed = batch, None, False
 
 
 def close() -> None:
-    """No batch is out any more: the loader has ended its epoch, or it was closed."""
+    """No batch is out any more: the loader has ended its epoch, or it was closed. What was applied of a step that
+    is not decided is undone."""
+    _undo()
+    _forget()
     _step.phase, _step.batch = Phase.NONE, None
 
 
@@ -64,12 +100,51 @@ def reduced() -> None:
 
 
 def aborted() -> None:
-    """The step in flight will not be applied; its gradients are dropped."""
+    """The step in flight will not be applied; its gradients are dropped. Optimizers that have stepped already go
+    back to where they were."""
+    _undo()
     _step.phase = Phase.ABORTED
 
 
+# Several optimizers ------------------------------------------------------------------------------------------
+
+
+def track(optimizers: Iterable[object]) -> None:
+    """These decide a step together; without any, each step of an optimizer is one."""
+    _step.tracked = frozenset(map(id, optimizers))
+    _forget()
+
+
+def take_part(participant: Participant) -> None:
+    """An optimizer has something of the batch that is out; once for each global batch."""
+    _step.participants.append(participant)
+
+
+def is_shared() -> bool:
+    """Whether several optimizers decide a step together."""
+    return len(_step.tracked) > 1
+
+
+def awaits_others(optimizer: object) -> bool:
+    """Whether the step is still undecided once this optimizer has stepped."""
+    return bool(_step.tracked - _step.stepped - {id(optimizer)}) and id(optimizer) in _step.tracked
+
+
+def undo_by(function: Callable[[], None]) -> None:
+    """Called before an optimizer steps: how to take that back, should the step not be decided."""
+    _step.undo.append(function)
+
+
+def stepped(optimizer: object) -> None:
+    """The optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
+    _step.stepped.add(id(optimizer))
+    if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
+        decided()
+
+
 def decided() -> None:
-    """The optimizer has stepped: everything else that belongs to the step happens now, or not at all."""
+    """The optimizers have stepped: everything else that belongs to the step happens now, or not at all."""
+    _forget()
     if _step.on_decided is not None:
         _step.on_decided(_step.batch)
     if _step.phase is not Phase.NONE:
@@ -79,3 +154,37 @@ def decided() -> None:
 def on_decided(callback: Callable[[Batch | None], None] | None) -> None:
     """Who moves counter, cursor and schedulers with the step (a TorchState); None takes it away."""
     _step.on_decided = callback
+    if callback is None:
+        track(())
+
+
+def _undo() -> None:
+    if _step.phase not in _NOT_UNDONE:
+        while _step.undo:
+            _step.undo.pop()()
+    _step.stepped.clear()
+
+
+def _forget() -> None:
+    _step.stepped.clear()
+    _step.undo.clear()
+    _step.participants.clear()
+
+
+# What a micro-batch weighs -----------------------------------------------------------------------------------
+
+
+def set_weight(weight: float) -> None:
+    """What the mean loss of the batch that is out weighs, in units of the user's. Raises StepError too late."""
+    if _step.is_weighed and _step.weight != weight:
+        raise StepError(
+            f"weight({weight:g}) after backward(): its gradients count already, with weight {_step.weight}; call it "
+            f"before the backward() of the same loop body"
+        )
+    _step.weight = weight
+
+
+def weight() -> float | None:
+    """What set_weight() said for the batch that is out; None: the number of its samples counts."""
+    _step.is_weighed = True
+    return _step.weight

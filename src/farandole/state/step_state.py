@@ -12,7 +12,7 @@ from farandole.membership import Progress
 from farandole.state import step
 from farandole.state.object_state import State
 from farandole.state.packing import Packed, unpack
-from farandole.state.parts import is_stateful, load_optimizer_entry, pack_small, refuse_other_model
+from farandole.state.parts import is_stateful, load_optimizer_entry, load_stateful, pack_small, refuse_other_model
 from farandole.state.ticket import Batch, Ticket
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
 
@@ -39,6 +39,8 @@ class StepState(TorchState):
     TorchState(model=..., optimizer=..., loader=..., after_step=[scheduler.step], scheduler=scheduler, best=0.0)
 
     model, optimizer, loader  the things to train with; `optimizer` a DistributedOptimizer
+    further optimizers  among the keywords (a GAN): a step is decided when the last of them has stepped; a fault
+                        between them takes back those that have, from a copy that is made for it
     after_step  called without arguments right after each applied optimizer step, inside the atomic step
     **tracked   every keyword becomes an attribute: objects with state_dict()/load_state_dict() (schedulers, a
                 GradScaler, further modules) and picklable values. On a regroup they come from the source rank;
@@ -65,17 +67,18 @@ class StepState(TorchState):
         self.step = 0
         self.lineage = 1
         self.boundary = 0
+        self.once = (0, 0)  # an epoch, and how many calls of Epoch.once() are done in it
         self.is_holder = False
         self.after_step = list(after_step)
         self._names = list(tracked)
         for name, value in tracked.items():
             if hasattr(self, name):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
-            if isinstance(value, torch.optim.Optimizer):
-                raise ConfigError(f"TorchState: {name!r} is a second optimizer; one state moves one optimizer")
             setattr(self, name, value)
         self._snapshot = Packed(b"", [])
         step.on_decided(self._on_decided)
+        # A plain one steps unseen: it is part of the state, and does not decide.
+        step.track(each for each in self._optimizers_by_name().values() if hasattr(each, "abandon_step"))
 
     # What Horovod's scripts call -------------------------------------------------------------------------
 
@@ -139,14 +142,15 @@ class StepState(TorchState):
         for name, module in self._modules().items():
             for key, buffer in module.named_buffers():
                 buffer.detach().copy_(small["buffers"][name][key])
-        if self.optimizer is not None:
-            for group, saved in zip(self.optimizer.param_groups, small["groups"], strict=True):
+        for name, optimizer in self._optimizers_by_name().items():
+            for group, saved in zip(optimizer.param_groups, small["groups"][name], strict=True):
                 group.update(saved)
         for name, saved in small["stateful"].items():
-            getattr(self, name).load_state_dict(saved)
+            load_stateful(getattr(self, name), saved)
         for name, value in small["values"].items():
             setattr(self, name, value)
         self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
+        self.once = small["once"]
         if self.loader is not None:
             self.loader.load_state_dict(small["loader"])
 
@@ -155,15 +159,19 @@ class StepState(TorchState):
 
     def _small(self) -> dict[str, Any]:
         modules = self._modules()
-        others = {name: getattr(self, name) for name in self._names if name not in modules}
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        optimizers = self._optimizers_by_name()
+        others = {name: getattr(self, name) for name in self._names if name not in {*modules, *optimizers}}
         return {
             "lineage": self.lineage,
             "step": self.step,
             "boundary": self.boundary,
+            "once": self.once,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: dict(module.named_buffers()) for name, module in modules.items()},
-            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "groups": {
+                name: [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
+                for name, each in optimizers.items()
+            },
             "stateful": {name: value.state_dict() for name, value in others.items() if is_stateful(value)},
             "values": {name: value for name, value in others.items() if not is_stateful(value)},
         }
@@ -171,11 +179,13 @@ class StepState(TorchState):
     # Large state -----------------------------------------------------------------------------------------
 
     def large(self) -> dict[str, Any]:
-        """Parameters by module and name, and the optimizer's state by parameter index; live, not copied."""
-        state: dict[int, dict[str, Any]] = {}
-        for index, parameter in enumerate(self._optimized()):
-            if parameter in self.optimizer.state:
-                state[index] = dict(self.optimizer.state[parameter])
+        """Parameters by module and name, and the optimizers' state by name and parameter index, as
+        "optimizer.0"; live, not copied."""
+        state = {
+            key: dict(optimizer.state[parameter])
+            for key, optimizer, parameter in self._optimized()
+            if parameter in optimizer.state
+        }
         return {"parameters": self._parameters(), "optimizer": state}
 
     def load_large(self, large: Mapping[str, Any]) -> None:
@@ -187,8 +197,8 @@ class StepState(TorchState):
             for name, parameters in ours.items():
                 for key, parameter in parameters.items():
                     parameter.copy_(large["parameters"][name][key])
-            for index, parameter in enumerate(self._optimized()):
-                load_optimizer_entry(self.optimizer, parameter, large["optimizer"].get(index))
+            for key, optimizer, parameter in self._optimized():
+                load_optimizer_entry(optimizer, parameter, large["optimizer"].get(key))
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         """By module and name; those that the optimizer moves and no module has, by their place in it."""
@@ -196,13 +206,20 @@ class StepState(TorchState):
             name: dict(module.named_parameters()) for name, module in self._modules().items()
         }
         known = {id(parameter) for group in named.values() for parameter in group.values()}
-        loose = {str(i): p for i, p in enumerate(self._optimized()) if id(p) not in known}
-        return {**named, "optimizer": loose}
+        loose = {key: parameter for key, _, parameter in self._optimized() if id(parameter) not in known}
+        return {**named, "": loose}
 
-    def _optimized(self) -> list[torch.Tensor]:
-        if self.optimizer is None:
-            return []
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    def _optimized(self) -> list[tuple[str, torch.optim.Optimizer, torch.Tensor]]:
+        """A name for each parameter of an optimizer, alike on all ranks; the optimizer; the parameter."""
+        return [
+            (f"{name}.{index}", optimizer, parameter)
+            for name, optimizer in self._optimizers_by_name().items()
+            for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def _optimizers_by_name(self) -> dict[str, torch.optim.Optimizer]:
+        named = {"optimizer": self.optimizer, **{name: getattr(self, name) for name in self._names}}
+        return {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         named = {"model": self.model, **{name: getattr(self, name) for name in self._names}}

@@ -56,9 +56,18 @@ class Batch:
         return self.low == self.high
 
     @property
+    def is_padding(self) -> bool:
+        """All micro-batches were there, and the loop body has not called step(): it runs until it does."""
+        return self.index >= self.ticket.micro_batches
+
+    def padding(self) -> Batch:
+        """The batch for a loop body that does not count."""
+        return Batch(self.ticket, self.high, self.high, self.ticket.micro_batches)
+
+    @property
     def is_last(self) -> bool:
-        """The micro-batch whose backward pass reduces the gradients."""
-        return self.index == self.ticket.micro_batches - 1
+        """The micro-batch whose backward pass reduces the gradients; or padding, after it."""
+        return self.index >= self.ticket.micro_batches - 1
 
     @property
     def weight(self) -> float:

@@ -25,6 +25,7 @@ ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger("farandole")
 
+_ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
 _EPOCH_END = struct.Struct("<3q")  # epoch, decided steps, prepared
 
 
@@ -102,6 +103,7 @@ class StepLoop:
         """Every rank has resumed epochs(). False: there was a regroup instead, and the epoch is as it was, or
         as it is on the ranks that had passed already."""
         state = self._state
+        state.boundary += 1  # ahead of those that are in the tail: should it come again, the epoch is through for all
         epoch = state.progress.epoch
         try:
             notes = world.current().transport.all_gather(_EPOCH_END.pack(epoch, state.step, self.prepared()))
@@ -116,6 +118,22 @@ class StepLoop:
                 f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
             )
         self.agree([each[2] for each in said])
+        state.boundary += 1
+        return True
+
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+        """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
+        state = self._state
+        if state.once[0] == epoch and call < state.once[1]:
+            return False
+        here = (epoch, state.step, call)
+        said = [_ONCE.unpack(note) for note in world.current().transport.all_gather(_ONCE.pack(*here))]
+        if any(each != here for each in said):
+            raise CollectiveMismatch(
+                f"epoch.once() was called at different places; (epoch, step, number of the call) by rank: {said}"
+            )
+        function()
+        state.once = (epoch, call + 1)
         state.boundary += 1
         return True
 

@@ -165,14 +165,48 @@ def test_a_ghost_counts_nothing_even_if_its_gradient_is_infinite() -> None:
     assert optimizer.step() is True
 
 
-def test_a_second_backward_pass_before_the_step_is_refused_with_advice() -> None:
+def test_backward_passes_before_the_step_add_up() -> None:
+    net, reference, x = model(), model(), samples(4)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in hand_out([4]):
+        for each in (net, reference):
+            loss(each, x).backward()
+            net.weight.grad.mul_(1.0)
+            (3 * each.bias.sum()).backward()
+        assert torch.allclose(net.weight.grad, reference.weight.grad, rtol=0, atol=1e-14)
+        assert torch.allclose(net.bias.grad, reference.bias.grad, rtol=0, atol=1e-14)
+        assert optimizer.step() is True
+
+
+def test_with_micro_batches_a_second_backward_pass_is_refused_with_advice() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for count in hand_out([2, 2]):
+        loss(net, samples(count)).backward()
+    with pytest.raises(StepError, match="second backward pass"):
+        loss(net, samples(2)).backward()
+    optimizer.zero_grad()
+
+
+def test_gradients_that_are_zeroed_before_the_step_do_not_count() -> None:
+    net, x = model(), samples(4)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    wanted = torch.autograd.grad(loss(net, x), net.weight)[0]
+    for _ in hand_out([4]):
+        (9 * loss(net, x)).backward()
+        optimizer.zero_grad()
+        loss(net, x).backward()
+        assert torch.equal(net.weight.grad, wanted)
+
+
+def test_a_second_step_for_one_batch_is_refused() -> None:
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     for _ in hand_out([4]):
         loss(net, samples(4)).backward()
-        with pytest.raises(StepError, match="second backward pass"):
-            loss(net, samples(4)).backward()
-        optimizer.zero_grad()
+        optimizer.step()
+        with pytest.raises(StepError, match="twice"):
+            optimizer.step()
 
 
 def test_two_optimizers_whose_losses_run_through_each_other() -> None:

@@ -1,0 +1,116 @@
+"""Random numbers of a data set's items: a function of (seed, epoch, position in the epoch's order), so that an item
+that is fetched again, by whichever worker or loader process, is augmented in the same way. loader.py puts this around
+the data set and the batch sampler."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset, get_worker_info
+
+from farandole.data.dealer import Dealer
+
+
+class Keyed(list[int]):
+    """The samples of one batch, with the place of the first one: `key` is (seed, epoch, position)."""
+
+    key: tuple[int, int, int]
+
+    def __reduce__(self) -> Any:
+        return _keyed, (list(self), self.key)
+
+
+def _keyed(indices: list[int], key: tuple[int, int, int]) -> Keyed:
+    keyed = Keyed(indices)
+    keyed.key = key
+    return keyed
+
+
+class KeyedSampler:
+    """The dealer's batches, with their keys."""
+
+    def __init__(self, dealer: Dealer, seed: int) -> None:
+        self._dealer, self._seed = dealer, seed
+
+    def __iter__(self) -> Iterator[Keyed]:
+        for indices in self._dealer:
+            batch = self._dealer.on_way[-1].batch
+            # A ghost's samples do not count; any key does.
+            yield _keyed(indices, (self._seed, batch.ticket.epoch, batch.low))
+
+
+class SeededDataset:
+    """A data set whose items see random numbers of their own. Everything else is the data set's.
+
+    The generators of torch, numpy and Python are seeded for each item: 10 to 20 us. In the training process they are
+    put back afterwards; they belong to the step there. A data set with __getitems__ is seeded once for each call, with
+    the key of its first item: what its items see then depends on how the batch was divided.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __getitems__(self, indices: Keyed) -> list[Any]:
+        kept = _states() if get_worker_info() is None else None
+        try:
+            return self._fetch(indices)
+        finally:
+            if kept is not None:
+                _put_back(kept)
+
+    def _fetch(self, indices: Keyed) -> list[Any]:
+        seed, epoch, position = indices.key
+        fetch_all = getattr(self._dataset, "__getitems__", None)
+        # A Subset has one that only goes through the items, unless what it is a subset of has one.
+        if fetch_all is not None and hasattr(_innermost(self._dataset), "__getitems__"):
+            _seed_item(seed, epoch, position)
+            items: list[Any] = fetch_all(list(indices))
+            return items
+        items = []
+        for place, index in enumerate(indices):
+            _seed_item(seed, epoch, position + place)
+            items.append(self._dataset[index])
+        return items
+
+
+def seeded(dataset: Any) -> Any:
+    """The data set with random numbers by position; as it is when its items are fixed tensors."""
+    return dataset if type(_innermost(dataset)) is TensorDataset else SeededDataset(dataset)
+
+
+def _innermost(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _seed_item(seed: int, epoch: int, position: int) -> None:
+    packed = struct.pack("<qqq", seed & (2**63 - 1), epoch, position)
+    value = int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"item").digest(), "little")
+    torch.default_generator.manual_seed(value >> 1)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+
+
+def _states() -> tuple[torch.Tensor, Any, Any]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _put_back(states: tuple[torch.Tensor, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

@@ -1,0 +1,46 @@
+"""The model of a disturbed job is the model of an undisturbed one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.testing.running_job import RunningJob, all_training
+from tests.jobs import SCRIPTS
+
+SCRIPT = SCRIPTS / "exact_job.py"
+EPOCHS = 24
+STEPS_PER_EPOCH = 9  # 210 samples, 25 at a time
+
+
+def beyond(generation: int, size: int) -> Any:
+    def condition(latest: dict[int, dict[str, Any]]) -> bool:
+        return all_training(size)(latest) and latest[0]["generation"] > generation
+
+    return condition
+
+
+def test_after_a_kill_and_a_join_parameters_and_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    """float64: parameters to 1e-10. float32: the loss after each step, within rounding."""
+    disturbed, alone = tmp_path / "disturbed.pt", tmp_path / "alone.pt"
+    arguments = ["--epochs", str(EPOCHS), "--result"]
+    flags = ["--slow-below", "3", *arguments, str(disturbed)]  # the third generation is that of the replacement
+    with RunningJob(["-np", "3"], SCRIPT, flags, tmp_path, tmp_path / "output") as running:
+        latest = running.wait_until(all_training(3), 60)
+        running.kill(latest[1]["pid"])
+        running.wait_until(beyond(latest[0]["generation"], 2), 60)  # without it, then with its replacement
+        running.wait_until(beyond(latest[0]["generation"], 3), 60)
+        subprocess.run([sys.executable, str(SCRIPT), *arguments, str(alone)], check=True, timeout=60)
+        assert running.wait(120) == 0
+    ours, reference = torch.load(disturbed), torch.load(alone)
+    assert len(ours["losses"]) == len(reference["losses"]) == EPOCHS * STEPS_PER_EPOCH
+    assert ours["evaluated"] == reference["evaluated"] == [STEPS_PER_EPOCH * (i + 1) for i in range(EPOCHS)]
+    for name, parameter in reference["double"].items():
+        assert torch.allclose(ours["double"][name], parameter, rtol=0, atol=1e-10)
+    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+    assert reference["losses"][-1] < 0.5 * reference["losses"][0]

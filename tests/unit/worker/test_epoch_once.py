@@ -1,0 +1,97 @@
+"""epoch.once() in an elastic function, and the end of an epoch that was left early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import farandole as fd
+from farandole.errors import GenerationEnded
+from farandole.state.packing import unpack
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    fd.init()
+    yield
+    fd.shutdown()
+
+
+def make(size: int = 12) -> Any:
+    model = torch.nn.Linear(3, 1)
+    optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    data = torch.utils.data.TensorDataset(torch.randn(size, 3))
+    loader = fd.elastic.DataLoader(data, 4, seed=4)
+    return fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, history=[])
+
+
+def train_epoch(state: Any) -> None:
+    for (x,) in state.loader:
+        state.optimizer.zero_grad()
+        state.model(x).square().mean().backward()
+        state.optimizer.step()
+
+
+def test_an_epoch_is_a_number_and_runs_a_function_once() -> None:
+    state = make()
+
+    @fd.elastic.run
+    def train(state: Any) -> None:
+        for epoch in state.loader.epochs(3):
+            assert epoch.once(partial(state.history.append, ("begin", epoch)))
+            train_epoch(state)
+            assert epoch.once(partial(state.history.append, ("end", epoch)))
+
+    train(state)
+    assert state.history == [(word, epoch) for epoch in range(3) for word in ("begin", "end")]
+
+
+def test_what_was_done_once_is_not_done_again_when_the_function_is_entered_again() -> None:
+    """As a newcomer enters it, or a survivor after a fault in a collective of its own in the tail."""
+    state, ran = make(), []
+
+    @fd.elastic.run
+    def train(state: Any) -> None:
+        for epoch in state.loader.epochs(2):
+            train_epoch(state)
+            ran.append(epoch.once(partial(state.history.append, epoch)))
+            ran.append(epoch.once(partial(state.history.append, -epoch)))
+            if epoch == 1 and len(ran) == 4:
+                raise GenerationEnded("mean", 1, "a worker was lost")
+
+    with pytest.raises(GenerationEnded):
+        train(state)
+    state.capture()
+    taken_over = make()
+    taken_over.load_small(unpack(state.captured()))
+    train(taken_over)
+    assert ran == [True] * 4 + [False] * 2
+    assert taken_over.history == [0, 0, 1, -1]
+
+
+def test_an_epoch_that_break_has_ended_does_not_go_on_when_its_end_is_handed_out_again() -> None:
+    state = make()
+    epochs = state.loader.epochs(2)
+    next(epochs)
+    for (x,) in state.loader:
+        state.model(x).square().mean().backward()
+        state.optimizer.step()
+        break
+
+    class Interrupted:
+        def reach(self) -> None:
+            pass
+
+        def reach_epoch_end(self) -> bool:
+            return False
+
+    state.loader.boundary, kept = Interrupted(), state.loader.boundary
+    assert next(epochs) == 0
+    assert list(state.loader) == []
+    state.loader.boundary = kept
+    assert next(epochs) == 1
+    assert len(list(zip(range(1), state.loader, strict=False))) == 1
