@@ -273,7 +273,7 @@ class DataLoader:
         state = {**self._identity(), "epoch": self.epoch, "cursor": self.cursor}
         if self._layout.max_local_batch is not None:
             state["max_local_batch"] = self._layout.max_local_batch
-        if self._is_ended:
+        if self._is_ended and self.cursor < self._layout.end:  # else the cursor says so
             state["ended"] = 1
         return state
 
