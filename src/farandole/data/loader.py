@@ -18,7 +18,7 @@ from farandole.data.partition import Layout, global_batch
 from farandole.data.permutation import FORMAT_VERSION, Permutation
 from farandole.data.prefetch import Prefetch
 from farandole.errors import DataError, StepError
-from farandole.state import step
+from farandole.state import recording, step
 from farandole.state.ticket import Batch, Ticket
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class DataLoader:
         self.indices = [] if dealt.batch.is_ghost else dealt.indices
         self._is_pending = True
         step.open(dealt.batch)
+        recording.delivered(dealt.batch, self.indices)
         return data
 
     def _settle(self) -> bool:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.config import JobConfig
+from farandole.env import sample_ledger_environment
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.ledger_folder import ready_ledger_folder
 from farandole.launch.run_parser import run_parser, unused_options
 
 
@@ -92,9 +94,12 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment["NCCL_IB_DISABLE"] = "1"
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
+    words = tuple(checked(command))
+    if options.sample_ledger is not None:
+        environment |= sample_ledger_environment(str(ready_ledger_folder(options.sample_ledger)))
     return RunOptions(
         config=config,
-        command=tuple(checked(command)),
+        command=words,
         host=options.host,
         port=options.port,
         output_directory=options.output_filename,

@@ -13,10 +13,10 @@ import torch
 from farandole.collectives import world
 from farandole.errors import RecoverableError, StepError
 from farandole.optim.buckets import BucketPlan
-from farandole.optim.header import StepHeader, check
+from farandole.optim.header import StepHeader, check, ids_hash
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
-from farandole.state import boundary, step
+from farandole.state import boundary, recording, step
 from farandole.state.ticket import Batch
 
 
@@ -141,12 +141,14 @@ class NativePath:
     def _reduce_buckets(self, batch: Batch) -> None:
         here = world.current()
         buckets = self._plan.buckets
+        header = self._header(here, batch)  # before anything is reduced: the ledger's intent is written here
         for bucket in buckets[:-1]:
             self._all_reduce(bucket.flat, b"")
         last = buckets[-1].flat if buckets else torch.empty(0)
-        notes = self._all_reduce(last, self._header(here, batch).pack())
+        notes = self._all_reduce(last, header.pack())
         headers = [StepHeader.unpack(note) for note in notes]
         check(headers)
+        recording.agree(sum(header.samples for header in headers), ids_hash(headers))
         boundary.agree([header.prepared for header in headers])
 
     def _all_reduce(self, flat: torch.Tensor, note: bytes) -> list[bytes]:
@@ -168,6 +170,7 @@ class NativePath:
             stop=ticket.stop,
             samples=ticket.samples,
             prepared=boundary.prepared(),
+            ids_hash=recording.intend(batch),
         )
 
     def _publish(self) -> None:
