@@ -170,7 +170,7 @@ class _Story:
             expected = (before.step + 1, before.epoch, before.stop)
         if record.step > expected[0]:
             self.problems.append(_nobody(expected[0], record.step - 1))
-        elif (record.epoch, record.start) not in (expected[1:], (expected[1] + 1, 0)):
+        elif (record.epoch, record.start) != expected[1:] and not (record.epoch > expected[1] and record.start == 0):
             self.problems.append(
                 f"step {record.step} begins at position {record.start} of epoch {record.epoch}, "
                 f"the one before ended at position {expected[2]} of epoch {expected[1]}"
@@ -243,7 +243,12 @@ class _Count:
             else:
                 epoch.unseen += samples
                 epoch.unseen_hash = (epoch.unseen_hash + rest) & MASK
-        ends = story.ends()
+        ends, newest = story.ends(), max(self._epochs, default=0)
+        story.problems += [
+            f"epoch {number} was left at position {epoch.end} of {self._size}, and no worker says that it was ended"
+            for number, epoch in sorted(self._epochs.items())
+            if number < newest and epoch.end < self._size and number not in ends
+        ]
         epochs = [self._judge(number, epoch, number in ends) for number, epoch in sorted(self._epochs.items())]
         last = max(story.standing, default=-1)
         tried = story.begun | story.applied.keys()
