@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farandole.data.partition import global_batch, share
+from farandole.data.partition import share
 from farandole.ledger.check import Line
 from farandole.ledger.hashing import ids_hash
 from farandole.ledger.records import FORMAT, WHOLE, Applied, EpochEnded, Intent, Opened, Record, Started, compact
@@ -13,13 +13,21 @@ from farandole.ledger.records import FORMAT, WHOLE, Applied, EpochEnded, Intent,
 class WrittenJob:
     """A job whose members write one file each.
 
+    order, is_carried  of the loader: its name; whether the tail of an epoch is filled from the next one
+
     members  in order of rank;  step, epoch, cursor  where the state of all members is
     """
 
     def __init__(
-        self, samples: int = 40, global_batch_size: int = 10, members: Iterable[str] = ("a", "b", "c")
+        self,
+        samples: int = 40,
+        global_batch_size: int = 10,
+        members: Iterable[str] = ("a", "b", "c"),
+        order: str = "",
+        is_carried: bool = False,
     ) -> None:
         self.samples, self.global_batch_size = samples, global_batch_size
+        self.order, self.is_carried = order, is_carried
         self.files: dict[str, list[Record]] = {}
         self.lineage, self.generation = 1, 0
         self.step = self.epoch = self.cursor = 0
@@ -35,7 +43,17 @@ class WrittenJob:
                 self.files[name] = [Opened(FORMAT, WHOLE, name, "host", 1, 0)]
             key = (self.lineage, self.generation)
             self.files[name].append(
-                Started(*key, f"n{key}", rank, len(self.members), self.step, self.epoch, self.cursor, self.samples)
+                Started(
+                    *key,
+                    f"n{key}",
+                    rank,
+                    len(self.members),
+                    self.step,
+                    self.epoch,
+                    self.cursor,
+                    self.samples,
+                    self.order,
+                )
             )
 
     def begin(self) -> None:
@@ -65,7 +83,7 @@ class WrittenJob:
     def train(self, steps: int = 1) -> None:
         """Steps without trouble; from one epoch into the next."""
         for _ in range(steps):
-            if self.cursor == self.samples:
+            if self.cursor >= self.samples:
                 self.end_epoch()
             self.begin()
             self.apply()
@@ -73,10 +91,14 @@ class WrittenJob:
     def end_epoch(self) -> None:
         for name in self.members:
             self.files[name].append(EpochEnded(self.lineage, self.generation, self.step, self.epoch, self.cursor))
-        self.epoch, self.cursor = self.epoch + 1, 0
+        self.epoch, self.cursor = self.epoch + 1, max(0, self.cursor - self.samples)
 
     def sample_at(self, position: int) -> int:
         """Any order will do, if it is another one in each epoch."""
+        if position >= self.samples:
+            return (position - self.samples + 17 * (self.epoch + 1)) % self.samples
+        if self.order.startswith("weighted"):
+            return position // 2
         return (position + 17 * self.epoch) % self.samples
 
     def lines(self) -> list[Line]:
@@ -87,4 +109,5 @@ class WrittenJob:
         ]
 
     def _batch(self) -> tuple[int, int]:
-        return global_batch(self.cursor, self.samples, self.global_batch_size)
+        stop = self.cursor + self.global_batch_size
+        return self.cursor, stop if self.is_carried else min(stop, self.samples)

@@ -168,6 +168,8 @@ class _Story:
         expected = (first.step, first.epoch, first.cursor)
         if before is not None:
             expected = (before.step + 1, before.epoch, before.stop)
+        if 0 < first.samples < expected[2]:  # the next epoch has had its first samples
+            expected = (expected[0], expected[1] + 1, expected[2] - first.samples)
         if record.step > expected[0]:
             self.problems.append(_nobody(expected[0], record.step - 1))
         elif (record.epoch, record.start) != expected[1:] and not (record.epoch > expected[1] and record.start == 0):
@@ -190,14 +192,17 @@ class _Story:
 
 @dataclass
 class _Epoch:
-    """counts  how often each sample was trained; unseen, unseen_hash  of shares of which only the sums are known."""
+    """counts  how often each sample was trained; unseen, unseen_hash  of shares of which only the sums are known.
+
+    is_mixed  some of these sums are of samples of two epochs
+    """
 
     counts: NDArray[np.uint16]
     begin: int
     end: int = 0
-    trained: int = 0
     unseen: int = 0
     unseen_hash: int = 0
+    is_mixed: bool = False
     foreign: list[int] = field(default_factory=list)
 
 
@@ -206,16 +211,23 @@ class _Count:
 
     def __init__(self, story: _Story) -> None:
         self._story = story
-        self._size = max(story.starts.items())[1].samples
+        newest = max(story.starts.items())[1]
+        self._size, self._has_each_once = newest.samples, newest.has_each_once
         self._left: dict[int, list[int]] = {}  # by step: samples and hash that no intent has accounted for
         self._epochs: dict[int, _Epoch] = {}
         for step, record in sorted(story.standing.items()):
-            epoch = self._epochs.setdefault(
-                record.epoch, _Epoch(np.zeros(self._size, dtype=np.uint16), begin=record.start)
-            )
-            epoch.end = max(epoch.end, record.stop)
-            epoch.trained += record.samples
+            for number, start, stop in self._parts(record.epoch, record.start, record.stop):
+                counts = np.zeros(self._size if self._has_each_once else 0, dtype=np.uint16)
+                epoch = self._epochs.setdefault(number, _Epoch(counts, begin=start))
+                epoch.end = max(epoch.end, stop)
             self._left[step] = [record.samples, record.ids_hash]
+
+    def _parts(self, epoch: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(epoch, start, stop) of each epoch that these positions are in; more than one where a tail is carried."""
+        if not 0 < self._size < stop:
+            return [(epoch, start, stop)]
+        rest = (epoch + 1, max(0, start - self._size), stop - self._size)
+        return [rest] if start >= self._size else [(epoch, start, self._size), rest]
 
     def hear(self, intent: Intent, line: Line) -> None:
         record = self._story.standing.get(intent.step)
@@ -225,24 +237,42 @@ class _Count:
             self._story.problems.append(f"{line.file}, line {line.number} contradicts what was applied: {intent}")
             return
         ids = expand(intent.ids)
-        left, epoch = self._left[intent.step], self._epochs[intent.epoch]
+        left = self._left[intent.step]
         left[0] -= len(ids)
         left[1] = (left[1] - ids_hash(ids)) & MASK
+        if self._has_each_once and len(ids):
+            of_this = max(0, self._size - intent.low)
+            self._add(intent.epoch, ids[:of_this])
+            self._add(intent.epoch + 1, ids[of_this:])
+
+    def _add(self, number: int, ids: NDArray[np.int64]) -> None:
+        if not len(ids):
+            return
+        epoch = self._epochs.get(number)
         is_known = (ids >= 0) & (ids < self._size)
+        if epoch is None:  # positions that the global batch does not have
+            self._story.problems.append(f"samples of epoch {number} in a step that is not of it: {ids.tolist()[:20]}")
+            return
         epoch.foreign += ids[~is_known].tolist()
         np.add.at(epoch.counts, ids[is_known], 1)
 
     def findings(self) -> Findings:
         story = self._story
         for step, (samples, rest) in self._left.items():
-            epoch = self._epochs[story.standing[step].epoch]
+            record = story.standing[step]
             if samples < 0 or (samples == 0 and rest != 0):
                 story.problems.append(
                     f"step {step}: the samples that workers wrote down are not those that they had agreed on"
                 )
-            else:
-                epoch.unseen += samples
-                epoch.unseen_hash = (epoch.unseen_hash + rest) & MASK
+            elif samples:
+                parts = self._parts(record.epoch, record.start, record.stop)
+                for number, *_ in parts:
+                    epoch = self._epochs[number]
+                    epoch.is_mixed |= len(parts) > 1
+                    epoch.unseen += samples
+                    epoch.unseen_hash = (epoch.unseen_hash + rest) & MASK
+        if not self._has_each_once:
+            story.remarks.append("samples may come again in this order: proved is that each position came once")
         ends, newest = story.ends(), max(self._epochs, default=0)
         story.problems += [
             f"epoch {number} was left at position {epoch.end} of {self._size}, and no worker says that it was ended"
@@ -266,12 +296,16 @@ class _Count:
         )
 
     def _judge(self, number: int, epoch: _Epoch, is_ended: bool) -> EpochFinding:
-        """An epoch that is whole has every sample; of every other one it is known how many."""
+        """An epoch that is whole has every sample; of every other one it is known how many.
+
+        Shares that no file has are known by their sum, and are those that nobody else has trained, if that sum is
+        right. That of shares which reach into the next epoch is of both together, and proves neither.
+        """
         never: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
-        is_whole = epoch.begin == 0 and epoch.end == self._size
+        is_whole = epoch.begin == 0 and epoch.end == self._size > 0
         proved = unproved = 0
-        if epoch.unseen:
-            if is_whole and len(never) == epoch.unseen and ids_hash(never) == epoch.unseen_hash:
+        if epoch.unseen and self._has_each_once:
+            if is_whole and not epoch.is_mixed and len(never) == epoch.unseen and ids_hash(never) == epoch.unseen_hash:
                 proved, never = epoch.unseen, []
             else:
                 unproved = epoch.unseen
@@ -279,7 +313,7 @@ class _Count:
             epoch=number,
             begin=epoch.begin,
             end=epoch.end,
-            is_ended=is_ended or epoch.end == self._size,
+            is_ended=is_ended or epoch.end == self._size > 0,
             lost=never if is_whole else [],
             repeated=np.flatnonzero(epoch.counts > 1).tolist(),
             foreign=epoch.foreign,

@@ -39,7 +39,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
 
     nonce    tells generations of two jobs with the same numbers apart
     cursor   samples of `epoch` that are trained already
-    samples  size of the data set
+    samples  positions of one epoch's order: of the data set, where each sample comes once; 0 where nobody knows
+    order    name of the order, as the loader gives it
     """
 
     lineage: int
@@ -51,17 +52,25 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     epoch: int
     cursor: int
     samples: int
+    order: str = ""
 
     @property
     def key(self) -> Generation:
         return self.lineage, self.generation
 
+    @property
+    def has_each_once(self) -> bool:
+        """Whether an epoch is to have each of the samples 0, 1, ..., samples - 1 once. Otherwise, as with drawing by
+        weights, it is only the positions of the order of which each has to come once."""
+        return self.samples > 0 and not self.order.startswith("weighted")
+
 
 class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
     """About to contribute to a step: the samples of this rank's share as the loader has delivered them.
 
-    start, stop  positions of the global batch in the epoch's order
-    low, high    positions of the share; equal for a ghost, whose samples do not count and are not in `ids`
+    start, stop  positions of the global batch in the epoch's order; those beyond its end are of the next epoch
+    low, high    positions of the share, in the order of `ids`; equal for a ghost, whose samples do not count and are
+                 not in `ids`
     """
 
     lineage: int

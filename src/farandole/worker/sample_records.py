@@ -28,6 +28,7 @@ class SampleRecords:
         """The members of the generation all have this state."""
         here, progress = world.current(), self._state.progress
         lineage, number = self._generation()
+        loader = self._state.loader.state_dict()
         self._writer.write(
             Started(
                 lineage=lineage,
@@ -38,7 +39,8 @@ class SampleRecords:
                 step=progress.step,
                 epoch=progress.epoch,
                 cursor=progress.cursor,
-                samples=self._state.loader.state_dict().get("size", 0),
+                samples=loader.get("size", 0),
+                order=str(loader.get("order", "")),
             )
         )
 

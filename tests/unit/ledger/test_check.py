@@ -252,6 +252,51 @@ def test_ghosts_have_no_samples() -> None:
     assert findings_of(job).is_exact
 
 
+def test_tails_that_are_carried_count_for_the_epoch_that_they_are_of() -> None:
+    job = WrittenJob(samples=35, global_batch_size=10, is_carried=True)
+    job.train(14)
+    findings = findings_of(job)
+    assert findings.is_exact, findings
+    assert (findings.whole_epochs(), len(findings.epochs)) == (4, 4)
+    ids = ids_of(job, "c", 4)  # all of epoch 1
+    change(job, "c", 4, [*ids[:-1], ids[0]])
+    findings = findings_of(job)
+    assert findings.epochs[0].is_exact
+    assert (findings.epochs[1].lost, findings.epochs[1].repeated) == ([ids[-1]], [ids[0]])
+
+
+def test_what_is_missing_of_a_step_in_two_epochs_is_not_proved() -> None:
+    job = WrittenJob(samples=35, global_batch_size=10, is_carried=True)
+    job.train(14)
+    del job.files["c"]
+    findings = findings_of(job)
+    assert not findings.is_exact
+    assert findings.epochs[1].unproved
+    assert any("LOST, OR AMONG THE UNPROVED" in line for line in in_words(findings))
+
+
+def test_where_samples_are_drawn_by_weights_each_position_has_to_come_once() -> None:
+    job = WrittenJob(order="weighted-1234")
+    job.train(STEPS)
+    findings = findings_of(job)
+    assert findings.is_exact
+    assert any("each position came once" in line for line in in_words(findings))
+    job.begin()
+    job.apply(by=[])
+    job.train(1)
+    assert any("step 4 had been applied" in problem for problem in findings_of(job).problems)
+
+
+def test_what_is_alike_of_many_epochs_is_said_once() -> None:
+    job = WrittenJob()
+    for _ in range(3):
+        job.train(2)
+        job.end_epoch()
+    assert [line for line in in_words(findings_of(job)) if line.startswith("epoch")] == [
+        "epochs 0 to 2, each: 20 samples; it was ended with 20 samples left out (break, or a tail that is dropped)"
+    ]
+
+
 def test_two_jobs_in_one_folder_are_refused() -> None:
     lines = WrittenJob().lines()
     other = [
