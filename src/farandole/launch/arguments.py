@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.config import JobConfig
-from farandole.env import sample_ledger_environment
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
-from farandole.launch.ledger_folder import ready_ledger_folder
 from farandole.launch.run_parser import run_parser, unused_options
 
 
@@ -96,7 +94,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment |= alias_environment()
     words = tuple(checked(command))
     if options.sample_ledger is not None:
-        environment |= sample_ledger_environment(str(ready_ledger_folder(options.sample_ledger)))
+        environment |= _ledger_environment(options.sample_ledger)
     return RunOptions(
         config=config,
         command=words,
@@ -111,6 +109,13 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment=environment,
         notes=tuple(notes),
     )
+
+
+def _ledger_environment(folder: Path) -> dict[str, str]:
+    from farandole.env import sample_ledger_environment  # with what --help should not wait for
+    from farandole.launch.ledger_folder import ready_ledger_folder
+
+    return sample_ledger_environment(str(ready_ledger_folder(folder)))
 
 
 def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:

@@ -76,9 +76,11 @@ class SampleRecords:
         self._agreed = samples, ids_hash
 
     def apply(self, batch: Batch) -> None:
+        """The next ticket is another one, also of a loader that does not say what it delivers."""
         if self._agreed is not None:
             ticket, key = batch.ticket, self._generation()
             self._writer.write(Applied(*key, self._state.step, ticket.epoch, ticket.start, ticket.stop, *self._agreed))
+        self._ids, self._intended, self._agreed = [], None, None
 
     def _generation(self) -> tuple[int, int]:
         """A job that goes on from a checkpoint has a higher lineage, and counts its generations anew."""
@@ -87,7 +89,7 @@ class SampleRecords:
 
 
 def sample_records(state: StepState) -> SampleRecords | None:
-    """None without a ledger to keep, or a loader that says which samples it delivers."""
+    """None without a ledger to keep, or without a loader."""
     folder = read_sample_ledger()
     if folder is None or state.loader is None:
         return None
