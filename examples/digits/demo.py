@@ -1,7 +1,8 @@
 """The main job of Farandole, to watch: three workers train, one is killed, one joins, nothing is lost.
 
 Starts `farandole run -np 3` on examples/digits/train.py, kills a worker with SIGKILL a third through an epoch,
-lets its replacement join, and proves from the workers' own records what happened.
+lets its replacement join, and proves what happened: from the sample ledger that each sample was trained once, from
+the workers' own records how long it took.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 from picture import draw
 
+from farandole.ledger.check import check
+from farandole.ledger.findings import Findings, in_words
+from farandole.ledger.reading import Folder
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
 
 SCRIPT = Path(__file__).parent / "train.py"
-SAMPLES = 1437  # images in the training set; see digits() in train.py
 STEPS_PER_EPOCH = 60
 WANTED_ACCURACY = 0.97
 
@@ -45,7 +48,7 @@ def main() -> int:
     say("training on 1,437 handwritten digits with 3 workers; one of them will be killed in a moment")
     with (
         tempfile.TemporaryDirectory(prefix="farandole-demo-") as folder,
-        RunningJob(["-np", "3"], SCRIPT, arguments, Path(folder)) as job,
+        RunningJob(["-np", "3", "--sample-ledger", f"{folder}/ledger"], SCRIPT, arguments, Path(folder)) as job,
     ):
         try:
             kill = kill_one(job, options.kill_in_epoch)
@@ -58,7 +61,7 @@ def main() -> int:
         proof = Proof(Path(folder))
         if options.picture is not None:
             draw(proof.records, kill.pid, kill.at_ns, options.picture)
-        return summary(proof, options.epochs, kill)
+        return summary(check(Folder(Path(folder) / "ledger")), proof, options.epochs, kill)
 
 
 def kill_one(job: RunningJob, epoch: int) -> Kill:
@@ -75,14 +78,14 @@ def kill_one(job: RunningJob, epoch: int) -> Kill:
     return Kill(victim, at_ns, latest[1]["generation"], {latest[rank]["pid"] for rank in (0, 2)})
 
 
-def summary(proof: Proof, epochs: int, kill: Kill) -> int:
-    result, ends, sizes = proof.epochs(SAMPLES), proof.ends(), proof.generations()
+def summary(ledger: Findings, proof: Proof, epochs: int, kill: Kill) -> int:
+    ends, sizes = proof.ends(), proof.generations()
     first = proof.first_steps(kill.generation + 1, kill.survivors)
     recovery = sorted((ns - kill.at_ns) / 1e6 for ns in first.values())
     joined = [g for g, size in sizes.items() if g > kill.generation and size == 3]
     pauses = proof.pauses_at(joined[0]) if joined else []
     checks = {
-        "every sample of every epoch was trained exactly once": result.is_exact and result.complete == epochs,
+        "every sample of every epoch was trained exactly once": ledger.is_exact and ledger.whole_epochs() == epochs,
         "the survivors went on, in the same processes": len(recovery) == 2,
         "a worker joined while the others trained": bool(joined),
         "all workers ended with the same parameters": len(ends) == 3 and len({e["parameters"] for e in ends}) == 1,
@@ -90,10 +93,10 @@ def summary(proof: Proof, epochs: int, kill: Kill) -> int:
         f"test accuracy is at least {WANTED_ACCURACY:.0%}": all(e["accuracy"] >= WANTED_ACCURACY for e in ends),
     }
     print()
+    say("what the sample ledger proves:")
+    for line in in_words(ledger):
+        say(f"  {line}")
     say("what happened, from the workers' own records:")
-    say(f"  trained                  {result.complete} epochs of {SAMPLES:,} samples in {proof.steps():,} steps")
-    say(f"  samples lost, repeated   {count(result.lost)}, {count(result.repeated)}")
-    say(f"  steps redone             {proof.redone()}")
     say(f"  median step              {proof.median_step_ms():.1f} ms")
     say(f"  kill -9 to next step     {', '.join(f'{ms:.0f} ms' for ms in recovery)} (each survivor)")
     say(f"  pause at the join        {', '.join(f'{ms:.0f} ms' for ms in pauses)} (each survivor)")
@@ -102,10 +105,6 @@ def summary(proof: Proof, epochs: int, kill: Kill) -> int:
     for what, holds in checks.items():
         say(f"  {'yes' if holds else 'NO '}  {what}")
     return 0 if all(checks.values()) else 1
-
-
-def count(ids_by_epoch: dict[int, list[int]]) -> int:
-    return sum(len(ids) for ids in ids_by_epoch.values())
 
 
 def say(text: str) -> None:

@@ -113,6 +113,16 @@ def read_scratch_folder(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("FARANDOLE_SCRATCH")
 
 
+def sample_ledger_environment(folder: str) -> dict[str, str]:
+    """The variable that read_sample_ledger() reads."""
+    return {"FARANDOLE_SAMPLE_LEDGER": folder}
+
+
+def read_sample_ledger(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The folder in which workers write down what they train; None: nobody asked for that."""
+    return environ.get("FARANDOLE_SAMPLE_LEDGER") or None
+
+
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's environment for its children, without what an outer job said to it."""
     return {

@@ -18,13 +18,14 @@ MAY_IMPORT = {
     "state": {"collectives"},
     "optim": {"collectives", "state"},
     "data": {"collectives", "state"},
-    "worker": {"collectives", "state", "optim", "data"},
+    "ledger": set(),
+    "worker": {"collectives", "state", "optim", "data", "ledger"},
     "elastic": {"collectives", "state", "optim", "data", "worker"},
     "coordinator": set(),
-    "launch": {"coordinator", "horovod"},  # where the alias lies
+    "launch": {"coordinator", "horovod", "ledger"},  # where the alias lies; `farandole ledger check`
     "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names
 }
-WITHOUT_TORCH = {GROUND, "coordinator", "launch"}
+WITHOUT_TORCH = {GROUND, "coordinator", "launch", "ledger"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 

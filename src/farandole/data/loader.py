@@ -21,7 +21,7 @@ from farandole.data.partition import Layout, Tail, global_batch
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
 from farandole.errors import ConfigError, DataError, StepError
-from farandole.state import step
+from farandole.state import recording, step
 from farandole.state.ticket import Batch, Ticket
 
 if TYPE_CHECKING:
@@ -168,8 +168,9 @@ class DataLoader:
         must take it at the same step.
         """
         while self.epoch < total:
-            yield Epoch.at(self.epoch, self.boundary)
-            self._is_ended = True
+            epoch = self.epoch
+            yield Epoch.at(epoch, self.boundary)
+            self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self.boundary.reach_epoch_end():
                 self._advance()
 
@@ -198,6 +199,7 @@ class DataLoader:
         self._is_pending = True
         step.open(dealt.batch)
         self._padding.keep(data)
+        recording.delivered(dealt.batch, self.indices)
         return data
 
     def _settle(self) -> bool:

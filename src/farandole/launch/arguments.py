@@ -92,9 +92,12 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment["NCCL_IB_DISABLE"] = "1"
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
+    words = tuple(checked(command))
+    if options.sample_ledger is not None:
+        environment |= _ledger_environment(options.sample_ledger)
     return RunOptions(
         config=config,
-        command=tuple(checked(command)),
+        command=words,
         host=options.host,
         port=options.port,
         output_directory=options.output_filename,
@@ -106,6 +109,13 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment=environment,
         notes=tuple(notes),
     )
+
+
+def _ledger_environment(folder: Path) -> dict[str, str]:
+    from farandole.env import sample_ledger_environment  # with what --help should not wait for
+    from farandole.launch.ledger_folder import ready_ledger_folder
+
+    return sample_ledger_environment(str(ready_ledger_folder(folder)))
 
 
 def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:

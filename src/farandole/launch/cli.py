@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "run":
         return run_program(arguments[1:], FARANDOLE_RUN)
+    if arguments and arguments[0] == "ledger":
+        from farandole.launch.ledger_command import ledger_command
+
+        return ledger_command(arguments[1:])
     parser = _main_parser()
     parser.parse_args(arguments)
     parser.print_help()
@@ -44,14 +48,15 @@ def run_program(arguments: Sequence[str] | None, program: Program) -> int:
 def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
-        usage="farandole run [options] command ...",
+        usage="farandole run [options] command ...\n       farandole ledger check DIR",
         description="Elastic data-parallel training for PyTorch.",
-        epilog="Commands:\n  run         train with several workers; see 'farandole run --help'",
+        epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
+        "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
-    parser.add_argument("command", choices=["run"], nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("command", choices=["run", "ledger"], nargs="?", help=argparse.SUPPRESS)
     return parser
 
 

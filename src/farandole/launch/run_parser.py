@@ -160,6 +160,12 @@ def _output(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin each line of a worker with the time",
     )
+    group.add_argument(
+        "--sample-ledger",
+        type=Path,
+        metavar="DIR",
+        help="have each worker write down in DIR which samples it trains; see `farandole ledger check DIR`",
+    )
     loudness = group.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
     for flags, name, text in (

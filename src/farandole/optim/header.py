@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from farandole.errors import CollectiveMismatch
 
-_LAYOUT = struct.Struct("<8qd")
+_LAYOUT = struct.Struct("<8qQd")
 SIZE = _LAYOUT.size
 
 
@@ -24,6 +24,7 @@ class StepHeader:
     epoch, start, stop  the ticket; all -1 without a loader of ours
     samples     real samples of this rank's share
     prepared    number of the planned generation it holds; 0 for none
+    ids_hash    of the samples of its share, where a sample ledger is kept; else 0
     weight      what weighting.Weights.said() tells
     """
 
@@ -35,6 +36,7 @@ class StepHeader:
     stop: int
     samples: int
     prepared: int
+    ids_hash: int = 0
     weight: float = -1.0
 
     def pack(self) -> bytes:
@@ -47,6 +49,7 @@ class StepHeader:
             self.stop,
             self.samples,
             self.prepared,
+            self.ids_hash,
             self.weight,
         )
 
@@ -63,6 +66,11 @@ _SAME_EVERYWHERE = {
     "start": "first sample of the global batch",
     "stop": "end of the global batch",
 }
+
+
+def ids_hash(headers: list[StepHeader]) -> int:
+    """That of the whole global batch."""
+    return sum(header.ids_hash for header in headers) % 2**64
 
 
 def check(headers: list[StepHeader]) -> None:

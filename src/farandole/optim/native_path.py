@@ -13,11 +13,11 @@ import torch
 from farandole.collectives import world
 from farandole.errors import RecoverableError, StepError
 from farandole.optim.buckets import BucketPlan
-from farandole.optim.header import StepHeader, check
+from farandole.optim.header import StepHeader, check, ids_hash
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
 from farandole.optim.weighting import Weights, total
-from farandole.state import boundary, step
+from farandole.state import boundary, recording, step
 from farandole.state.ticket import Batch
 from farandole.state.undo import Undo
 
@@ -192,16 +192,18 @@ class NativePath:
     def _reduce_buckets(self, batch: Batch) -> None:
         here = world.current()
         buckets = self._plan.buckets
+        header = self._header(here, batch)  # before anything is reduced: the ledger's intent is written here
         for bucket in buckets[:-1]:
             self._all_reduce(bucket.flat, b"")
         last = buckets[-1].flat if buckets else torch.empty(0)
-        notes = self._all_reduce(last, self._header(here, batch).pack())
+        notes = self._all_reduce(last, header.pack())
         headers = [StepHeader.unpack(note) for note in notes]
         check(headers)
         weight = total([header.weight for header in headers])
         if weight:  # with 0, nothing was added up
             for bucket in buckets:
                 bucket.flat.mul_(batch.ticket.global_samples / weight)
+        recording.agree(sum(header.samples for header in headers), ids_hash(headers))
         boundary.agree([header.prepared for header in headers])
 
     def _all_reduce(self, flat: torch.Tensor, note: bytes) -> list[bytes]:
@@ -224,6 +226,7 @@ class NativePath:
             samples=ticket.samples,
             prepared=boundary.prepared(),
             weight=self._weights.said(),
+            ids_hash=recording.intend(batch),
         )
 
     def _publish(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from farandole.errors import ConfigError
 from farandole.membership import Progress
-from farandole.state import step
+from farandole.state import recording, step
 from farandole.state.object_state import State
 from farandole.state.packing import Packed, unpack
 from farandole.state.parts import is_stateful, load_optimizer_entry, load_stateful, pack_small, refuse_other_model
@@ -112,6 +112,7 @@ class StepState(TorchState):
         for callback in self.after_step:
             callback()
         if self.loader is not None and batch is not None:
+            recording.apply(batch)
             self.loader.commit(batch.ticket)
         self.step += 1
 

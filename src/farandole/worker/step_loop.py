@@ -11,7 +11,7 @@ from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, RecoverableError
 from farandole.messages import Elastic, Synced
-from farandole.state import boundary, step
+from farandole.state import boundary, recording, step
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
@@ -20,6 +20,7 @@ from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.randomness import reseed
 from farandole.worker.recovery import regroup
+from farandole.worker.sample_records import sample_records
 
 ResultT = TypeVar("ResultT")
 
@@ -35,10 +36,12 @@ class StepLoop:
     def __init__(self, job: Job | None, state: StepState) -> None:
         self._job = job
         self._state = state
+        self._records = sample_records(state)
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         state = self._state
         boundary.install(self)
+        recording.install(self._records)
         if state.loader is not None:
             state.loader.boundary = self
         try:
@@ -57,6 +60,9 @@ class StepLoop:
                     self._regroup()
         finally:
             boundary.install(None)
+            recording.install(None)
+            if self._records is not None:
+                self._records.close()
             step.close()
 
     # Entering and returning ------------------------------------------------------------------------------
@@ -85,6 +91,8 @@ class StepLoop:
             job.link.send(Synced(here.id.number))
         if self._state.loader is not None:
             self._state.loader.set_world(here.placement.rank, here.placement.size)
+        if self._records is not None:
+            self._records.started()
 
     # The loader asks (data/boundary.py) ------------------------------------------------------------------
 
@@ -118,6 +126,8 @@ class StepLoop:
                 f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
             )
         self.agree([each[2] for each in said])
+        if self._records is not None:
+            self._records.epoch_ended()
         state.boundary += 1
         return True
 
@@ -158,6 +168,8 @@ class StepLoop:
         done = regroup(self._job, self._agree)
         if state.loader is not None:
             state.loader.set_world(done.rank, done.size)
+        if self._records is not None:
+            self._records.started()
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         done.log(f"step {state.step}")
 

@@ -1,0 +1,44 @@
+"""`farandole ledger check DIR`: prints what a sample ledger proves. Used by cli.py; it starts without torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from farandole.errors import ConfigError
+from farandole.launch.run_parser import USAGE_ERROR, Parser
+
+EXACT, NOT_EXACT = 0, 1
+
+
+def ledger_command(arguments: Sequence[str]) -> int:
+    """EXACT, NOT_EXACT, or USAGE_ERROR where there is no ledger that could be checked. Raises SystemExit as argparse
+    does."""
+    options = _parser().parse_args(arguments)
+    from farandole.ledger.check import check  # with numpy, which `farandole run --help` should not wait for
+    from farandole.ledger.findings import as_json, in_words
+    from farandole.ledger.reading import Folder
+
+    try:
+        findings = check(Folder(options.folder))
+    except (ConfigError, OSError) as error:
+        print(f"farandole ledger check: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    for line in [as_json(findings)] if options.json else in_words(findings):
+        print(line)
+    return EXACT if findings.is_exact else NOT_EXACT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="farandole ledger",
+        description="Prove from a sample ledger that each epoch trained every sample once, or name those that it did "
+        "not. Exit code 0: proved; 1: not; 2: there is no ledger to read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("action", choices=["check"])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what farandole run --sample-ledger was given")
+    parser.add_argument("--json", action="store_true", help="everything that was found, as JSON")
+    return parser

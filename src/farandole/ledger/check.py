@@ -1,0 +1,332 @@
+"""What the lines of a sample ledger prove: which samples each epoch trained, and how often. Pure.
+
+A step may have been begun several times. What stands is what was applied and is not void: "generation g starts at
+step s" makes void whatever lower generations have written of step s and of later ones, for whoever applied it then
+is gone and took its state along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farandole.errors import ConfigError
+from farandole.ledger.findings import EpochFinding, Findings
+from farandole.ledger.hashing import MASK, ids_hash
+from farandole.ledger.records import (
+    HOLED,
+    Applied,
+    EpochEnded,
+    Generation,
+    Intent,
+    Missed,
+    Opened,
+    Record,
+    Started,
+    expand,
+)
+
+Attempt = tuple[Generation, int]  # at a step
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a ledger: where it is, and what it says; None when it cannot be read.
+
+    is_cut_short  it has no end: its worker was killed while it wrote
+    """
+
+    file: str
+    number: int
+    record: Record | None
+    is_cut_short: bool = False
+
+
+def check(lines: Iterable[Line]) -> Findings:
+    """Prove that each epoch trained each sample once, or say what went wrong. `lines`, those of one file after
+    the other, is read twice. Raises ConfigError for lines that are not of one job's ledger."""
+    story = _Story()
+    for line in _settled(lines, story.problems):
+        story.hear(line)
+    story.conclude()
+    count = _Count(story)
+    for line in _settled(lines, []):
+        if isinstance(line.record, Intent):
+            count.hear(line.record, line)
+    return count.findings()
+
+
+def _settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
+    """Lines that can be read, without intents that the same rank wrote anew: it was handed the same step again,
+    and what it contributed is what it said last."""
+    held: Line | None = None
+    broken: Line | None = None
+    for line in lines:
+        if broken is not None:
+            if broken.file != line.file or not isinstance(line.record, Missed):
+                problems.append(f"{broken.file}, line {broken.number} cannot be read")
+            broken = None
+        if line.record is None:
+            if not line.is_cut_short:
+                broken = line  # a full disk cuts lines off, too; then the next one says so
+            continue
+        if held is not None and not _is_said_anew(held.record, line.record):
+            yield held
+        held = None
+        if isinstance(line.record, Intent):
+            held = line
+        else:
+            yield line
+    if broken is not None:
+        problems.append(f"{broken.file}, line {broken.number} cannot be read")
+    if held is not None:
+        yield held
+
+
+def _is_said_anew(before: Record | None, after: Record) -> bool:
+    return (
+        isinstance(before, Intent)
+        and isinstance(after, Intent)
+        and (before.key, before.step, before.rank) == (after.key, after.step, after.rank)
+    )
+
+
+@dataclass
+class _Story:
+    """What became of the steps, from all but the samples.
+
+    standing  by step, what was applied and is not void; void  attempts that are not
+    """
+
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    workers: set[str] = field(default_factory=set)
+    starts: dict[Generation, Started] = field(default_factory=dict)
+    applied: dict[Attempt, Applied] = field(default_factory=dict)
+    ended: list[EpochEnded] = field(default_factory=list)
+    begun: set[Attempt] = field(default_factory=set)
+    standing: dict[int, Applied] = field(default_factory=dict)
+
+    def hear(self, line: Line) -> None:
+        record = line.record
+        if isinstance(record, Opened):
+            self.workers.add(line.file.rpartition("-")[0])
+            if record.status == HOLED:
+                self.remarks.append(f"{line.file} is incomplete: its worker could not write all lines (full disk?)")
+        elif isinstance(record, Started):
+            self._hear_start(record)
+        elif isinstance(record, Intent):
+            self.begun.add((record.key, record.step))
+        elif isinstance(record, Applied):
+            attempt = record.key, record.step
+            before = self.applied.setdefault(attempt, record)
+            if before != record:
+                self.problems.append(f"step {record.step}: workers of {_name(record.key)} recorded different ones")
+        elif isinstance(record, EpochEnded):
+            self.ended.append(record)
+
+    def _hear_start(self, record: Started) -> None:
+        first = self.starts.setdefault(record.key, record)
+        if first.nonce != record.nonce:
+            raise ConfigError(
+                f"two jobs have written in this folder: there are two starts of {_name(record.key)}. Give each job "
+                f"a folder of its own, and check them one by one"
+            )
+        if first.samples != record.samples:
+            raise ConfigError(
+                f"the data set has {first.samples} samples on one worker and {record.samples} on another one, "
+                f"in {_name(record.key)}"
+            )
+        if (first.step, first.epoch, first.cursor) != (record.step, record.epoch, record.cursor):
+            self.problems.append(f"{_name(record.key)} starts at step {first.step} and at step {record.step}")
+
+    def conclude(self) -> None:
+        """Decide what stands, and whether the steps follow each other."""
+        if not self.starts:
+            raise ConfigError("the ledger is empty: no worker has entered an elastic function with a loader")
+        for (generation, step), record in sorted(self.applied.items()):
+            if any(key > generation and start.step <= step for key, start in self.starts.items()):
+                continue
+            if step in self.standing:
+                self.problems.append(f"step {step} was applied in two generations, and in neither for nothing")
+            self.standing[step] = record
+        before: Applied | None = None
+        for _, record in sorted(self.standing.items()):
+            self._follow(before, record)
+            before = record
+        newest = max(self.starts.items())[1]
+        if before is not None and newest.step > before.step + 1:
+            self.problems.append(_nobody(before.step + 1, newest.step - 1))
+
+    def _follow(self, before: Applied | None, record: Applied) -> None:
+        if record.samples != record.stop - record.start:
+            self.problems.append(f"step {record.step} has {record.samples} samples of {record.stop - record.start}")
+        first = min(self.starts.items())[1]
+        expected = (first.step, first.epoch, first.cursor)
+        if before is not None:
+            expected = (before.step + 1, before.epoch, before.stop)
+        if 0 < first.samples < expected[2]:  # the next epoch has had its first samples
+            expected = (expected[0], expected[1] + 1, expected[2] - first.samples)
+        if record.step > expected[0]:
+            self.problems.append(_nobody(expected[0], record.step - 1))
+        elif (record.epoch, record.start) != expected[1:] and not (record.epoch > expected[1] and record.start == 0):
+            self.problems.append(
+                f"step {record.step} begins at position {record.start} of epoch {record.epoch}, "
+                f"the one before ended at position {expected[2]} of epoch {expected[1]}"
+            )
+
+    def ends(self) -> dict[int, int]:
+        """By epoch, the cursor at which all workers ended it; without the ends that are void."""
+        return {
+            end.epoch: end.cursor
+            for end in self.ended
+            if not any(
+                key > end.key and (start.step, start.epoch) <= (end.step, end.epoch)
+                for key, start in self.starts.items()
+            )
+        }
+
+
+@dataclass
+class _Epoch:
+    """counts  how often each sample was trained; unseen, unseen_hash  of shares of which only the sums are known.
+
+    is_mixed  some of these sums are of samples of two epochs
+    """
+
+    counts: NDArray[np.uint16]
+    begin: int
+    end: int = 0
+    unseen: int = 0
+    unseen_hash: int = 0
+    is_mixed: bool = False
+    foreign: list[int] = field(default_factory=list)
+
+
+class _Count:
+    """How often each sample was trained, from the intents of the steps that stand."""
+
+    def __init__(self, story: _Story) -> None:
+        self._story = story
+        newest = max(story.starts.items())[1]
+        self._size, self._has_each_once = newest.samples, newest.has_each_once
+        self._left: dict[int, list[int]] = {}  # by step: samples and hash that no intent has accounted for
+        self._epochs: dict[int, _Epoch] = {}
+        for step, record in sorted(story.standing.items()):
+            for number, start, stop in self._parts(record.epoch, record.start, record.stop):
+                counts = np.zeros(self._size if self._has_each_once else 0, dtype=np.uint16)
+                epoch = self._epochs.setdefault(number, _Epoch(counts, begin=start))
+                epoch.end = max(epoch.end, stop)
+            self._left[step] = [record.samples, record.ids_hash]
+
+    def _parts(self, epoch: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(epoch, start, stop) of each epoch that these positions are in; more than one where a tail is carried."""
+        if not 0 < self._size < stop:
+            return [(epoch, start, stop)]
+        rest = (epoch + 1, max(0, start - self._size), stop - self._size)
+        return [rest] if start >= self._size else [(epoch, start, self._size), rest]
+
+    def hear(self, intent: Intent, line: Line) -> None:
+        record = self._story.standing.get(intent.step)
+        if record is None or record.key != intent.key:
+            return  # begun, and not applied; or void
+        if (intent.epoch, intent.start, intent.stop) != (record.epoch, record.start, record.stop):
+            self._story.problems.append(f"{line.file}, line {line.number} contradicts what was applied: {intent}")
+            return
+        ids = expand(intent.ids)
+        left = self._left[intent.step]
+        left[0] -= len(ids)
+        left[1] = (left[1] - ids_hash(ids)) & MASK
+        if self._has_each_once and len(ids):
+            of_this = max(0, self._size - intent.low)
+            self._add(intent.epoch, ids[:of_this])
+            self._add(intent.epoch + 1, ids[of_this:])
+
+    def _add(self, number: int, ids: NDArray[np.int64]) -> None:
+        if not len(ids):
+            return
+        epoch = self._epochs.get(number)
+        is_known = (ids >= 0) & (ids < self._size)
+        if epoch is None:  # positions that the global batch does not have
+            self._story.problems.append(f"samples of epoch {number} in a step that is not of it: {ids.tolist()[:20]}")
+            return
+        epoch.foreign += ids[~is_known].tolist()
+        np.add.at(epoch.counts, ids[is_known], 1)
+
+    def findings(self) -> Findings:
+        story = self._story
+        for step, (samples, rest) in self._left.items():
+            record = story.standing[step]
+            if samples < 0 or (samples == 0 and rest != 0):
+                story.problems.append(
+                    f"step {step}: the samples that workers wrote down are not those that they had agreed on"
+                )
+            elif samples:
+                parts = self._parts(record.epoch, record.start, record.stop)
+                for number, *_ in parts:
+                    epoch = self._epochs[number]
+                    epoch.is_mixed |= len(parts) > 1
+                    epoch.unseen += samples
+                    epoch.unseen_hash = (epoch.unseen_hash + rest) & MASK
+        if not self._has_each_once:
+            story.remarks.append("samples may come again in this order: proved is that each position came once")
+        ends, newest = story.ends(), max(self._epochs, default=0)
+        story.problems += [
+            f"epoch {number} was left at position {epoch.end} of {self._size}, and no worker says that it was ended"
+            for number, epoch in sorted(self._epochs.items())
+            if number < newest and epoch.end < self._size and number not in ends
+        ]
+        epochs = [self._judge(number, epoch, number in ends) for number, epoch in sorted(self._epochs.items())]
+        last = max(story.standing, default=-1)
+        tried = story.begun | story.applied.keys()
+        stands = {(record.key, step) for step, record in story.standing.items()}
+        return Findings(
+            samples=self._size,
+            first_step=min(story.standing, default=0),
+            steps=len(story.standing),
+            redone=sum(1 for attempt in tried - stands if attempt[1] <= last),
+            generations=len(story.starts),
+            workers=len(story.workers),
+            epochs=epochs,
+            problems=story.problems,
+            remarks=story.remarks,
+        )
+
+    def _judge(self, number: int, epoch: _Epoch, is_ended: bool) -> EpochFinding:
+        """An epoch that is whole has every sample; of every other one it is known how many.
+
+        Shares that no file has are known by their sum, and are those that nobody else has trained, if that sum is
+        right. That of shares which reach into the next epoch is of both together, and proves neither.
+        """
+        never: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
+        is_whole = epoch.begin == 0 and epoch.end == self._size > 0
+        proved = unproved = 0
+        if epoch.unseen and self._has_each_once:
+            if is_whole and not epoch.is_mixed and len(never) == epoch.unseen and ids_hash(never) == epoch.unseen_hash:
+                proved, never = epoch.unseen, []
+            else:
+                unproved = epoch.unseen
+        return EpochFinding(
+            epoch=number,
+            begin=epoch.begin,
+            end=epoch.end,
+            is_ended=is_ended or epoch.end == self._size > 0,
+            lost=never if is_whole else [],
+            repeated=np.flatnonzero(epoch.counts > 1).tolist(),
+            foreign=epoch.foreign,
+            proved_by_hash=proved,
+            unproved=unproved,
+        )
+
+
+def _name(key: Generation) -> str:
+    lineage, number = key
+    return f"generation {number}" + (f" of lineage {lineage}" if lineage > 1 else "")
+
+
+def _nobody(first: int, last: int) -> str:
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"no file says that {steps} had been applied; files of workers are missing, or the ledger has holes there"

@@ -1,0 +1,134 @@
+"""What a check of a sample ledger has found, as values and in words for people. Pure; the command line prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+SHOWN = 20  # so many samples are named in words; as JSON all are
+
+
+class EpochFinding(msgspec.Struct, frozen=True):
+    """What became of one epoch's samples.
+
+    begin, end      positions of the epoch's order that this ledger covers; end - begin samples
+    is_ended        the job has gone on to the next epoch, or has trained everything
+    lost, repeated  samples that no file has as trained, and that were trained more than once
+    foreign         numbers that are no sample of the data set
+    proved_by_hash  samples of workers whose files are missing: known by their sum alone, and that is right
+    unproved        samples of such workers that remain unknown; some of `lost` may be among them
+    """
+
+    epoch: int
+    begin: int
+    end: int
+    is_ended: bool
+    lost: list[int]
+    repeated: list[int]
+    foreign: list[int]
+    proved_by_hash: int
+    unproved: int
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.lost or self.repeated or self.foreign or self.unproved)
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """What a ledger says of its job.
+
+    samples   of one epoch; 0 where nobody knows
+    steps     optimizer steps that stand, from first_step on; redone  attempts that had to be made again
+    problems  what speaks against exactly once, beside what `epochs` say; remarks  what does not
+    """
+
+    samples: int
+    first_step: int
+    steps: int
+    redone: int
+    generations: int
+    workers: int
+    epochs: list[EpochFinding]
+    problems: list[str]
+    remarks: list[str]
+
+    @property
+    def is_exact(self) -> bool:
+        """Every sample was trained once in each epoch that is whole, and none twice in any other."""
+        return not self.problems and all(epoch.is_exact for epoch in self.epochs)
+
+    def whole_epochs(self) -> int:
+        """Epochs that were trained from the first position to the last one."""
+        return sum(1 for epoch in self.epochs if epoch.begin == 0 and epoch.end == self.samples > 0)
+
+
+def as_json(findings: Findings) -> str:
+    return msgspec.json.format(
+        msgspec.json.encode({"is_exact": findings.is_exact, **msgspec.to_builtins(findings)})
+    ).decode()
+
+
+def in_words(findings: Findings) -> Iterator[str]:
+    """The lines that a person reads."""
+    whole = findings.whole_epochs()
+    yield (
+        f"{_many(findings.steps, 'step')} of {_many(findings.workers, 'worker')} in "
+        f"{_many(findings.generations, 'generation')}; {_many(findings.redone, 'step')} done again"
+    )
+    if findings.first_step > 0:
+        yield f"the ledger begins at step {findings.first_step}"
+    yield f"{_many(whole, 'whole epoch')} of {_many(findings.samples, 'sample')}"
+    told = ((epoch.epoch, line) for epoch in findings.epochs for line in _of_epoch(epoch, findings.samples))
+    yield from _gathered(told)
+    for remark in findings.remarks:
+        yield f"note: {remark}"
+    for problem in findings.problems[:SHOWN]:
+        yield f"WRONG: {problem}"
+    if len(findings.problems) > SHOWN:
+        yield f"WRONG: and {len(findings.problems) - SHOWN:,} more of this kind"
+    yield "exactly once: yes" if findings.is_exact else "exactly once: NO, or not proved; see above"
+
+
+def _gathered(told: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """What is alike of epochs that follow each other is said once."""
+    runs: list[tuple[int, int, str]] = []
+    for epoch, line in told:
+        first, last, before = runs[-1] if runs else (0, -1, "")
+        if runs and line == before and epoch == last + 1:
+            runs[-1] = (first, epoch, line)
+        else:
+            runs.append((epoch, epoch, line))
+    for first, last, line in runs:
+        yield (f"epoch {first}" if first == last else f"epochs {first} to {last}, each") + f": {line}"
+
+
+def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
+    """Nothing of an epoch that is as it should be."""
+    if (epoch.begin, epoch.end) != (0, samples):
+        covered = epoch.end - epoch.begin
+        begun = f" from position {epoch.begin:,} on" if epoch.begin else ""
+        left = max(0, samples - epoch.end)
+        if not left:
+            end = ""
+        elif epoch.is_ended:
+            end = f"; it was ended with {_many(left, 'sample')} left out (break, or a tail that is dropped)"
+        else:
+            end = f"; it is unfinished, {_many(left, 'sample')} are left"
+        yield f"{_many(covered, 'sample')}{begun}{end}"
+    if epoch.proved_by_hash:
+        yield f"{_many(epoch.proved_by_hash, 'sample')} of workers whose files are missing; their hash is right"
+    if epoch.unproved:
+        yield (
+            f"UNPROVED: {_many(epoch.unproved, 'sample')} of workers whose files are missing; which ones they "
+            f"are is not known"
+        )
+    lost = "LOST, OR AMONG THE UNPROVED" if epoch.unproved else "LOST"
+    for what, ids in ((lost, epoch.lost), ("REPEATED", epoch.repeated), ("NOT IN THE DATA SET", epoch.foreign)):
+        if ids:
+            more = f", ... ({len(ids):,} in all)" if len(ids) > SHOWN else f" ({len(ids):,} in all)"
+            yield f"{what}: {', '.join(map(str, ids[:SHOWN]))}{more}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

@@ -1,0 +1,97 @@
+"""What a worker tells the sample ledger, under the step rule. step_loop.py makes one where a ledger is kept."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from farandole.collectives import world
+from farandole.env import read_sample_ledger, read_worker_env
+from farandole.ledger.hashing import ids_hash
+from farandole.ledger.records import Applied, EpochEnded, Intent, Started, compact
+from farandole.ledger.writer import Writer
+from farandole.state.step_state import StepState
+from farandole.state.ticket import Batch
+
+
+class SampleRecords:
+    """Writes for the worker of `state`, whose loader it has."""
+
+    def __init__(self, state: StepState, writer: Writer) -> None:
+        self._state, self._writer = state, writer
+        self._ids: list[int] = []  # of the ticket that is out, from all of its micro-batches so far
+        self._intended: int | None = None  # their hash, once it is written down
+        self._agreed: tuple[int, int] | None = None
+
+    def started(self) -> None:
+        """The members of the generation all have this state."""
+        here, progress = world.current(), self._state.progress
+        lineage, number = self._generation()
+        loader = self._state.loader.state_dict()
+        self._writer.write(
+            Started(
+                lineage=lineage,
+                generation=number,
+                nonce=here.id.nonce,
+                rank=here.placement.rank,
+                size=here.placement.size,
+                step=progress.step,
+                epoch=progress.epoch,
+                cursor=progress.cursor,
+                samples=loader.get("size", 0),
+                order=str(loader.get("order", "")),
+            )
+        )
+
+    def epoch_ended(self) -> None:
+        """All workers have come back for the next epoch; the loader has not moved yet."""
+        progress = self._state.progress
+        self._writer.write(EpochEnded(*self._generation(), progress.step, progress.epoch, progress.cursor))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    # What loader, optimizer and state say (state/recording.py) --------------------------------------------
+
+    def delivered(self, batch: Batch, ids: Sequence[int]) -> None:
+        if batch.index == 0:
+            self._ids = []
+        self._ids += ids
+        self._intended = self._agreed = None
+
+    def intend(self, batch: Batch) -> int:
+        """Once for each ticket, also when several optimizers reduce their gradients for it."""
+        if self._intended is None:
+            ticket = batch.ticket
+            ids, key = compact(self._ids), self._generation()
+            rank, step = world.current().placement.rank, self._state.step
+            self._writer.write(
+                Intent(*key, step, rank, ticket.epoch, ticket.start, ticket.stop, ticket.low, ticket.high, ids)
+            )
+            self._intended = ids_hash(self._ids)
+        return self._intended
+
+    def agree(self, samples: int, ids_hash: int) -> None:
+        self._agreed = samples, ids_hash
+
+    def apply(self, batch: Batch) -> None:
+        """The next ticket is another one, also of a loader that does not say what it delivers."""
+        if self._agreed is not None:
+            ticket, key = batch.ticket, self._generation()
+            self._writer.write(Applied(*key, self._state.step, ticket.epoch, ticket.start, ticket.stop, *self._agreed))
+        self._ids, self._intended, self._agreed = [], None, None
+
+    def _generation(self) -> tuple[int, int]:
+        """A job that goes on from a checkpoint has a higher lineage, and counts its generations anew."""
+        id = world.current().id
+        return max(id.lineage, self._state.lineage), id.number
+
+
+def sample_records(state: StepState) -> SampleRecords | None:
+    """None without a ledger to keep, or without a loader."""
+    folder = read_sample_ledger()
+    if folder is None or state.loader is None:
+        return None
+    env = read_worker_env()
+    return SampleRecords(state, Writer(Path(folder), env.worker if env is not None else "alone", socket.gethostname()))
