@@ -36,6 +36,21 @@ class WorkerEnv:
 
 
 @dataclass(frozen=True)
+class CheckpointEnv:
+    """What a job's launcher tells its workers of checkpoints.
+
+    folder  where they are     keep    how many of them
+    every   how often: the text of --checkpoint-every
+    resume  name of the one to begin with; empty: at the beginning
+    """
+
+    folder: str
+    every: str
+    keep: int
+    resume: str = ""
+
+
+@dataclass(frozen=True)
 class FixedEnv:
     """What torchrun, mpirun or srun tell a process of a job of fixed size."""
 
@@ -111,6 +126,28 @@ def scratch_environment(folder: str) -> dict[str, str]:
 def read_scratch_folder(environ: Mapping[str, str] = os.environ) -> str | None:
     """A folder that the agent removes with the job, also when this process is killed; None without an agent."""
     return environ.get("FARANDOLE_SCRATCH")
+
+
+def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
+    """The variables that read_checkpoint_env() reads."""
+    return {
+        "FARANDOLE_CHECKPOINT": settings.folder,
+        "FARANDOLE_CHECKPOINT_EVERY": settings.every,
+        "FARANDOLE_CHECKPOINT_KEEP": str(settings.keep),
+        "FARANDOLE_CHECKPOINT_RESUME": settings.resume,
+    }
+
+
+def read_checkpoint_env(environ: Mapping[str, str] = os.environ) -> CheckpointEnv | None:
+    """None when the job writes no checkpoints."""
+    if "FARANDOLE_CHECKPOINT" not in environ:
+        return None
+    return CheckpointEnv(
+        folder=environ["FARANDOLE_CHECKPOINT"],
+        every=environ["FARANDOLE_CHECKPOINT_EVERY"],
+        keep=_number(environ, "FARANDOLE_CHECKPOINT_KEEP"),
+        resume=environ["FARANDOLE_CHECKPOINT_RESUME"],
+    )
 
 
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

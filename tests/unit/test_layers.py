@@ -18,10 +18,11 @@ MAY_IMPORT = {
     "state": {"collectives"},
     "optim": {"collectives", "state"},
     "data": {"collectives", "state"},
-    "worker": {"collectives", "state", "optim", "data"},
+    "checkpoint": {"state"},
+    "worker": {"collectives", "state", "optim", "data", "checkpoint"},
     "elastic": {"collectives", "state", "optim", "data", "worker"},
     "coordinator": set(),
-    "launch": {"coordinator", "horovod"},  # where the alias lies
+    "launch": {"coordinator", "horovod", "checkpoint"},  # where the alias lies; what is in a folder, without torch
     "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names
 }
 WITHOUT_TORCH = {GROUND, "coordinator", "launch"}

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from farandole.checkpoint.schedule import parse_every
 from farandole.config import JobConfig
+from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
@@ -41,6 +43,7 @@ class RunOptions:
     hosts             where workers run; None: on this machine, or where the discovery script says
     discovery_script  a command that prints the hosts; slots_per_host: of those it gives no number for
     environment       what the workers' environment has beside what they inherit
+    checkpoint        where and how often the state is written; None: nowhere
     notes             what was asked for and has no effect, one sentence each
     loudness          the name of a report.Loudness
     """
@@ -56,6 +59,7 @@ class RunOptions:
     discovery_script: str | None = None
     slots_per_host: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: CheckpointEnv | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -104,6 +108,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         discovery_script=options.host_discovery_script,
         slots_per_host=1 if options.slots is None else options.slots,
         environment=environment,
+        checkpoint=_checkpoint(options),
         notes=tuple(notes),
     )
 
@@ -151,6 +156,15 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
     if options.hostfile is not None:
         return parse_hostfile(options.hostfile)
     return None
+
+
+def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
+    parse_every(options.checkpoint_every)
+    if options.checkpoint_keep < 1:
+        raise ConfigError(f"--checkpoint-keep must be at least 1, got {options.checkpoint_keep}")
+    if options.checkpoint is None:
+        return None
+    return CheckpointEnv(str(options.checkpoint.absolute()), options.checkpoint_every, options.checkpoint_keep)
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:
