@@ -47,7 +47,7 @@ def _check_parameters(found: Found, ours: Mapping[str, Any], theirs: Mapping[str
 
 def _other(found: Found, what: str, saved: object, here: object) -> ConfigError:
     return ConfigError(
-        f"the checkpoint {found.path} is of another model or script: {what} are {saved} there and {here} here; go on "
+        f"the checkpoint {found.path} is of another model or script. {what}: {saved} there, {here} here; go on "
         f"with the script that wrote it, or give an empty folder to start at the beginning"
     )
 

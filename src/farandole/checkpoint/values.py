@@ -18,6 +18,7 @@ import torch
 from farandole.errors import ConfigError
 
 _KIND = "$"
+_NUMBERS = "biuf"  # NumPy's kinds of numbers and booleans
 
 
 def to_json(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -73,7 +74,7 @@ class _Taker:
             return {_KIND: "deque", "of": self._items(value, path), "maxlen": value.maxlen}
         if kind is bytes:
             return {_KIND: "bytes", "of": base64.b64encode(value).decode()}
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
             return {_KIND: "numpy", "dtype": value.dtype.name, "of": self.take(value.item(), path)}
         if kind is torch.dtype:
             return {_KIND: "dtype", "of": str(value).removeprefix("torch.")}
@@ -120,7 +121,7 @@ def _make(plain: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         return float(of)
     if kind == "bytes":
         return base64.b64decode(of)
-    if kind == "numpy":
+    if kind == "numpy" and np.dtype(plain["dtype"]).kind in _NUMBERS:
         return np.dtype(plain["dtype"]).type(from_json(of, tensors))
     if kind == "dtype" and isinstance(dtype := getattr(torch, of), torch.dtype):
         return dtype
