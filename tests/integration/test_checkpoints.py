@@ -15,22 +15,23 @@ import pytest
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job, farandole_run
+from tests.jobs import ELASTIC_JOB, SCRIPTS, check_job, farandole_run
 
 SAMPLES = 600
+COMMIT_JOB = SCRIPTS / "commit_job.py"
 
 
 class Job:
     """The same command again and again, over one folder of checkpoints and one of records."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, script: Path = ELASTIC_JOB) -> None:
         self.records, self.checkpoints, self._folder = folder / "records", folder / "checkpoints", folder
         self.records.mkdir()
-        self._arguments = arguments
+        self._arguments, self._script = arguments, script
 
     def start(self, workers: int, *flags: str) -> RunningJob:
         words = ["-np", str(workers), "--checkpoint", str(self.checkpoints), "--checkpoint-every", "10steps", *flags]
-        return RunningJob(words, ELASTIC_JOB, self._arguments, self.records, self._folder / "output")
+        return RunningJob(words, self._script, self._arguments, self.records, self._folder / "output")
 
     def said(self) -> str:
         return (self._folder / "output").read_text()
@@ -103,6 +104,28 @@ def test_a_job_that_gives_up_below_min_np_saves_what_its_survivors_have(tmp_path
     saved = job.newest()
     assert saved["step"] in (Proof(job.records).steps(), Proof(job.records).steps() - 1)
     assert saved["workers"] == 2
+
+
+def test_under_the_commit_rule_the_newest_commit_is_what_is_saved(tmp_path: Path) -> None:
+    """Killed, then ended with Ctrl-C, then finished: each time from a commit, and every batch is trained once."""
+    job = Job(tmp_path, "--stop", str(tmp_path / "stop"), script=COMMIT_JOB)
+    with job.start(2) as running:
+        running.wait_until(lambda latest: len(latest) == 2 and latest[0]["batch"] > 60, 60)
+        kill_everything(running)
+    first = job.newest()
+    assert first["rule"] == "commit"
+    with job.start(1, "--checkpoint-every", "1h") as running:
+        running.wait_until(lambda latest: latest[0]["size"] == 1 and latest[0]["batch"] > 90, 60)
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait(20) == 130
+    second = job.newest()
+    assert second["step"] > first["step"]
+    (tmp_path / "stop").touch()
+    with job.start(2) as running:
+        assert running.wait(60) == 0
+    entered = [each for each in Proof(job.records).records if each["what"] == "enter" and each["generation"] > 2]
+    assert {each["batch"] for each in entered} == {3 * second["step"]}
+    assert len({each["parameters"] for each in entered}) == 1
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below"])

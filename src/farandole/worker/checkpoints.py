@@ -15,6 +15,7 @@ from farandole.checkpoint.writer import Writer, Written
 from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.env import CheckpointEnv, read_checkpoint_env
+from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.messages import CheckpointEnded
 from farandole.worker.job import Job
@@ -52,6 +53,11 @@ class Checkpoints:
         if founding and rank == 0 and not self._is_restored:
             state = self._state
             found = read_manifest(Path(self._settings.folder) / self._settings.resume)
+            if found.manifest.rule != self._rule:
+                raise ConfigError(
+                    f"the checkpoint {found.path} was written under the {found.manifest.rule} rule, and this script "
+                    f"follows the {self._rule} rule: with a loader of Farandole a TorchState follows the step rule"
+                )
             restore(state, found, world.current().id.lineage)
             state.capture()
             self._is_restored = True
@@ -62,14 +68,16 @@ class Checkpoints:
             live(self._state, self._state.progress)
         self._due.restart(now_s(), self._state.progress.step)
 
-    def at_boundary(self) -> None:
-        """Right after state.capture(): begin a checkpoint if one is due."""
+    def at_boundary(self, is_captured: bool = True) -> None:
+        """Begin a checkpoint if one is due. Else nothing: the small state need not be captured for that."""
         here = world.current()
         if here.placement.rank != 0:
             return
         progress = self._progress()
         if self._due.is_due(now_s(), progress.step) and not self._writer.is_busy():
             self._due.restart(now_s(), progress.step)
+            if not is_captured:
+                self._state.capture()
             snapshot = self._staging.take(self._state, progress)
             self._writer.begin(snapshot, self._staging.copies.finish, here.id.number, here.placement.size)
 
@@ -80,12 +88,16 @@ class Checkpoints:
             self._state.capture()
             self._write_now()
 
+    def is_keeper(self) -> bool:
+        """Whether the job has ended, and this worker is to save what there is."""
+        return self._job.link.is_keeper and self._state.is_holder
+
     def in_emergency(self, is_captured: bool) -> None:
         """The job ends before it is finished: save what there is, if this worker is the one to do so.
 
         is_captured  the captured small state belongs to the large state as it is; else what is live does
         """
-        if self._job.link.is_keeper and self._state.is_holder:
+        if self.is_keeper():
             self._writer.give_up()
             self._staging.copies.finish()
             if not is_captured:

@@ -209,3 +209,9 @@ class StepLoop:
 
     def agreed_update(self) -> HostUpdateResult | None:
         return None  # The loader notices planned changes, and nobody has to leave the function for one.
+
+    def committing(self) -> None:
+        """Every step is a commit here."""
+
+    def committed(self) -> None:
+        """As above."""
