@@ -12,7 +12,7 @@ from farandole.checkpoint.folder import CheckpointFolder, discard
 from farandole.checkpoint.manifest import FORMAT, Manifest
 from farandole.checkpoint.snapshot import Snapshot
 from farandole.clock import now_s, wall_time_s
-from farandole.errors import FarandoleError
+from farandole.errors import ConfigError, FarandoleError
 from farandole.membership import Progress
 
 Ask = Callable[[str, Progress], str]
@@ -54,19 +54,27 @@ class Writer:
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, snapshot: Snapshot, finish_copy: Callable[[], None], generation: int, workers: int) -> None:
-        """Write it from now on; `finish_copy` is called first, there. Not while is_busy()."""
+    def begin(
+        self, take: Callable[[], Snapshot], finish_copy: Callable[[], None], step: int, generation: int, workers: int
+    ) -> None:
+        """Take a snapshot here, and write it from now on; `finish_copy` is called first, there. Not while is_busy()."""
+        begun_s = now_s()
+        try:
+            snapshot = take()
+        except _CANNOT_BE_TAKEN as failure:
+            self._tell(Written("", step, now_s() - begun_s, str(failure)))
+            return
 
         def work() -> None:
-            self._write(snapshot, finish_copy, generation, workers)
+            self._write(lambda: snapshot, finish_copy, step, generation, workers)
 
         # No daemon: one inside of torch would take the process down at its end. give_up() ends it in time.
         self._thread = threading.Thread(target=work, name="farandole-checkpoint")
         self._thread.start()
 
-    def write(self, snapshot: Snapshot, generation: int, workers: int) -> None:
-        """Write it here and now."""
-        self._write(snapshot, lambda: None, generation, workers)
+    def write(self, take: Callable[[], Snapshot], step: int, generation: int, workers: int) -> None:
+        """Take a snapshot and write it, here and now."""
+        self._write(take, lambda: None, step, generation, workers)
 
     def wait(self) -> None:
         """Until what was begun has ended."""
@@ -80,12 +88,14 @@ class Writer:
         self.wait()
         self._is_given_up = False
 
-    def _write(self, snapshot: Snapshot, finish_copy: Callable[[], None], generation: int, workers: int) -> None:
-        begun_s, step = now_s(), snapshot.progress.step
+    def _write(
+        self, take: Callable[[], Snapshot], finish_copy: Callable[[], None], step: int, generation: int, workers: int
+    ) -> None:
+        begun_s = now_s()
         name = error = ""
         try:
             finish_copy()
-            name = self._write_one(snapshot, generation, workers)
+            name = self._write_one(take(), generation, workers)
         except _GivenUp:
             return
         except OSError as failure:
@@ -125,6 +135,10 @@ class Writer:
     def _check(self) -> None:
         if self._is_given_up:
             raise _GivenUp
+
+
+# A value that no checkpoint can hold, or no memory for a copy: a RuntimeError of torch's.
+_CANNOT_BE_TAKEN = (ConfigError, RuntimeError, MemoryError)
 
 
 class _GivenUp(Exception):

@@ -52,7 +52,11 @@ class Checkpoints:
         self._staging.copies.finish()
         if founding and rank == 0 and not self._is_restored:
             state = self._state
-            found = read_manifest(Path(self._settings.folder) / self._settings.resume)
+            path = Path(self._settings.folder) / self._settings.resume
+            try:
+                found = read_manifest(path)
+            except OSError as error:
+                raise ConfigError(f"the checkpoint {path} was there when the job started: {error}") from error
             if found.manifest.rule != self._rule:
                 raise ConfigError(
                     f"the checkpoint {found.path} was written under the {found.manifest.rule} rule, and this script "
@@ -78,8 +82,13 @@ class Checkpoints:
             self._due.restart(now_s(), progress.step)
             if not is_captured:
                 self._state.capture()
-            snapshot = self._staging.take(self._state, progress)
-            self._writer.begin(snapshot, self._staging.copies.finish, here.id.number, here.placement.size)
+            self._writer.begin(
+                lambda: self._staging.take(self._state, progress),
+                self._staging.copies.finish,
+                progress.step,
+                here.id.number,
+                here.placement.size,
+            )
 
     def at_end(self) -> None:
         """All have finished: the last one, so that the same command has nothing to do any more."""
@@ -111,7 +120,7 @@ class Checkpoints:
     def _write_now(self) -> None:
         here, progress = world.current(), self._progress()
         if self._writer.published != progress:
-            self._writer.write(live(self._state, progress), here.id.number, here.placement.size)
+            self._writer.write(lambda: live(self._state, progress), progress.step, here.id.number, here.placement.size)
 
     def _progress(self) -> Progress:
         return msgspec.structs.replace(self._state.progress, lineage=world.current().id.lineage)

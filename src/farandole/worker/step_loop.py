@@ -186,8 +186,11 @@ class StepLoop:
 
     def _save_in_emergency(self) -> None:
         self._is_busy = True
+        is_undecided = step.is_undecided()
+        if is_undecided:
+            step.aborted()
         if self._checkpoints is not None:
-            self._checkpoints.in_emergency(is_captured=step.is_undecided())
+            self._checkpoints.in_emergency(is_captured=is_undecided)
 
     # The optimizer asks (state/boundary.py) --------------------------------------------------------------
 

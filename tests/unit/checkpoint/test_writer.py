@@ -88,7 +88,7 @@ class Heard(list[Written]):
         return self.refusal
 
     def write(self, state: Any) -> None:
-        self.writer.write(live(state, state.progress), generation=3, workers=2)
+        self.writer.write(lambda: live(state, state.progress), state.step, generation=3, workers=2)
 
 
 def test_another_state_becomes_the_one_that_was_saved_with_all_that_belongs_to_it(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_what_is_written_is_the_state_of_the_boundary_though_training_goes_on(tm
         assert goes_on.wait(60)
         staging.copies.finish()
 
-    heard.writer.begin(staging.take(state, state.progress), finish, 1, 1)
+    heard.writer.begin(lambda: staging.take(state, state.progress), finish, 2, 1, 1)
     train(state, 2)
     assert contents(state) != at_boundary
     goes_on.set()
@@ -192,7 +192,7 @@ def test_one_that_is_given_up_leaves_nothing_and_says_nothing(tmp_path: Path) ->
     def finish() -> None:
         assert given_up.wait(60)
 
-    heard.writer.begin(live(state, state.progress), finish, 1, 1)
+    heard.writer.begin(lambda: live(state, state.progress), finish, 1, 1, 1)
     threading.Timer(0.01, given_up.set).start()
     heard.writer.give_up()
     assert heard == []
@@ -253,3 +253,14 @@ def test_a_value_that_cannot_be_saved_is_named_before_anything_is_written(tmp_pa
     state.capture()
     with pytest.raises(ConfigError, match=r"small\.values\.best is a builtins\.type"):
         live(state, state.progress)
+
+
+def test_a_value_that_can_no_longer_be_saved_does_not_end_training(tmp_path: Path) -> None:
+    state, heard, staging = make(), Heard(tmp_path), Staging()
+    state.best = threading.Barrier
+    train(state, 1)
+    heard.write(state)
+    heard.writer.begin(lambda: staging.take(state, state.progress), staging.copies.finish, 1, 1, 1)
+    heard.writer.wait()
+    assert ["small.values.best is a" in each.error for each in heard] == [True, True]
+    assert list(tmp_path.iterdir()) == []
