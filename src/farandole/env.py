@@ -36,6 +36,21 @@ class WorkerEnv:
 
 
 @dataclass(frozen=True)
+class CheckpointEnv:
+    """What a job's launcher tells its workers of checkpoints.
+
+    folder  where they are     keep    how many of them
+    every   how often: the text of --checkpoint-every
+    resume  name of the one to begin with; empty: at the beginning
+    """
+
+    folder: str
+    every: str
+    keep: int
+    resume: str = ""
+
+
+@dataclass(frozen=True)
 class FixedEnv:
     """What torchrun, mpirun or srun tell a process of a job of fixed size."""
 
@@ -121,6 +136,28 @@ def sample_ledger_environment(folder: str) -> dict[str, str]:
 def read_sample_ledger(environ: Mapping[str, str] = os.environ) -> str | None:
     """The folder in which workers write down what they train; None: nobody asked for that."""
     return environ.get("FARANDOLE_SAMPLE_LEDGER") or None
+
+
+def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
+    """The variables that read_checkpoint_env() reads."""
+    return {
+        "FARANDOLE_CHECKPOINT": settings.folder,
+        "FARANDOLE_CHECKPOINT_EVERY": settings.every,
+        "FARANDOLE_CHECKPOINT_KEEP": str(settings.keep),
+        "FARANDOLE_CHECKPOINT_RESUME": settings.resume,
+    }
+
+
+def read_checkpoint_env(environ: Mapping[str, str] = os.environ) -> CheckpointEnv | None:
+    """None when the job writes no checkpoints."""
+    if "FARANDOLE_CHECKPOINT" not in environ:
+        return None
+    return CheckpointEnv(
+        folder=environ["FARANDOLE_CHECKPOINT"],
+        every=environ["FARANDOLE_CHECKPOINT_EVERY"],
+        keep=_number(environ, "FARANDOLE_CHECKPOINT_KEEP"),
+        resume=environ["FARANDOLE_CHECKPOINT_RESUME"],
+    )
 
 
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -292,6 +292,32 @@ class TrainingFinished(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """The state after `step` decided steps is in the folder `name`, and `worker` took so long to write it."""
+
+    worker: str
+    step: int
+    name: str
+    took_s: float
+
+    def line(self) -> str:
+        return f"{self.worker} saved step {self.step} as {self.name} in {self.took_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(Event):
+    """Training goes on; earlier checkpoints are untouched, and the next one is tried at its time."""
+
+    worker: str
+    step: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} could not save step {self.step}: {self.reason}; earlier checkpoints are untouched"
+
+
+@dataclass(frozen=True)
 class JobEnds(Event):
     exit_code: int
     reason: str

@@ -67,3 +67,14 @@ class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
     epoch: int = 0
     cursor: int = 0
     boundary: int = 0
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where the numbers of a job with checkpoints begin: above all that jobs with the same folder have used.
+
+    lineage     of this job
+    generation  the highest number so far; the first generation gets the next one
+    """
+
+    lineage: int
+    generation: int

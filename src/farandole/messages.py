@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.membership import Address, GenerationId, Peer, Placement, Progress
 
 PROTOCOL_VERSION = 1
 
@@ -76,7 +76,25 @@ class Leaving(Message, frozen=True):
     """This worker was asked to leave (SIGTERM) and does so at the next boundary."""
 
 
-WorkerMessage: TypeAlias = Hello | Elastic | Ready | Synced | LinkBroken | Failed | Finished | Leaving
+class MayPublish(Message, frozen=True):
+    """All but the manifest of the checkpoint `name` is on the disk. Answer: PublishAnswer."""
+
+    name: str
+    progress: Progress
+
+
+class CheckpointEnded(Message, frozen=True):
+    """The checkpoint `name` is published; or, with an `error`, there is none. For the log only."""
+
+    name: str
+    step: int
+    took_s: float
+    error: str = ""
+
+
+WorkerMessage: TypeAlias = (
+    Hello | Elastic | Ready | Synced | LinkBroken | Failed | Finished | Leaving | MayPublish | CheckpointEnded
+)
 
 
 # Coordinator -> agent -> worker ----------------------------------------------------------------------
@@ -132,12 +150,23 @@ class Left(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """The job ends; `reason` says why. The worker exits."""
+    """The job ends; `reason` says why. The worker exits.
+
+    saves  before that, this one of the workers writes an emergency checkpoint
+    """
 
     reason: str
+    saves: bool = False
 
 
-ToWorker: TypeAlias = Newcomer | Abort | Prepare | Start | Released | Left | Stop
+class PublishAnswer(Message, frozen=True):
+    """Answer to MayPublish; `refusal` says why not, and is empty when the manifest may be written."""
+
+    name: str
+    refusal: str
+
+
+ToWorker: TypeAlias = Newcomer | Abort | Prepare | Start | Released | Left | Stop | PublishAnswer
 
 
 # Agent -> coordinator --------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ MAY_IMPORT = {
     "optim": {"collectives", "state"},
     "data": {"collectives", "state"},
     "ledger": set(),
-    "worker": {"collectives", "state", "optim", "data", "ledger"},
+    "checkpoint": {"state"},
+    "worker": {"collectives", "state", "optim", "data", "ledger", "checkpoint"},
     "elastic": {"collectives", "state", "optim", "data", "worker"},
     "coordinator": set(),
-    "launch": {"coordinator", "horovod", "ledger"},  # where the alias lies; `farandole ledger check`
+    "launch": {"coordinator", "horovod", "ledger", "checkpoint"},  # where the alias lies; folders, without torch
     "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names
 }
 WITHOUT_TORCH = {GROUND, "coordinator", "launch", "ledger"}

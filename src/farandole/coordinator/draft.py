@@ -68,6 +68,9 @@ class Draft:
         self.log(JobEnds(exit_code, reason))
         self.change(ending=Ending(exit_code, reason, self.now_s + grace_s + REAP_S))
         listening = [name for name, worker in self.job.workers.items() if worker.address]
-        self.tell(listening, Stop(reason))
+        keeper = self.job.keeper() if self.job.saves else None
+        self.tell((name for name in listening if name != keeper), Stop(reason))
+        if keeper is not None:
+            self.tell([keeper], Stop(reason, saves=True))
         for name in self.job.workers:
             self.kill(name, grace_s, "the job ends")

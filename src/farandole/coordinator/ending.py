@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from farandole.coordinator import publishing
 from farandole.coordinator.actions import EndJob
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentLost, AgentTold, Input, StopRequested
-from farandole.messages import JobEnded, SpawnFailed, WorkerExited
+from farandole.coordinator.job import Worker
+from farandole.messages import (
+    CheckpointEnded,
+    FromWorker,
+    JobEnded,
+    MayPublish,
+    SpawnFailed,
+    WorkerExited,
+    WorkerMessage,
+)
 
 # 128 + SIGINT, as shells have it.
 STOPPED_EXIT_CODE = 130
@@ -27,6 +37,10 @@ def note(draft: Draft, input: Input) -> None:
             worker = draft.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
                 draft.forget([worker.name])
+        case AgentTold(agent, FromWorker(name, said)):
+            worker = draft.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                _emergency_checkpoint(draft, worker, said)
         case AgentLost(agent):
             known = draft.job.agents.get(agent)
             if known is not None:
@@ -50,6 +64,14 @@ def advance(draft: Draft) -> None:
             draft.send(agent.name, JobEnded(ending.exit_code, ending.reason))
     draft.actions.append(EndJob(ending.exit_code, ending.reason))
     draft.change(ending=replace(ending, is_done=True))
+
+
+def _emergency_checkpoint(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
+    match said:
+        case MayPublish():
+            publishing.may_publish(draft, worker, said)
+        case CheckpointEnded():
+            publishing.ended(draft, worker, said)
 
 
 def _wait_no_longer(draft: Draft) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from farandole.config import JobConfig
-from farandole.membership import Address, GenerationId
+from farandole.membership import Address, GenerationId, Origin, Progress
 
 
 @dataclass(frozen=True, order=True)
@@ -170,6 +170,9 @@ class Job:
     offered        hosts offered so far
     bans           hosts where workers were lost, by name
     resets         generations started after the first one
+    lineage        above that of every checkpoint there was when the job started
+    saves          the job writes checkpoints
+    published      how far the newest checkpoint is that the coordinator has let pass
     workers        by name, in the order in which they were started; names are never used again
     spawned        workers started so far
     number         highest generation number announced so far; numbers are never used again
@@ -191,6 +194,9 @@ class Job:
     offered: int = 0
     bans: Mapping[str, Ban] = field(default_factory=dict)
     resets: int = 0
+    lineage: int = 1
+    saves: bool = False
+    published: Progress | None = None
     agents: Mapping[str, Agent] = field(default_factory=dict)
     slots: Mapping[Slot, SlotUse] = field(default_factory=dict)
     workers: Mapping[str, Worker] = field(default_factory=dict)
@@ -217,6 +223,12 @@ class Job:
         members = self.generation.members if self.generation else ()
         known = (self.workers.get(name) for name in members)
         return [worker for worker in known if worker is not None and not worker.has_left]
+
+    def keeper(self) -> str | None:
+        """Who writes the emergency checkpoint when the job ends: the survivor of the lowest rank that holds the state
+        and has not been asked to end for a reason of its own."""
+        fit = (w.name for w in self.survivors() if w.synced and w.raised is None and not w.killed_for)
+        return next(fit, None)
 
     def candidates(self) -> list[Worker]:
         """Workers that wait to be admitted, READY for any generation, in the order of their slots."""
@@ -266,7 +278,8 @@ class Job:
         return self.agents[slot.agent].host
 
 
-def new_job(config: JobConfig, job_id: str, incarnation: int = 1) -> Job:
-    """A job that waits for its first agent."""
+def new_job(config: JobConfig, job_id: str, incarnation: int = 1, origin: Origin | None = None) -> Job:
+    """A job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints."""
     target = 0 if config.fills_slots else config.num_proc
-    return Job(config=config, job_id=job_id, incarnation=incarnation, target=target, most=config.max_np)
+    job = Job(config=config, job_id=job_id, incarnation=incarnation, target=target, most=config.max_np)
+    return job if origin is None else replace(job, lineage=origin.lineage, number=origin.generation, saves=True)

@@ -76,7 +76,7 @@ def start(draft: Draft, members: Sequence[Worker]) -> None:
     job = draft.job
     change = job.change or Change(job.number + 1, is_planned=True, began_s=draft.now_s)
     number = change.number
-    id = GenerationId(1, job.incarnation, number, f"{job.job_id}-{number}")
+    id = GenerationId(job.lineage, job.incarnation, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
     places = assignment.placements([job.host_of(worker) for worker in members])
     neighbours = assignment.ring([(name, address) for name, address in addresses if address is not None])

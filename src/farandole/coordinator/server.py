@@ -27,7 +27,7 @@ from farandole.coordinator.transitions import decide, next_deadline
 from farandole.deadline import within
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
-from farandole.membership import Address
+from farandole.membership import Address, Origin
 from farandole.messages import AgentHello, AgentMessage, Beat
 from farandole.wire import AGENT_MESSAGES
 
@@ -63,11 +63,12 @@ class Coordinator:
         port: int = 0,
         on_event: Callable[[Event], None],
         clock: Callable[[], float] = now_s,
+        origin: Origin | None = None,
     ) -> None:
         self._config, self._token, self._job_id = config, token, job_id
         self._host, self._port = host, port
         self._on_event = on_event
-        self._job = new_job(config, job_id)
+        self._job = new_job(config, job_id, origin=origin)
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
         self._silence = Silence(config.detection_budget_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import finish, links, regroup, slots
+from farandole.coordinator import finish, links, publishing, regroup, slots
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Worker
 from farandole.events import UserCodeFailed, WorkerLeaves
 from farandole.membership import Address
 from farandole.messages import (
+    CheckpointEnded,
     Elastic,
     Failed,
     Finished,
@@ -17,6 +18,7 @@ from farandole.messages import (
     Leaving,
     Left,
     LinkBroken,
+    MayPublish,
     Newcomer,
     Ready,
     Synced,
@@ -46,6 +48,10 @@ def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
                 finish.finished(draft, worker, number)
             case Leaving():
                 _leaving(draft, worker)
+            case MayPublish():
+                publishing.may_publish(draft, worker, said)
+            case CheckpointEnded():
+                publishing.ended(draft, worker, said)
 
 
 def kill_overdue(draft: Draft) -> None:

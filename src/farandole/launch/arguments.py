@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from farandole.checkpoint.schedule import parse_every
 from farandole.config import JobConfig
+from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
@@ -41,6 +43,7 @@ class RunOptions:
     hosts             where workers run; None: on this machine, or where the discovery script says
     discovery_script  a command that prints the hosts; slots_per_host: of those it gives no number for
     environment       what the workers' environment has beside what they inherit
+    checkpoint        where and how often the state is written; None: nowhere
     notes             what was asked for and has no effect, one sentence each
     loudness          the name of a report.Loudness
     """
@@ -56,6 +59,7 @@ class RunOptions:
     discovery_script: str | None = None
     slots_per_host: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: CheckpointEnv | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -94,7 +98,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment |= alias_environment()
     words = tuple(checked(command))
     if options.sample_ledger is not None:
-        environment |= _ledger_environment(options.sample_ledger)
+        environment |= _ledger_environment(options.sample_ledger, may_go_on=options.checkpoint is not None)
     return RunOptions(
         config=config,
         command=words,
@@ -107,15 +111,17 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         discovery_script=options.host_discovery_script,
         slots_per_host=1 if options.slots is None else options.slots,
         environment=environment,
+        checkpoint=_checkpoint(options),
         notes=tuple(notes),
     )
 
 
-def _ledger_environment(folder: Path) -> dict[str, str]:
+def _ledger_environment(folder: Path, may_go_on: bool) -> dict[str, str]:
+    """may_go_on: the job may be one that goes on from a checkpoint, and so may its ledger."""
     from farandole.env import sample_ledger_environment  # with what --help should not wait for
     from farandole.launch.ledger_folder import ready_ledger_folder
 
-    return sample_ledger_environment(str(ready_ledger_folder(folder)))
+    return sample_ledger_environment(str(ready_ledger_folder(folder, may_hold_records=may_go_on)))
 
 
 def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:
@@ -161,6 +167,15 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
     if options.hostfile is not None:
         return parse_hostfile(options.hostfile)
     return None
+
+
+def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
+    parse_every(options.checkpoint_every)
+    if options.checkpoint_keep < 1:
+        raise ConfigError(f"--checkpoint-keep must be at least 1, got {options.checkpoint_keep}")
+    if options.checkpoint is None:
+        return None
+    return CheckpointEnv(str(options.checkpoint.absolute()), options.checkpoint_every, options.checkpoint_keep)
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:

@@ -14,6 +14,7 @@ from farandole.launch.arguments import FARANDOLE_RUN, Program, RunOptions, parse
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
+    from farandole.events import Event
     from farandole.launch.discovery import HostDiscovery
     from farandole.launch.hosts import HostSlots
 
@@ -63,6 +64,7 @@ def _main_parser() -> argparse.ArgumentParser:
 def _run(options: RunOptions) -> int:
     import asyncio
 
+    from farandole.launch.checkpoints import beginning
     from farandole.launch.local import run_local
     from farandole.launch.output import OutputOptions
     from farandole.launch.report import Loudness, Report
@@ -75,18 +77,27 @@ def _run(options: RunOptions) -> int:
         for note in options.notes:
             report.note(note)
         report.started(config, options.command)
-        outcome = asyncio.run(
-            run_local(
-                config,
-                options.command,
-                hosts=_hosts(options),
-                host=options.host,
-                port=options.port,
-                output=output,
-                on_event=report.on_event,
-                extra_environment=options.environment,
+        with beginning(options.checkpoint) as begun:
+            for note in begun.notes:
+                report.note(note)
+
+            def on_event(event: Event) -> None:
+                report.on_event(event)
+                begun.watch(event)
+
+            outcome = asyncio.run(
+                run_local(
+                    config,
+                    options.command,
+                    hosts=_hosts(options),
+                    host=options.host,
+                    port=options.port,
+                    output=output,
+                    on_event=on_event,
+                    extra_environment={**options.environment, **begun.environment},
+                    origin=begun.origin,
+                )
             )
-        )
         report.ended(outcome.exit_code, outcome.reason)
         return outcome.exit_code
     except ConfigError as error:

@@ -21,6 +21,7 @@ from farandole.launch.host_watch import HostWatch
 from farandole.launch.hosts import HostSlots
 from farandole.launch.local_agents import LocalAgents, refuse_other_machines
 from farandole.launch.output import OutputOptions, OutputSink
+from farandole.membership import Origin
 
 
 async def run_local(
@@ -33,6 +34,7 @@ async def run_local(
     output: OutputOptions,
     on_event: Callable[[Event], None],
     extra_environment: Mapping[str, str] | None = None,
+    origin: Origin | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
     raised. In the main thread the first SIGINT or SIGTERM ends the job with grace, the second at once.
@@ -42,6 +44,7 @@ async def run_local(
                        as many slots as the job may ever need.
     host, port         where the coordinator listens; port 0 lets the system choose
     extra_environment  what the workers' environment has beside this process's own
+    origin             where the job's numbers begin; given when it writes checkpoints
 
     Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
     than workers are asked for, and when they cannot be found out the first time.
@@ -53,7 +56,7 @@ async def run_local(
         watch = HostWatch(hosts, on_event)
         first = await watch.first()
     job_id, token = secrets.token_hex(8), new_token()
-    coordinator = Coordinator(config, token, job_id=job_id, host=host, port=port, on_event=on_event)
+    coordinator = Coordinator(config, token, job_id=job_id, host=host, port=port, on_event=on_event, origin=origin)
     await coordinator.start()
     sink = OutputSink(output)
     environment = {**inherited_environment(), **(extra_environment or {})}

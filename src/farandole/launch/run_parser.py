@@ -39,7 +39,7 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument("-cb", "--check-build", action=_CheckBuild, nargs=0, help="show what is available here")
-    for add_options in (_sizes, _hosts, _failures, _times, _output, _address, _horovod, _unused):
+    for add_options in (_sizes, _hosts, _failures, _times, _checkpoints, _output, _address, _horovod, _unused):
         add_options(parser)
     words = {flag: _words(action) for action in parser._actions for flag in action.option_strings}
     return parser, {flag: count for flag, count in words.items() if count}
@@ -143,6 +143,23 @@ def _times(parser: argparse.ArgumentParser) -> None:
         ("--grace", JobConfig.grace_s, "from SIGTERM to SIGKILL when a worker is stopped"),
     ):
         group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
+
+
+def _checkpoints(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("when the whole job may be lost").add_argument
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="write the state to DIR now and then, and begin with the newest that is there",
+    )
+    add(
+        "--checkpoint-every",
+        metavar="TIME",
+        default="10m",
+        help="30s, 10m, 1h, or 500steps (default: %(default)s)",
+    )
+    add("--checkpoint-keep", type=int, metavar="N", default=2, help="keep the newest N (default: %(default)s)")
 
 
 def _output(parser: argparse.ArgumentParser) -> None:

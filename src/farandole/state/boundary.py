@@ -34,6 +34,14 @@ class RunLoop(Protocol):
         """Called by all ranks at the same commit: the change that all of them go along with now; None: none."""
         ...
 
+    def committing(self) -> None:
+        """A commit is being made: until committed(), it is neither the old one nor the new one."""
+        ...
+
+    def committed(self) -> None:
+        """What is live is what was committed just now."""
+        ...
+
 
 _run_loop: RunLoop | None = None
 
@@ -70,6 +78,16 @@ def hears_of_updates() -> bool:
 
 def agreed_update() -> HostUpdateResult | None:
     return _run_loop.agreed_update() if _run_loop is not None else None
+
+
+def committing() -> None:
+    if _run_loop is not None:
+        _run_loop.committing()
+
+
+def committed() -> None:
+    if _run_loop is not None:
+        _run_loop.committed()
 
 
 def is_elastic() -> bool:

@@ -12,6 +12,7 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.named.objects import broadcast_object
 from farandole.errors import ConfigError
+from farandole.state import boundary
 from farandole.state.background_copy import BackgroundCopy, finish_all
 from farandole.state.deep_copy import TensorPair
 from farandole.state.handlers import (
@@ -79,8 +80,10 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """The commit. Its number tells on a regroup whose commit is the newest."""
+        boundary.committing()
         self._remember()
         self._commits += 1
+        boundary.committed()
 
     def restore(self) -> None:
         self._copies.finish()

@@ -10,11 +10,14 @@ from typing import TypeVar
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
+from farandole.env import read_checkpoint_env
 from farandole.errors import (
     CollectiveMismatch,
+    ConfigError,
     GenerationEnded,
     HorovodInternalError,
     HostsUpdatedInterrupt,
+    JobEnded,
     RecoverableError,
 )
 from farandole.messages import Elastic, Synced
@@ -25,6 +28,7 @@ from farandole.state.host_updates import HostUpdateResult
 from farandole.state.object_state import State
 from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
+from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.finish import all_have_finished
 from farandole.worker.host_updates import PlannedUpdates
 from farandole.worker.job import Job
@@ -46,28 +50,44 @@ class CommitLoop:
         self._state = state
         self._committed = CommittedState(state) if isinstance(state, TorchState) else None
         self._updates = PlannedUpdates(job, state)
+        self._checkpoints = _checkpoints(job, self._committed)
+        self._is_torn = False  # neither the last commit nor the next one is whole
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         boundary.install(self)
         try:
-            with leaving_on_sigterm(self._job), self._updates:
-                self._enter()
-                while True:
-                    try:
-                        result = call()
-                    except HostsUpdatedInterrupt as interrupt:
-                        self._interrupted(interrupt)
-                    except CollectiveMismatch:
-                        raise
-                    except HorovodInternalError as error:
-                        self._failed(error)
-                    else:
-                        if all_have_finished(self._job):
-                            return result
-                        self._roll_back()
-                    self._regroup()
+            with leaving_on_sigterm(self._job, lambda: not self._is_torn), self._updates:
+                try:
+                    return self._run(call)
+                except (JobEnded, SystemExit):
+                    self._save_in_emergency()
+                    raise
+                finally:
+                    if self._checkpoints is not None:
+                        self._checkpoints.close()
         finally:
             boundary.install(None)
+
+    def _run(self, call: Callable[[], ResultT]) -> ResultT:
+        self._enter()
+        if self._checkpoints is not None:
+            self._checkpoints.entered()
+        while True:
+            try:
+                result = call()
+            except HostsUpdatedInterrupt as interrupt:
+                self._interrupted(interrupt)
+            except CollectiveMismatch:
+                raise
+            except HorovodInternalError as error:
+                self._failed(error)
+            else:
+                if all_have_finished(self._job):
+                    if self._checkpoints is not None:
+                        self._checkpoints.at_end()
+                    return result
+                self._roll_back()
+            self._regroup()
 
     # Entering and leaving the function ------------------------------------------------------------------------
 
@@ -116,6 +136,13 @@ class CommitLoop:
             world.current().transport.abort(reason)
             self._job.ask_for_regroup(reason)
 
+    def _save_in_emergency(self) -> None:
+        """The job ends before it is finished: what counts is the last commit."""
+        if self._checkpoints is not None and self._checkpoints.is_keeper() and not self._is_torn:
+            self._is_torn = True
+            self._roll_back()
+            self._checkpoints.in_emergency(is_captured=False)
+
     # The next generation --------------------------------------------------------------------------------------
 
     def _regroup(self) -> None:
@@ -154,6 +181,9 @@ class CommitLoop:
     def _agree(self, transport: Transport, founding: bool) -> SyncReport | None:
         """The same state on all ranks. Never skipped, whatever the change was."""
         if self._committed is not None and can_be_staged(self._committed.state):
+            if self._checkpoints is not None:
+                self._committed.capture()
+                self._checkpoints.before_sync(transport.rank, founding)
             return synchronize_commits(self._committed, transport, founding)
         try:
             self._state.sync()
@@ -191,6 +221,8 @@ class CommitLoop:
         job, transport = self._job, world.current().transport
         if job is None:
             return None
+        if job.link.is_over():
+            job.link.raise_if_over()  # alone there is no collective that would end
         number = job.link.prepared
         word = _WORD.pack(number, self._updates.update(number))
         said = [_WORD.unpack(each) for each in (transport.all_gather(word) if transport.size > 1 else [word])]
@@ -201,3 +233,23 @@ class CommitLoop:
         for _, each in said:
             update |= HostUpdateResult(each)
         return update
+
+    def committing(self) -> None:
+        self._is_torn = True
+
+    def committed(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.at_boundary(is_captured=False)
+        self._is_torn = False
+
+
+def _checkpoints(job: Job | None, committed: CommittedState | None) -> Checkpoints | None:
+    """Raises ConfigError for a state that cannot be taken apart, in a job that is to write checkpoints."""
+    if committed is not None and can_be_staged(committed.state):
+        return checkpoints(job, committed, "commit")
+    if job is not None and read_checkpoint_env() is not None:
+        raise ConfigError(
+            "--checkpoint needs a TorchState without a sync() or handlers of your own: from others only they know "
+            "what would have to be written"
+        )
+    return None

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from farandole.worker.job import Job
 
 
 class leaving_on_sigterm:  # noqa: N801 - reads as a statement
-    """While an elastic function runs, SIGTERM means: leave at the next boundary, nothing is lost."""
+    """While an elastic function runs, SIGTERM means: leave at the next boundary, nothing is lost.
 
-    def __init__(self, job: Job | None) -> None:
-        self._job = job
+    may_end  asked when the job is over: whether the main thread may be interrupted where it is. Where not, it finds
+             out by itself.
+    """
+
+    def __init__(self, job: Job | None, may_end: Callable[[], bool] = lambda: True) -> None:
+        self._job, self._may_end = job, may_end
         self._is_installed = False
 
     def __enter__(self) -> None:
@@ -29,5 +34,7 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         assert self._job is not None
         if self._job.link.is_over():
+            if not self._may_end():
+                return
             raise SystemExit(128 + signal.SIGTERM)
         self._job.link.ask_to_leave()

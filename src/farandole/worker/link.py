@@ -17,15 +17,17 @@ from farandole.clock import now_s
 from farandole.env import WorkerEnv
 from farandole.errors import JobEnded
 from farandole.fork_safety import close_at_fork
-from farandole.membership import Address
+from farandole.membership import Address, Progress
 from farandole.messages import (
     PROTOCOL_VERSION,
     Abort,
     Hello,
     Leaving,
     Left,
+    MayPublish,
     Newcomer,
     Prepare,
+    PublishAnswer,
     Released,
     Start,
     Stop,
@@ -58,6 +60,8 @@ class Link:
         self._released = 0
         self._has_left = False
         self._stop_reason: str | None = None
+        self.is_keeper = False  # the job ends, and this worker is to save the state
+        self._answers: dict[str, str] = {}
         self._socket = _dial(env.agent_address)
         close_at_fork(self._socket)
         self._wake_read, self._wake_write = socket.socketpair()
@@ -136,6 +140,19 @@ class Link:
                     return False
                 self._changed.wait(_SLICE_S)
 
+    def may_publish(self, name: str, progress: Progress, timeout_s: float) -> str:
+        """Ask the coordinator whether a checkpoint counts; "", or why not. From any thread."""
+        self.send(MayPublish(name, progress))
+        deadline_s = now_s() + timeout_s
+        with self._changed:
+            while name not in self._answers:
+                if now_s() >= deadline_s:
+                    return f"the coordinator did not answer within {timeout_s:g} s"
+                if self.is_over() and not self.is_keeper:
+                    return "the job is over for this worker"
+                self._changed.wait(min(_SLICE_S, timeout_s))
+            return self._answers.pop(name)
+
     def raise_if_over(self) -> None:
         """Raise JobEnded or SystemExit when there is nothing left to do for this worker."""
         with self._changed:
@@ -203,8 +220,11 @@ class Link:
             elif isinstance(message, Left):
                 self._has_left = True
             elif isinstance(message, Stop):
+                self.is_keeper = message.saves  # first: whoever sees the reason looks at this next
                 self._stop_reason = message.reason
                 self._on_abort(sys.maxsize, message.reason)
+            elif isinstance(message, PublishAnswer):
+                self._answers[message.name] = message.refusal
             self._changed.notify_all()
 
     def _on_hangup(self) -> None:

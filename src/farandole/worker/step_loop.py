@@ -9,12 +9,13 @@ from typing import TypeVar
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
-from farandole.errors import CollectiveMismatch, RecoverableError
+from farandole.errors import CollectiveMismatch, JobEnded, RecoverableError
 from farandole.messages import Elastic, Synced
 from farandole.state import boundary, recording, step
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
+from farandole.worker.checkpoints import checkpoints
 from farandole.worker.finish import all_have_finished
 from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
@@ -37,6 +38,8 @@ class StepLoop:
         self._job = job
         self._state = state
         self._records = sample_records(state)
+        self._checkpoints = checkpoints(job, state, "step")
+        self._is_busy = False  # the state is being changed by us, not by user code
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         state = self._state
@@ -45,19 +48,15 @@ class StepLoop:
         if state.loader is not None:
             state.loader.boundary = self
         try:
-            with leaving_on_sigterm(self._job):
-                self._enter()
-                while True:
-                    try:
-                        result = call()
-                    except RecoverableError as error:
-                        if self._job is None:
-                            raise
-                        logger.info("leaving the elastic function to regroup: %s", error)
-                    else:
-                        if all_have_finished(self._job):
-                            return result
-                    self._regroup()
+            with leaving_on_sigterm(self._job, self._may_end_here):
+                try:
+                    return self._run(call)
+                except (JobEnded, SystemExit):
+                    self._save_in_emergency()
+                    raise
+                finally:
+                    if self._checkpoints is not None:
+                        self._checkpoints.close()
         finally:
             boundary.install(None)
             recording.install(None)
@@ -65,9 +64,32 @@ class StepLoop:
                 self._records.close()
             step.close()
 
+    def _run(self, call: Callable[[], ResultT]) -> ResultT:
+        self._enter()
+        while True:
+            try:
+                result = call()
+            except RecoverableError as error:
+                if self._job is None:
+                    raise
+                logger.info("leaving the elastic function to regroup: %s", error)
+            else:
+                if all_have_finished(self._job):
+                    if self._checkpoints is not None:
+                        self._checkpoints.at_end()
+                    return result
+            self._regroup()
+
     # Entering and returning ------------------------------------------------------------------------------
 
     def _enter(self) -> None:
+        self._is_busy = True
+        self._begin()
+        if self._checkpoints is not None:
+            self._checkpoints.entered()
+        self._is_busy = False
+
+    def _begin(self) -> None:
         """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
@@ -81,7 +103,7 @@ class StepLoop:
             return
         here = world.current()
         try:
-            synchronize(self._state, here.transport, founding=not self._state.is_holder)
+            self._agree(here.transport, founding=not self._state.is_holder)
         except RecoverableError:
             if job is None:
                 raise
@@ -98,14 +120,19 @@ class StepLoop:
 
     def reach(self) -> None:
         """A boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
+        if self._job is not None and self._job.link.is_over():
+            self._job.link.raise_if_over()
+        self._is_busy = True
         is_inside_ticket = step.state() == "open"
         if self._job is not None and (step.state() == "aborted" or self._job.has_to_regroup()):
             if step.is_undecided():
                 step.aborted()
             self._regroup()
         elif is_inside_ticket or step.state() in ("reduced", "aborted"):
+            self._is_busy = False
             return  # the next micro-batch, or a loop body that the loader is about to refuse
         self._pass_boundary()
+        self._is_busy = False
 
     def reach_epoch_end(self) -> bool:
         """Every rank has resumed epochs(). False: there was a regroup instead, and the epoch is as it was, or
@@ -153,13 +180,15 @@ class StepLoop:
         state = self._state
         state.boundary += 1
         state.capture()
+        if self._checkpoints is not None:
+            self._checkpoints.at_boundary()
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
 
     def _regroup(self) -> None:
         """From a fault or an agreed change to the same state on all members of the next generation."""
         assert self._job is not None
-        state = self._state
+        state, self._is_busy = self._state, True
         if step.is_undecided():
             state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
         else:
@@ -172,9 +201,26 @@ class StepLoop:
             self._records.started()
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         done.log(f"step {state.step}")
+        self._is_busy = False
 
     def _agree(self, transport: Transport, founding: bool) -> SyncReport:
+        if self._checkpoints is not None:
+            self._checkpoints.before_sync(transport.rank, founding)
         return synchronize(self._state, transport, founding)
+
+    # The job ends before it is finished ------------------------------------------------------------------
+
+    def _may_end_here(self) -> bool:
+        """Whether the state is whole where the main thread is: it is not while a step is being applied."""
+        return not self._is_busy and step.state() != "reduced"
+
+    def _save_in_emergency(self) -> None:
+        self._is_busy = True
+        is_undecided = step.is_undecided()
+        if is_undecided:
+            step.aborted()
+        if self._checkpoints is not None:
+            self._checkpoints.in_emergency(is_captured=is_undecided)
 
     # The optimizer asks (state/boundary.py) --------------------------------------------------------------
 
@@ -196,3 +242,9 @@ class StepLoop:
 
     def agreed_update(self) -> HostUpdateResult | None:
         return None  # The loader notices planned changes, and nobody has to leave the function for one.
+
+    def committing(self) -> None:
+        """Every step is a commit here."""
+
+    def committed(self) -> None:
+        """As above."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from farandole import __version__
 from farandole.config import JobConfig
+from farandole.env import CheckpointEnv
 from farandole.launch.arguments import parse_run, split_command
 from farandole.launch.cli import main
 
@@ -114,3 +115,18 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         main(["walk"])
     assert end.value.code == 2
     assert "'walk'" in capsys.readouterr().err
+
+
+def test_checkpoints_are_asked_for_with_a_folder(tmp_path: Path) -> None:
+    options = parse_run(["-np", "1", "--checkpoint", str(tmp_path), "--checkpoint-every", "500steps", "sh"])
+    assert options.checkpoint == CheckpointEnv(str(tmp_path), "500steps", 2)
+    assert parse_run(["-np", "1", "sh"]).checkpoint is None
+
+
+@pytest.mark.parametrize("flags", [["--checkpoint-every", "often"], ["--checkpoint-keep", "0"]])
+def test_checkpoints_that_cannot_be_meant_are_refused(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_run(["-np", "1", "--checkpoint", str(tmp_path), *flags, "sh"])
+    assert flags[0] in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""From a checkpoint to the state of a job: checked against what the script has built, then taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from farandole.checkpoint.file_format import read_files
+from farandole.checkpoint.folder import Found
+from farandole.checkpoint.snapshot import Kept
+from farandole.errors import ConfigError, DataError
+from farandole.state.packing import unpack
+
+
+def restore(state: Kept, found: Found, lineage: int) -> None:
+    """Make the state that of the checkpoint, in a new lineage. `state.capture()` was called before.
+
+    Raises ConfigError, naming the checkpoint's value and the script's, when they do not fit together, and when a
+    file is damaged. The checkpoint is never changed.
+    """
+    value = read_files(found)
+    small, large = {**value["small"], "lineage": lineage}, value["large"]
+    ours = unpack(state.captured())
+    _check_parameters(found, state.large()["parameters"], large["parameters"])
+    for what, saved, here in (
+        ("tracked values", _names(small), _names(ours)),
+        ("buffers", _shapes(small["buffers"]), _shapes(ours["buffers"])),
+        ("optimizer options", _options(small["groups"]), _options(ours["groups"])),
+    ):
+        if saved != here:
+            raise _other(found, what, saved, here)
+    try:
+        state.load_small(small)
+    except DataError as error:
+        raise ConfigError(f"the checkpoint {found.path} belongs to other data: {error}") from error
+    state.load_large(large)
+
+
+def _check_parameters(found: Found, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    here, saved = _shapes(ours), _shapes(theirs)
+    for name in [*here, *saved]:
+        if here.get(name) != saved.get(name):
+            raise _other(found, f"parameter {name}", saved.get(name, "missing"), here.get(name, "missing"))
+
+
+def _other(found: Found, what: str, saved: object, here: object) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint {found.path} is of another model or script. {what}: {saved} there, {here} here; go on "
+        f"with the script that wrote it, or give an empty folder to start at the beginning"
+    )
+
+
+def _names(small: Mapping[str, Any]) -> list[str]:
+    return sorted([*small["stateful"], *small["values"]])
+
+
+def _shapes(groups: Mapping[str, Any]) -> dict[str, str]:
+    """By name, for people."""
+    return {
+        f"{name}.{key}": f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, group in groups.items()
+        for key, tensor in group.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _options(groups: Any) -> list[list[str]]:
+    """The names of the options of each parameter group, of one optimizer or of several by name."""
+    if isinstance(groups, Mapping):
+        return [[name, *options] for name, each in sorted(groups.items()) for options in _options(each)]
+    return [sorted(group) for group in groups]

@@ -1,0 +1,81 @@
+"""One state as it was at a boundary, copied while training goes on. writer.py writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from farandole.checkpoint.values import to_json
+from farandole.membership import Progress
+from farandole.state.background_copy import BackgroundCopy
+from farandole.state.packing import Packed, unpack
+
+
+class Kept(Protocol):
+    """A state as a checkpoint sees it: StepState, or the one of commit_sync.py. As in sync.py."""
+
+    is_holder: bool
+
+    @property
+    def progress(self) -> Progress: ...
+    def capture(self) -> None: ...
+    def captured(self) -> Packed: ...
+    def load_small(self, small: Mapping[str, Any]) -> None: ...
+    def large(self) -> dict[str, Any]: ...
+    def load_large(self, large: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is to be written. Its tensors are whole once the copies are through: see Staging."""
+
+    progress: Progress
+    plain: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def live(state: Kept, progress: Progress) -> Snapshot:
+    """The captured small state and the large state as it is, not copied. Raises ConfigError for a state with values
+    that a checkpoint cannot hold."""
+    # What was captured was pickled in this process a moment ago.
+    plain, tensors = to_json({"small": unpack(state.captured()), "large": state.large()})
+    return Snapshot(progress, plain, tensors)
+
+
+class Staging:
+    """Memory for one snapshot at a time, used again by the next one: as much as the state has, on the CPU."""
+
+    def __init__(self) -> None:
+        self.copies = BackgroundCopy()
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def take(self, state: Kept, progress: Progress) -> Snapshot:
+        """Right after state.capture(). The large state is copied from now on, and is through before an optimizer
+        steps or `copies.finish()` returns. Raises what live() raises."""
+        snapshot = live(state, progress)
+        large = {id(tensor) for tensor in _tensors(state.large())}
+        targets, later = {}, []
+        for name, source in snapshot.tensors.items():
+            target = self._target(name, source)
+            if id(source) in large and source.device.type == "cpu":
+                later.append((source.detach(), target))
+            else:
+                target.copy_(source.detach())
+            targets[name] = target
+        self._targets = targets
+        self.copies.begin(later)
+        return Snapshot(progress, snapshot.plain, targets)
+
+    def _target(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        kept = self._targets.get(name)
+        if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
+            return kept
+        return torch.empty(source.shape, dtype=source.dtype)
+
+
+def _tensors(large: Mapping[str, Any]) -> list[torch.Tensor]:
+    groups = [*large["parameters"].values(), *large["optimizer"].values()]
+    return [value for group in groups for value in group.values() if isinstance(value, torch.Tensor)]

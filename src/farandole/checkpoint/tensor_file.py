@@ -1,0 +1,138 @@
+"""Named tensors in a file of the safetensors format: a length, a JSON header, and raw memory. No code in it.
+
+Written here rather than by the package of that name, in slices: training goes on in between, a checksum is made on
+the way, and it can be given up in the middle. https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from farandole.checkpoint.manifest import FileSum
+from farandole.errors import ConfigError
+
+_LENGTH = struct.Struct("<Q")
+_HEADER_LIMIT = 100 << 20  # the format's own
+_SLICE_BYTES = 1 << 22
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_EXACT = "farandole.dtype."  # + name: of a tensor whose dtype the format lacks; its bytes are there as U8
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None) -> FileSum:
+    """Write a new file and have it on the disk; contiguous tensors on the CPU are written as they lie there.
+
+    check  called before each slice of 4 MB; may raise, to give up
+
+    Raises OSError when there is no room; what was written until then is left behind.
+    """
+    # Large elements first: all of them are aligned then.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    with path.open("xb", buffering=0) as file:
+        sum = _Sum(file)
+        sum.write(_header(tensors, names))
+        for name in names:
+            memory = memoryview(_bytes_of(tensors[name].detach().cpu().contiguous()))
+            for start in range(0, len(memory), _SLICE_BYTES):
+                check()
+                sum.write(memory[start : start + _SLICE_BYTES])
+        os.fsync(file.fileno())
+    return sum.result()
+
+
+def read_tensors(path: Path, expected: FileSum) -> dict[str, torch.Tensor]:
+    """All tensors of a file, each with memory of its own. Raises ConfigError when the file is not the one that was
+    written, OSError when it cannot be read."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.size_bytes:
+            raise ConfigError(f"{path} has {size} bytes, and {expected.size_bytes} were written")
+        crc = 0
+        prefix = file.read(_LENGTH.size)
+        (length,) = _LENGTH.unpack(prefix)
+        if length > min(size, _HEADER_LIMIT):
+            raise ConfigError(f"{path} is damaged: its header cannot have {length} bytes")
+        text = _read_exactly(file, bytearray(length))
+        crc = zlib.crc32(text, zlib.crc32(prefix))
+        header = json.loads(bytes(text))
+        exact = header.pop("__metadata__", {})
+        tensors = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype = getattr(torch, exact[_EXACT + name]) if _EXACT + name in exact else _DTYPES[entry["dtype"]]
+            shape = entry["shape"][:-1] if _EXACT + name in exact else entry["shape"]
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            crc = zlib.crc32(_read_exactly(file, _bytes_of(tensors[name])), crc)
+    if crc != expected.crc32:
+        raise ConfigError(f"{path} is damaged: its checksum is {crc:08x}, and {expected.crc32:08x} was written")
+    return tensors
+
+
+class _Sum:
+    """Writes, and knows what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._bytes, self._crc32 = file, 0, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._crc32 = zlib.crc32(data, self._crc32)
+        self._bytes += len(data)
+        rest = memoryview(data)
+        while len(rest):
+            rest = rest[self._file.write(rest) :]
+
+    def result(self) -> FileSum:
+        return FileSum(self._bytes, self._crc32)
+
+
+def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:
+    header: dict[str, object] = {}
+    exact: dict[str, str] = {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        dtype, shape, size = _NAMES.get(tensor.dtype), list(tensor.shape), tensor.numel() * tensor.element_size()
+        if dtype is None:
+            exact[_EXACT + name] = str(tensor.dtype).removeprefix("torch.")
+            dtype, shape = "U8", [*shape, tensor.element_size()]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    if exact:
+        header["__metadata__"] = exact
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, not a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _read_exactly(file: BinaryIO, room: bytearray | memoryview) -> memoryview:
+    rest = memoryview(room)
+    while len(rest):
+        count = file.readinto(rest)  # type: ignore[attr-defined]  # a raw file
+        if not count:
+            raise ConfigError(f"{file.name} ends too early")
+        rest = rest[count:]
+    return memoryview(room)

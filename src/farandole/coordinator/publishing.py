@@ -1,0 +1,35 @@
+"""Which checkpoints count: a worker asks before it publishes one, and who was cut off is not heard, or told no."""
+
+from __future__ import annotations
+
+from farandole.coordinator.draft import Draft
+from farandole.coordinator.job import Job, Worker
+from farandole.events import CheckpointFailed, CheckpointSaved
+from farandole.messages import CheckpointEnded, MayPublish, PublishAnswer
+
+
+def may_publish(draft: Draft, worker: Worker, asked: MayPublish) -> None:
+    """Answer. Whatever a living member has captured, also before the last regroup, all members have in their past:
+    the source rank was never behind it. So its generation does not matter, only that it is a member now."""
+    refusal = _why_not(draft.job, worker, asked)
+    if not refusal:
+        draft.change(published=asked.progress)
+    draft.tell([worker.name], PublishAnswer(asked.name, refusal))
+
+
+def ended(draft: Draft, worker: Worker, said: CheckpointEnded) -> None:
+    """Tell people."""
+    if said.error:
+        draft.log(CheckpointFailed(worker.name, said.step, said.error))
+    else:
+        draft.log(CheckpointSaved(worker.name, said.step, said.name, said.took_s))
+
+
+def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
+    if not job.is_member(worker.name):
+        return "this worker is no member of the current generation"
+    if not worker.synced:
+        return "this worker has not confirmed that it holds the state"
+    if job.published is not None and asked.progress < job.published:
+        return f"a newer one, of step {job.published.step}, is published already"
+    return ""

@@ -1,0 +1,98 @@
+"""A folder of checkpoints: what counts as one, which are kept, and what is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, write_file
+from farandole.checkpoint.manifest import FORMAT, Manifest
+
+
+def publish(folder: CheckpointFolder, step: int, lineage: int = 1) -> Path:
+    path = folder.begin(step)
+    files = {"state.json": write_file(path / "state.json", b"{}")}
+    folder.publish(path, manifest(step, lineage, files=files))
+    return path
+
+
+def manifest(step: int, lineage: int = 1, **more: object) -> Manifest:
+    at = {"lineage": lineage, "step": step, "epoch": 0, "cursor": step, "boundary": step}
+    return Manifest(**{"format": FORMAT, "rule": "step", "generation": 1, "workers": 1, "written_s": 0.0, **at, **more})
+
+
+def newest(folder: CheckpointFolder) -> Path:
+    return folder.complete()[0][0].path
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    older = publish(folder, 5)
+    begun = folder.begin(9)
+    write_file(begun / "state.json", b"{}")
+    (begun / f"{MANIFEST}.new").write_bytes(b"{}")
+    assert [each.path for each in folder.complete()[0]] == [older]
+
+
+def test_two_of_one_step_are_two(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    assert publish(folder, 5) != publish(folder, 5)
+    assert len(folder.complete()[0]) == 2
+
+
+def test_the_newest_has_the_highest_progress_and_a_later_lineage_wins(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    publish(folder, 100)
+    publish(folder, 80)
+    assert newest(folder).name.startswith("step-000000000100-")
+    later = publish(folder, 90, lineage=2)
+    assert newest(folder) == later
+
+
+def test_the_newest_ones_are_kept_and_what_was_never_published_before_them_is_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    abandoned = folder.begin(1)
+    paths = [publish(folder, step) for step in (10, 20, 30)]
+    being_written = folder.begin(40)
+    own = tmp_path / "step-by-step"
+    own.mkdir()
+    folder.retain(2)
+    assert not abandoned.exists()
+    assert [path.exists() for path in [*paths, being_written, own]] == [False, True, True, True, True]
+    folder.remove_unpublished()
+    assert [path.exists() for path in [*paths, being_written, own]] == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "is no manifest"),
+        (b"{}", "is no manifest"),
+        (b"\xff\xfe", "is no manifest"),
+        (b'{"format": 99}', "is of format 99, and this Farandole reads format 1"),
+        (b'{"format": 1, "rule": "other"}', "is no manifest"),
+    ],
+)
+def test_a_damaged_manifest_is_named_and_never_removed(tmp_path: Path, text: bytes, why: str) -> None:
+    folder = CheckpointFolder(tmp_path)
+    good, bad = publish(folder, 5), publish(folder, 9)
+    (bad / MANIFEST).write_bytes(text)
+    found, damaged = folder.complete()
+    assert [each.path for each in found] == [good]
+    assert [each.path for each in damaged] == [bad]
+    assert why in damaged[0].why
+    folder.retain(1)
+    folder.remove_unpublished()
+    assert bad.exists()
+
+
+def test_a_checkpoint_with_a_file_that_is_missing_or_cut_short_is_damaged(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    missing, short = publish(folder, 5), publish(folder, 9)
+    (missing / "state.json").unlink()
+    (short / "state.json").write_bytes(b"{")
+    found, damaged = folder.complete()
+    assert found == []
+    assert {each.path for each in damaged} == {missing, short}
+    assert all("2 were written" in each.why for each in damaged)
