@@ -7,10 +7,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from farandole.checkpoint.schedule import parse_every
 from farandole.config import JobConfig
-from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
@@ -18,6 +18,9 @@ from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.run_parser import run_parser, unused_options
+
+if TYPE_CHECKING:
+    from farandole.env import CheckpointEnv
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
 
 def _ledger_environment(folder: Path, may_go_on: bool) -> dict[str, str]:
     """may_go_on: the job may be one that goes on from a checkpoint, and so may its ledger."""
-    from farandole.env import sample_ledger_environment  # with what --help should not wait for
+    from farandole.env import sample_ledger_environment  # as below
     from farandole.launch.ledger_folder import ready_ledger_folder
 
     return sample_ledger_environment(str(ready_ledger_folder(folder, may_hold_records=may_go_on)))
@@ -175,6 +178,8 @@ def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
         raise ConfigError(f"--checkpoint-keep must be at least 1, got {options.checkpoint_keep}")
     if options.checkpoint is None:
         return None
+    from farandole.env import CheckpointEnv  # with what --help should not wait for
+
     return CheckpointEnv(str(options.checkpoint.absolute()), options.checkpoint_every, options.checkpoint_keep)
 
 
