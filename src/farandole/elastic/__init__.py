@@ -2,6 +2,7 @@
 
 from farandole.data.loader import DataLoader
 from farandole.data.sampler import ElasticSampler
+from farandole.data.stream_loader import StreamLoader
 from farandole.state.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -29,6 +30,7 @@ __all__ = [
     "State",
     "StateHandler",
     "StepState",
+    "StreamLoader",
     "TorchState",
     "get_handler_registry",
     "notification_manager",
