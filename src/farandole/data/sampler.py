@@ -49,6 +49,9 @@ class ElasticSampler(Sampler[int]):
     workers. All of this takes constant time and memory, whatever the size of the data set, except where samples
     were recorded one by one, by record_indices().
 
+    In torchdata's StatefulDataLoader, too; but keep the state of the sampler, not of that loader, which would go on at
+    what was recorded when it fetched ahead, and repeat samples.
+
     Raises NotInitialized before init(), DataError for a seed or epoch below 0, or another pad.
     """
 
