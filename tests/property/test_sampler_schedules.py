@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,11 +50,11 @@ def enter(rank: int, size: int) -> None:
     world.enter(world.World(NOBODY, Placement(rank, size, rank, size, 0, 1), AloneTransport()))
 
 
-def regroup(samplers: list[ElasticSampler], ranks: int, size: int, seed: int) -> list[ElasticSampler]:
+def regroup(samplers: list[ElasticSampler], ranks: int, size: int, seed: int, **options: Any) -> list[ElasticSampler]:
     """The old ranks that stay, and new ones, after a sync of what all the old ones know."""
     enter(0, 1)
     state = samplers[0].merge([sampler.state_dict() for sampler in samplers]) if samplers else None
-    joined = [ElasticSampler(range(size), seed=seed) for _ in range(ranks - len(samplers))]
+    joined = [ElasticSampler(range(size), seed=seed, **options) for _ in range(ranks - len(samplers))]
     regrouped = [*joined, *samplers][:ranks]
     for sampler in in_worlds(regrouped):
         if state is not None:
@@ -153,4 +154,54 @@ def test_a_state_that_was_saved_goes_on_where_it_was_with_any_number_of_ranks(
     sampler.reset()
     assert list(other) == list(sampler)
     assert (other.processed_num, other.processed_indices) == (sampler.processed_num, sampler.processed_indices)
+    assert other.state_dict() == state
+
+
+def retire(samplers: list[ElasticSampler], trained: Counter[int], batch_size: int, batches: int) -> None:
+    """Each rank trains so many batches, and records them."""
+    shares = [list(sampler) for sampler in samplers]
+    assert len({len(share) for share in shares}) == 1, "a rank makes more steps than another"
+    for batch in range(batches):
+        for sampler, share in zip(samplers, shares, strict=True):
+            samples = share[batch * batch_size : (batch + 1) * batch_size]
+            if samples:
+                trained.update(samples)
+                sampler.record_batch(batch, batch_size)
+
+
+@no_deadline
+@given(sizes, st.integers(0, 3), st.lists(st.tuples(phases, st.integers(1, 6)), min_size=1, max_size=4))
+def test_carrying_trains_each_sample_once_per_epoch_up_to_what_the_next_one_begins_with(
+    size: int, seed: int, epochs: list[tuple[list[Phase], int]]
+) -> None:
+    enter(0, 1)
+    trained: Counter[int] = Counter()
+    samplers = [ElasticSampler(range(size), seed=seed, pad="carry")]
+    for epoch, (schedule, last_ranks) in enumerate(epochs):
+        for phase in [*schedule, Phase(last_ranks, 7, 2 * size + 1)]:
+            samplers = regroup(samplers, phase.ranks, size, seed, pad="carry")
+            retire(samplers, trained, phase.batch_size, phase.batches)
+        left = size * (epoch + 1) - sum(trained.values())
+        assert 0 <= left < 6, "more is left than the ranks do not divide"
+        for sampler in in_worlds(samplers):
+            sampler.set_epoch(epoch + 1)
+        carried = Counter(samplers[0].remaining_indices[:left])
+        assert trained + carried == Counter(dict.fromkeys(range(size), epoch + 1)), "lost or repeated"
+        assert len(samplers[0].state_dict()) <= 7, "the state grows"
+
+
+@no_deadline
+@given(st.integers(1, 60), st.integers(2, 6), st.integers(1, 5), st.integers(0, 9))
+def test_a_state_with_carried_samples_goes_on_where_it_was(size: int, ranks: int, later: int, batches: int) -> None:
+    enter(0, ranks)
+    sampler = ElasticSampler(range(size), pad="carry")
+    sampler.record_batch(0, size)
+    sampler.set_epoch(1)
+    sampler.record_batch(0, batches)
+    state = sampler.state_dict()
+    enter(0, later)
+    other = ElasticSampler(range(size), pad="carry")
+    other.load_state_dict(state)
+    sampler.reset()
+    assert (list(other), other.remaining_indices) == (list(sampler), sampler.remaining_indices)
     assert other.state_dict() == state

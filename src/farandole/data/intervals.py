@@ -38,11 +38,24 @@ def union(*sets: Intervals) -> Intervals:
     return tuple(merged)
 
 
-def gaps(intervals: Intervals, size: int) -> Intervals:
-    """The positions of [0, size) that are not in `intervals`."""
-    ends = [0, *chain(*intervals), size]
+def gaps(intervals: Intervals, size: int, start: int = 0) -> Intervals:
+    """The positions of [start, size) that are not in `intervals`, which lie inside."""
+    ends = [start, *chain(*intervals), size]
     # Without the intervals themselves: every other pair of neighbouring ends.
     return tuple((start, stop) for start, stop in list(pairwise(ends))[::2] if start < stop)
+
+
+def difference(whole: Intervals, part: Intervals) -> Intervals:
+    """The positions of `whole` that are not in `part`, which is a part of it."""
+    if not whole:
+        return ()
+    start, stop = whole[0][0], whole[-1][1]
+    return gaps(union(part, gaps(whole, stop, start)), stop, start)
+
+
+def shift(intervals: Intervals, by: int) -> Intervals:
+    """Each position moved by so much."""
+    return tuple((start + by, stop + by) for start, stop in intervals)
 
 
 def measure(intervals: Intervals) -> int:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from farandole.data.intervals import Intervals, first, measure, positions_at
+from farandole.data.intervals import Intervals, difference, first, measure, positions_at
 
 # The samples at positions of the epoch's order (int64, same shape).
 Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
@@ -27,14 +27,16 @@ _FIRST_BLOCK, _LARGEST_BLOCK = 1024, 16_384
 class Remainder:
     """What one rank gets of it; never changes.
 
-    left   positions that nobody has trained
-    order  which sample stands at a position
+    left     positions that nobody has trained
+    order    which sample stands at a position
+    carries  what the ranks do not divide stays for the next epoch, instead of samples being taken again
     """
 
     left: Intervals
     order: Order
     rank: int
     world: int
+    carries: bool = False
 
     @property
     def count(self) -> int:
@@ -44,8 +46,18 @@ class Remainder:
     @property
     def share(self) -> int:
         """Samples of each rank. Where the ranks do not divide the count, the first world - 1 or fewer of what is
-        left are taken again, so that all ranks make the same number of steps."""
-        return -(-self.count // self.world)
+        left are taken again, so that all ranks make the same number of steps; or as many are carried."""
+        return self.count // self.world if self.carries else -(-self.count // self.world)
+
+    @property
+    def dealt(self) -> int:
+        """Of the count, how many the ranks together get."""
+        return min(self.count, self.share * self.world)
+
+    @property
+    def carried(self) -> Intervals:
+        """The others, the last ones: fewer than there are ranks, and none unless this carries."""
+        return difference(self.left, first(self.left, self.dealt))
 
     def behind(self, count: int) -> Intervals:
         """The positions that are trained when the ranks together have trained `count` samples."""

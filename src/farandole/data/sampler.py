@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,27 +39,39 @@ class ElasticSampler(Sampler[int]):
     dataset  its length is read once
     shuffle  a new order each epoch; without it always 0, 1, 2, ...
     seed     of that order, 0 or more; the same on all ranks
+    pad      what becomes of samples at the end of an epoch that the number of ranks does not divide
+        True     the first of what is left are handed out again, fewer than there are ranks
+        "carry"  they begin the next epoch, so that nothing is repeated and nothing lost. Fewer than there are ranks;
+                 those of the last epoch stay untrained. Needs record_batch()
 
     What is recorded shows at once in processed_num; what is handed out changes with reset(), set_epoch() and
     load_state_dict() only, so that iterating again gives the same samples. A sync of the state resets, on all
     workers. All of this takes constant time and memory, whatever the size of the data set, except where samples
     were recorded one by one, by record_indices().
 
-    When the number of ranks does not divide that of the samples which are left, some of these are handed out twice
-    at the end of the epoch: fewer than there are ranks. (elastic.DataLoader hands out each sample once.)
+    In torchdata's StatefulDataLoader, too; but keep the state of the sampler, not of that loader, which would go on at
+    what was recorded when it fetched ahead, and repeat samples.
 
-    Raises NotInitialized before init(), DataError for a seed or epoch below 0.
+    Raises NotInitialized before init(), DataError for a seed or epoch below 0, or another pad.
     """
 
-    def __init__(self, dataset: SizedDataset, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+    def __init__(
+        self, dataset: SizedDataset, shuffle: bool = True, seed: int = 0, *, pad: bool | Literal["carry"] = True
+    ) -> None:
+        if pad is not True and pad != "carry":
+            raise DataError(
+                f'pad must be True or "carry", got {pad!r}: without either, some ranks would make a step more than '
+                f"others, or samples would be lost"
+            )
+        self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
         self.rank, self.num_replicas = 0, 1
         self._size = len(dataset)
+        self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the last of the last
         self._before: Intervals = ()  # positions that were trained when the rest was divided
         self._counted = 0  # how many of the divided ones are trained by now, on all ranks
         self._recorded: set[int] = set()  # positions that this rank has recorded since, besides
         self._is_by_index = False  # whether samples of this epoch were recorded one by one
-        self._start_epoch(0)
+        self._begin(0)
         self.reset()
 
     # Which samples --------------------------------------------------------------------------------------------
@@ -92,8 +104,12 @@ class ElasticSampler(Sampler[int]):
         return indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch: nothing of it has been trained."""
-        self._start_epoch(epoch)
+        """Begin this epoch: nothing of it has been trained. With pad="carry" it begins with what the epoch before
+        could not divide, if anything of that one was trained; not when the epochs go back."""
+        carried = self._carried if epoch == self.epoch else ()
+        if epoch > self.epoch and (self.processed_num or not self._remainder.share):
+            carried = intervals.shift(self._remainder.carried, (self.epoch - epoch) * self._size)
+        self._begin(epoch, carried)
         self.reset()
 
     def reset(self) -> None:
@@ -102,18 +118,24 @@ class ElasticSampler(Sampler[int]):
         self._before = self._behind()
         self._counted, self._recorded = 0, set()
         self.rank, self.num_replicas = placement.rank, placement.size
-        left = intervals.gaps(self._before, self._size)
-        self._remainder = Remainder(left, self._order, self.rank, self.num_replicas)
+        left = intervals.difference(self._all, self._before)
+        self._remainder = Remainder(left, self._order, self.rank, self.num_replicas, self.pad == "carry")
 
     # What was trained -----------------------------------------------------------------------------------------
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Each rank has trained its next batch_size samples, or what was left of them: short last batches count
         as what they are. To be called on all ranks; batch_idx is Horovod's and does not matter."""
-        self._counted = min(self._counted + batch_size * self.num_replicas, self._remainder.count)
+        self._counted = min(self._counted + batch_size * self.num_replicas, self._remainder.dealt)
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """This rank has trained these samples. A sync unites what the ranks have recorded so."""
+        """This rank has trained these samples. A sync unites what the ranks have recorded so.
+
+        Raises DataError with pad="carry": a sample that was carried is in the epoch twice, and its number does not say
+        which of the two was trained.
+        """
+        if self.pad == "carry" or self._carried:
+            raise DataError('record_indices() cannot be used with pad="carry"; use record_batch()')
         positions = self._positions(indices)
         self._is_by_index = True
         self._recorded.update(positions[~intervals.contains(self._before, positions)].tolist())
@@ -121,15 +143,16 @@ class ElasticSampler(Sampler[int]):
     @property
     def processed_num(self) -> int:
         """Samples trained in this epoch by all ranks together, as far as this rank knows; never more than there
-        are. Setting it is for the next reset()."""
+        are, those that were carried into it among them. Setting it is for the next reset()."""
         if self._counted and self._recorded:
             return intervals.measure(self._behind())
         return intervals.measure(self._before) + self._counted + len(self._recorded)
 
     @processed_num.setter
     def processed_num(self, count: int) -> None:
+        before = self._first(count)
         self._forget()
-        self._before = intervals.prefix(self._checked_count(count))
+        self._before = before
 
     @property
     def processed_indices(self) -> set[int]:
@@ -142,6 +165,8 @@ class ElasticSampler(Sampler[int]):
         """epoch and processed_num; after record_indices() processed_indices instead of the latter. Beside them
         what their meaning hangs on."""
         state: dict[str, Any] = {"epoch": self.epoch}
+        if self._carried:
+            state["carried"] = [list(interval) for interval in self._carried]
         if self._is_by_index:
             state["processed_indices"] = self.processed_indices
         else:
@@ -157,13 +182,12 @@ class ElasticSampler(Sampler[int]):
         """
         self._check_identity(state_dict)
         epoch, recorded = state_dict["epoch"], state_dict.get("processed_indices")
-        order = self._order_of(epoch)
+        carried = tuple((start, stop) for start, stop in state_dict.get("carried", ()))
         if recorded is None:
-            before = intervals.prefix(self._checked_count(state_dict["processed_num"]))
+            before = self._first(state_dict["processed_num"], carried)
         else:
             before = intervals.of_positions(self._positions(recorded, epoch))
-        self.epoch, self._order = epoch, order
-        self._forget()
+        self._begin(epoch, carried)
         self._before, self._is_by_index = before, recorded is not None
         self.reset()
 
@@ -175,6 +199,8 @@ class ElasticSampler(Sampler[int]):
         counted = max(state.get("processed_num", 0) for state in states)
         sets = [state["processed_indices"] for state in states if "processed_indices" in state]
         merged: dict[str, Any] = {"epoch": newest}
+        if "carried" in states[0]:
+            merged["carried"] = states[0]["carried"]
         if sets:
             order = self._order_of(newest)
             merged["processed_indices"] = set().union(order(np.arange(counted)).tolist(), *sets)
@@ -184,10 +210,16 @@ class ElasticSampler(Sampler[int]):
 
     # Inside -------------------------------------------------------------------------------------------------------
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._order = self._order_of(epoch)
-        self.epoch = epoch
+    def _begin(self, epoch: int, carried: Intervals = ()) -> None:
+        order = self._order_of(epoch)
+        self._order = self._with_earlier(order, epoch) if carried else order
+        self.epoch, self._carried = epoch, carried
         self._forget()
+
+    @property
+    def _all(self) -> Intervals:
+        """The positions of the epoch; with what was carried into it."""
+        return intervals.union(self._carried, intervals.prefix(self._size))
 
     def _forget(self) -> None:
         self._before, self._counted, self._recorded, self._is_by_index = (), 0, set(), False
@@ -206,6 +238,28 @@ class ElasticSampler(Sampler[int]):
         permutation = Permutation(max(1, self._size), self.seed, epoch)
         return permutation if self.shuffle else _sequential
 
+    def _with_earlier(self, order: Order, epoch: int) -> Order:
+        """The order of an epoch that also knows positions below 0, which are in the epochs before it."""
+
+        def look_up(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            samples = np.empty_like(positions)
+            back = positions // self._size
+            for epochs in np.unique(back).tolist():
+                chosen = back == epochs
+                its_order = self._order_of(epoch + epochs) if epochs else order
+                samples[chosen] = its_order(positions[chosen] - epochs * self._size)
+            return samples
+
+        return look_up
+
+    def _first(self, count: int, carried: Intervals | None = None) -> Intervals:
+        """The first `count` positions of the epoch, with what was carried into it."""
+        carried = self._carried if carried is None else carried
+        most = self._size + intervals.measure(carried)
+        if not 0 <= count <= most:
+            raise DataError(f"processed_num must be in 0..{most}, the size of the epoch, got {count}")
+        return intervals.first(intervals.union(carried, intervals.prefix(self._size)), count)
+
     def _positions(self, indices: Iterable[int], epoch: int | None = None) -> NDArray[np.int64]:
         """Where these samples stand in the order of an epoch, this one unless given."""
         samples = np.fromiter(map(index, indices), dtype=np.int64)
@@ -214,11 +268,6 @@ class ElasticSampler(Sampler[int]):
         if not self.shuffle or not samples.size:
             return samples
         return Permutation(self._size, self.seed, self.epoch if epoch is None else epoch).inverse(samples)
-
-    def _checked_count(self, count: int) -> int:
-        if not 0 <= count <= self._size:
-            raise DataError(f"processed_num must be in 0..{self._size}, the size of the data set, got {count}")
-        return count
 
     def _identity(self) -> dict[str, int]:
         return {

@@ -4,6 +4,7 @@ from farandole.data.eval_loader import EvalLoader
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Sequential, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.data.sampler import ElasticSampler
+from farandole.data.stream_loader import StreamLoader
 from farandole.state.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -37,6 +38,7 @@ __all__ = [
     "StateHandler",
     "StepState",
     "Stratified",
+    "StreamLoader",
     "TorchState",
     "Weighted",
     "get_handler_registry",

@@ -245,3 +245,52 @@ def test_a_data_loader_hands_out_what_it_says() -> None:
     sampler.reset()
     assert len(loader) == 2
     assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7], [8, 9]]
+
+
+def test_what_the_ranks_do_not_divide_begins_the_next_epoch() -> None:
+    every = samplers(5, 2, shuffle=False, pad="carry")
+    assert [list(sampler) for sampler in every] == [[0, 2], [1, 3]]
+    for rank, sampler in enumerate(every):
+        sampler.record_batch(0, 2)
+        enter(rank, 2)
+        sampler.set_epoch(1)
+    assert [list(sampler) for sampler in every] == [[4, 1, 3], [0, 2, 4]]
+    assert every[0].state_dict()["carried"] == [[-1, 0]]
+
+
+def test_with_fewer_samples_than_ranks_they_are_carried_until_there_are_enough() -> None:
+    enter(0, 5)
+    sampler = ElasticSampler(range(2), shuffle=False, pad="carry")
+    assert [len(sampler), sampler.set_epoch(1), len(sampler), sampler.set_epoch(2), len(sampler)] == [
+        0,
+        None,
+        0,
+        None,
+        1,
+    ]
+    assert sampler.remaining_indices == [0, 1, 0, 1, 0, 1]
+
+
+def test_an_epoch_that_was_skipped_carries_nothing_and_one_begun_again_carries_the_same() -> None:
+    enter(0, 2)
+    sampler = ElasticSampler(range(5), shuffle=False, pad="carry")
+    sampler.set_epoch(3)
+    assert sampler.remaining_indices == [0, 1, 2, 3, 4]
+    sampler.record_batch(0, 5)
+    sampler.set_epoch(4)
+    sampler.set_epoch(4)
+    assert sampler.remaining_indices == [4, 0, 1, 2, 3, 4]
+    sampler.set_epoch(2)
+    assert sampler.remaining_indices == [0, 1, 2, 3, 4]
+
+
+def test_carrying_takes_horovods_states_of_both_forms_and_refuses_what_it_cannot_follow() -> None:
+    sampler = ElasticSampler(range(6), shuffle=False, pad="carry")
+    sampler.load_state_dict({"epoch": 1, "processed_num": 4})
+    assert list(sampler) == [4, 5]
+    sampler.load_state_dict({"epoch": 1, "processed_indices": {0, 4}})
+    assert list(sampler) == [1, 2, 3, 5]
+    with pytest.raises(DataError, match="record_batch"):
+        sampler.record_indices([1])
+    with pytest.raises(DataError, match="got False"):
+        ElasticSampler(range(6), pad=False)

@@ -1,0 +1,48 @@
+"""In which order the samples of several streams are trained, whatever the number of workers. Pure; used by the
+stream loader.
+
+The streams take turns, with a few samples each, until they have ended. Nothing of it hangs on who reads which stream,
+so that a global batch is the same one for every world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an epoch is.
+
+    offsets  of each stream, how many samples were taken
+    turn     the stream whose turn is next
+    """
+
+    offsets: tuple[int, ...]
+    turn: int = 0
+
+    @property
+    def cursor(self) -> int:
+        """Samples of all streams that were taken."""
+        return sum(self.offsets)
+
+
+def walk(place: Place, count: int, run: int, has: Callable[[int, int], bool]) -> tuple[list[tuple[int, int]], Place]:
+    """The next `count` samples as (stream, number in it), fewer at the end of the epoch, and the place behind them.
+
+    run  most samples that a stream gives at its turn, at least 1
+    has  whether a stream has a sample of this number; asked for rising numbers without gaps
+    """
+    offsets, turn, streams = list(place.offsets), place.turn, len(place.offsets)
+    taken: list[tuple[int, int]] = []
+    ended: set[int] = set()
+    while len(taken) < count and len(ended) < streams:
+        for _ in range(min(run, count - len(taken)) if turn not in ended else 0):
+            if not has(turn, offsets[turn]):
+                ended.add(turn)
+                break
+            taken.append((turn, offsets[turn]))
+            offsets[turn] += 1
+        turn = (turn + 1) % streams
+    return taken, Place(tuple(offsets), turn)

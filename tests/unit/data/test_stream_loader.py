@@ -1,0 +1,174 @@
+"""StreamLoader: how streams are opened, what it refuses, what it leaves behind after an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from farandole.data.stream_loader import StreamLoader
+from farandole.errors import DataError, StepError
+from farandole.state import step
+
+
+@pytest.fixture(autouse=True)
+def _no_open_step() -> Iterator[None]:
+    step.close()
+    yield
+    step.close()
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Sharded:
+    """As Hugging Face's data sets: shard(), skip(), set_epoch()."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.epoch, self.skipped = numbers, 0, []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        shard = Sharded([100 * self.epoch + number for number in self.numbers[index::num_shards]])
+        shard.skipped = self.skipped
+        return shard
+
+    def skip(self, count: int) -> Sharded:
+        self.skipped.append(count)
+        return Sharded(self.numbers[count:])
+
+
+def train(loader: StreamLoader, most: int = 100) -> list[Any]:
+    seen = []
+    for _, data in zip(range(most), loader, strict=False):
+        seen.append(data)
+        assert loader.ticket is not None
+        loader.commit(loader.ticket)
+        step.close()
+    return seen
+
+
+def test_an_ordinary_iterable_data_set_is_read_in_one_stream_or_more() -> None:
+    assert [batch.tolist() for batch in train(StreamLoader(Numbers(), 4))] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    batches = train(StreamLoader(Numbers(), 4, streams=3, collate_fn=list))
+    assert batches == [[0, 3, 1, 4], [2, 5, 6, 9], [7, 8]]
+
+
+def test_each_epoch_is_opened_anew_with_its_number() -> None:
+    loader = StreamLoader(Sharded([0, 1, 2, 3]), 4, streams=2, collate_fn=list)
+    assert [(epoch, train(loader)) for epoch in loader.epochs(2)] == [(0, [[0, 2, 1, 3]]), (1, [[100, 102, 101, 103]])]
+
+
+def test_a_newcomer_lets_the_data_set_skip_what_lies_before() -> None:
+    old = StreamLoader(Sharded(list(range(12))), 4, streams=2, collate_fn=list)
+    train(old, 2)
+    dataset = Sharded(list(range(12)))
+    new = StreamLoader(dataset, 4, streams=2, collate_fn=list)
+    new.load_state_dict(old.state_dict())
+    assert train(new) == train(old) == [[8, 10, 9, 11]]
+    assert dataset.skipped == [4, 4]
+
+
+def test_only_the_share_of_a_rank_is_transformed() -> None:
+    transformed: list[int] = []
+
+    def transform(sample: int) -> torch.Tensor:
+        transformed.append(sample)
+        return torch.tensor(sample)
+
+    loader = StreamLoader(Numbers(), 5, transform=transform)
+    loader.set_world(1, 2)
+    train(loader)
+    assert transformed == [2, 3, 4, 7, 8, 9]
+
+
+def test_with_known_lengths_a_rank_opens_only_streams_of_its_share() -> None:
+    opened = []
+
+    class Sized:
+        def stream(self, stream: int, streams: int) -> Iterator[int]:
+            opened.append(stream)
+            return iter(range(stream, 12, streams))
+
+        def stream_length(self, stream: int, streams: int) -> int:
+            return 12 // streams
+
+    loader = StreamLoader(Sized(), 4, streams=4, collate_fn=list)
+    loader.set_world(1, 2)
+    assert train(loader) == [[2, 3], [6, 7], [10, 11]]
+    assert opened == [2, 3]
+
+
+def test_a_stream_that_is_shorter_than_it_says_is_an_error() -> None:
+    class Liar:
+        def stream(self, stream: int, streams: int) -> Iterator[int]:
+            return iter([1])
+
+        def stream_length(self, stream: int, streams: int) -> int:
+            return 2
+
+    with pytest.raises(DataError, match="ended after 1 samples"):
+        next(iter(StreamLoader(Liar(), 2)))
+
+
+def test_what_the_data_set_raises_comes_through_and_the_state_is_unharmed() -> None:
+    is_broken = True
+
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            for number in range(6):
+                if number == 5 and is_broken:
+                    raise KeyError("sample five is damaged")
+                yield number
+
+    loader = StreamLoader(Broken(), 2, collate_fn=list)
+    with pytest.raises(KeyError, match="sample five is damaged"):
+        train(loader)
+    assert (loader.epoch, loader.cursor) == (0, 4)
+    is_broken = False
+    assert train(loader) == [[4, 5]]
+
+
+def test_a_batch_without_a_step_is_refused_and_one_commit_is_enough() -> None:
+    loader = StreamLoader(Numbers(), 4)
+    iterator = iter(loader)
+    next(iterator)
+    ticket = loader.ticket
+    assert ticket is not None
+    with pytest.raises(StepError, match="'open'"):
+        next(iterator)
+    loader.commit(ticket)
+    with pytest.raises(DataError, match="commit each ticket once"):
+        loader.commit(ticket)
+
+
+def test_an_empty_data_set_ends_at_once() -> None:
+    class Empty:
+        def __iter__(self) -> Iterator[int]:
+            return iter([])
+
+    assert train(StreamLoader(Empty(), 2, streams=3)) == []
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(DataError, match="read only once"):
+        StreamLoader(iter([1, 2]), 1)
+    with pytest.raises(DataError, match="1 or more"):
+        StreamLoader(Numbers(), 1, streams=0)
+    with pytest.raises(DataError, match="min_share"):
+        StreamLoader(Numbers(), 1, min_share=2)
+    loader = StreamLoader(Numbers(), 2, streams=2)
+    with pytest.raises(DataError, match="streams=3"):
+        loader.load_state_dict(StreamLoader(Numbers(), 2, streams=3).state_dict())
+    with pytest.raises(DataError, match="no such place"):
+        loader.load_state_dict({**loader.state_dict(), "offsets": [1]})
