@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ MEAN = (EVALUATED - 1) / 2
 def ends(folder: Path, workers: int, *arguments: str) -> set[str]:
     """What the workers say at their end; checks the evaluations."""
     done = farandole_run(
-        "-np", str(workers), "python", str(SCRIPTS / "orders_job.py"), "--records", str(folder), *arguments
+        "-np", str(workers), sys.executable, str(SCRIPTS / "orders_job.py"), "--records", str(folder), *arguments
     )
     assert done.returncode == 0, done.stdout + done.stderr
     evaluations = re.findall(r"epoch (\d+) mean ([\d.]+)", done.stdout)
