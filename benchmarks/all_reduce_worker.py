@@ -1,4 +1,4 @@
-"""One worker of the all-reduce benchmark: the transport of its job and torch's Gloo, in turns. all_reduce.py starts it."""
+"""One worker of the all-reduce benchmark: the transport of its job and Gloo, in turns. all_reduce.py starts it."""
 
 from __future__ import annotations
 

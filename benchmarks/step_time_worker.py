@@ -80,8 +80,9 @@ def _measured(steps: dict[str, Callable[[], None]], options: argparse.Namespace)
     first = next(iter(steps))
     in_turn = int(agreed(max(options.steps, min(_MOST_STEPS, _TURN_MS // time_ms(steps[first], 2)))))
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in turns(options.turns, options.seconds):
-        for name, step in steps.items():
+    for turn in turns(options.turns, options.seconds):
+        order = list(steps.items())
+        for name, step in order if turn % 2 == 0 else reversed(order):  # drift of the machine helps nobody
             dist.barrier()
             times[name].append(time_ms(step, in_turn))
     return {name: slowest(each) for name, each in times.items()}
