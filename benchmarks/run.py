@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import farandole
-from benchmarks import all_reduce, memory, plot, recovery, step_time
+from benchmarks import all_reduce, memory, plot, recovery, report, step_time
 from benchmarks.jobs import DEFAULT_TRANSPORTS, ROOT, TRANSPORTS
 from benchmarks.models import TASKS
 
@@ -53,7 +53,7 @@ def main() -> None:
             _write(results, options.output)
     print(f"\nwritten to {options.output}")
     if options.publish:
-        _publish(options.output)
+        _publish(results, options.output)
 
 
 def _parse() -> argparse.Namespace:
@@ -75,7 +75,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=20, help="in each row of the recovery table")
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
     parser.add_argument("--output", type=Path, default=RESULTS / "latest.json", help="the picture goes beside it")
-    parser.add_argument("--publish", action="store_true", help="also into results/N-cores.json and docs/step-time.svg")
+    parser.add_argument("--publish", action="store_true", help="also into results/N-cores.json and docs/")
     return parser.parse_args()
 
 
@@ -91,7 +91,8 @@ def _write(results: dict[str, Any], path: Path) -> None:
         path.with_suffix(".svg").write_text(plot.picture(results["step_time"], results["machine"]))
 
 
-def _publish(path: Path) -> None:
+def _publish(results: dict[str, Any], path: Path) -> None:
+    report.write(results, report.PAGE)
     shutil.copy(path, RESULTS / f"{os.cpu_count()}-cores.json")
     if path.with_suffix(".svg").exists():
         shutil.copy(path.with_suffix(".svg"), ROOT / "docs" / "step-time.svg")

@@ -14,7 +14,7 @@ from benchmarks.models import TASKS
 
 Row = dict[str, Any]
 
-USES = {"farandole": "its loader", "horovod": "as Horovod"}  # how Farandole is used
+USES = {"farandole": "its loader", "horovod": "as Horovod"}  # what Farandole is used with
 BESIDE = ("ddp", "none", "one")  # what it is compared with
 _COMMIT_STEPS = 4  # in a turn, so that most commits are those of a job that commits all the time
 
@@ -89,7 +89,8 @@ def alone_table(models: Sequence[str], turns: int, seconds: float) -> list[Row]:
         for use in USES:
             times = _run(model, 1, "tcp", [use, "none"], turns, seconds)["times_ms"]
             ratio = quartiles(times[use], times["none"])
-            rows.append({"model": model, "use": use, "plain_ms": _median(times["none"]), "ratio": ratio})
+            place = {"model": model, "label": TASKS[model].label, "use": use}
+            rows.append({**place, "plain_ms": _median(times["none"]), "ratio": ratio})
             print(
                 f"{TASKS[model].label:>15} {USES[use]:>10} {_median(times['none']):7.1f} ms plain  {_text(ratio)}",
                 flush=True,
