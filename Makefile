@@ -31,7 +31,7 @@ format: $(READY)  ## let ruff put everything into shape
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(READY)  ## recovery times, and step time against DDP; some minutes
+bench: $(READY)  ## recovery and step times, memory, all-reduce; 15 minutes
 	@$(BIN)/python -m benchmarks.run
 
 docs: $(READY)  ## the documentation as web pages, into site/

@@ -1,4 +1,8 @@
-"""All benchmarks: prints tables and writes benchmarks/results/latest.json. Measures; asserts no time."""
+"""All benchmarks: prints tables, and writes them and a picture into benchmarks/results/. Measures; asserts no time.
+
+python -m benchmarks.run                                             everything, in a quarter of an hour
+python -m benchmarks.run --only step-time --models mlp --workers 2 --transports tcp --turns 5
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import argparse
 import json
 import os
 import platform
-import socket
-import subprocess
-import sys
+import shutil
+import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,31 +20,82 @@ from typing import Any
 import torch
 
 import farandole
-from benchmarks import all_reduce, recovery
+from benchmarks import all_reduce, memory, plot, recovery, report, step_time
+from benchmarks.jobs import DEFAULT_TRANSPORTS, ROOT, TRANSPORTS
+from benchmarks.models import TASKS
 
-SIZES = [4, 4096, 102_400, 1 << 20, 25 << 20]  # bytes
-HERE = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
+_ALONE_MODELS = ("mlp", "gpt")  # the one with the shortest steps, and one of many layers
+_LONGER = 2.0  # seconds of a job that looks for one or two percent, beside another one's
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="in each row of the recovery table")
-    parser.add_argument("--turns", type=int, default=15, help="in each row of the step time table")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=["recovery", "step-time", "all-reduce"])
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "latest.json")
-    options = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine()}
+    options = _parse()
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "recovery": lambda: recovery_table(options.kills, options.seed),
+        "step-time": lambda: step_time.table(
+            options.models, options.workers, options.transports, options.ways, options.turns, options.seconds
+        ),
+        "all-reduce": lambda: all_reduce.table(options.workers, options.transports, options.turns, options.seconds / 4),
+        "commit": lambda: step_time.commit_table(options.transports, options.turns, _LONGER * options.seconds),
+        "memory": lambda: memory.table(options.transports),
+        "alone": lambda: step_time.alone_table(_ALONE_MODELS, 4 * options.turns, options.seconds),
+    }
+    results = _before(options.output)
+    results["machine"] = machine()
     print("machine: " + ", ".join(f"{key} {value}" for key, value in results["machine"].items()), flush=True)
-    if options.only in (None, "recovery"):
-        results["recovery"] = recovery_table(options.kills, options.seed)
-    if options.only in (None, "step-time"):
-        results["step_time"] = step_time_table(options.turns)
-    if options.only in (None, "all-reduce"):
-        results["all_reduce"] = all_reduce_table(options.turns)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    begin_s = time.monotonic()
+    for name, measure in parts.items():
+        if options.only is None or name in options.only:
+            results[name.replace("-", "_")] = measure()
+            results.setdefault("measured", {})[name] = machine()["date"]
+            print(f"({name}: done, {(time.monotonic() - begin_s) / 60:.1f} min since the start)", flush=True)
+            _write(results, options.output)
     print(f"\nwritten to {options.output}")
+    if options.publish:
+        _publish(results, options.output)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["recovery", "step-time", "all-reduce", "commit", "memory", "alone"]
+    parser.add_argument("--only", nargs="+", choices=names, help="these parts; the others stay as they were measured")
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), help="of the step times")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=step_time.USES,
+        default=["farandole"],
+        help="how Farandole is used",
+    )
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(DEFAULT_TRANSPORTS))
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--turns", type=int, default=15, help="most, in each job")
+    parser.add_argument("--seconds", type=float, default=8.0, help="after which no turn of a job begins")
+    parser.add_argument("--kills", type=int, default=20, help="in each row of the recovery table")
+    parser.add_argument("--seed", type=int, default=1, help="of the kills")
+    parser.add_argument("--output", type=Path, default=RESULTS / "latest.json", help="the picture goes beside it")
+    parser.add_argument("--publish", action="store_true", help="also into results/N-cores.json and docs/")
+    return parser.parse_args()
+
+
+def _before(path: Path) -> dict[str, Any]:
+    """What was measured earlier: `--only` measures a part of it anew."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _write(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if results.get("step_time"):
+        path.with_suffix(".svg").write_text(plot.picture(results["step_time"], results["machine"]))
+
+
+def _publish(results: dict[str, Any], path: Path) -> None:
+    report.write(results, report.PAGE)
+    shutil.copy(path, RESULTS / f"{os.cpu_count()}-cores.json")
+    if path.with_suffix(".svg").exists():
+        shutil.copy(path.with_suffix(".svg"), ROOT / "docs" / "step-time.svg")
 
 
 def machine() -> dict[str, Any]:
@@ -69,50 +124,6 @@ def recovery_table(kills: int, seed: int) -> list[dict[str, Any]]:
             flush=True,
         )
     return rows
-
-
-def step_time_table(turns: int) -> list[dict[str, Any]]:
-    print("\nstep time, one thread each, in turns within one run; ratio: median of farandole / DDP")
-    print(f"{'model':>6} {'workers':>7} {'farandole':>10} {'DDP':>10} {'no comm.':>10} {'ratio':>6}")
-    rows = []
-    for model in ("mlp", "deep"):
-        for workers in (2, 4):
-            row = {"model": model, "workers": workers, **step_time(model, workers, turns)}
-            rows.append(row)
-            print(
-                f"{model:>6} {workers:7d} {row['farandole ms']:8.1f}ms {row['ddp ms']:8.1f}ms "
-                f"{row['no communication ms']:8.1f}ms {row['ratio']:6.2f}",
-                flush=True,
-            )
-    return rows
-
-
-def all_reduce_table(rounds: int) -> list[dict[str, Any]]:
-    print("\none all-reduce, in turns within one run: our TCP ring and torch's Gloo")
-    rows = [row for ranks in (2, 4) for row in all_reduce.measure(ranks, SIZES, rounds)]
-    all_reduce.print_table(rows)
-    return [dict(row) for row in rows]
-
-
-def step_time(model: str, workers: int, turns: int) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "farandole", "run", "-np", str(workers), "--quiet", sys.executable]
-    command += [
-        str(HERE / "step_time_worker.py"),
-        "--model",
-        model,
-        "--turns",
-        str(turns),
-        "--port",
-        str(port),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    for line in done.stdout.splitlines():
-        if "RESULT " in line:
-            return dict(json.loads(line.split("RESULT ", 1)[1]))
-    raise RuntimeError(f"the benchmark printed no result:\n{done.stdout}\n{done.stderr}")
 
 
 if __name__ == "__main__":

@@ -1,87 +1,91 @@
-"""One worker of the step time benchmark: the same model with DDP on Gloo and with Farandole, in turns."""
+"""One worker of the step time benchmark: the same model trained in several ways, in turns. step_time.py starts it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import farandole as fd
+from benchmarks import ways
+from benchmarks.models import TASKS
+from benchmarks.turns import agreed, slowest, time_ms, turns
+from farandole.collectives import world
 
-
-def mlp() -> torch.nn.Module:
-    """0.7 M parameters in 3 layers."""
-    return torch.nn.Sequential(
-        torch.nn.Linear(784, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 10),
-    )
-
-
-def deep() -> torch.nn.Module:
-    """25 M parameters in 50 layers."""
-    layers = [m for _ in range(50) for m in (torch.nn.Linear(707, 707), torch.nn.ReLU())]
-    return torch.nn.Sequential(torch.nn.Linear(784, 707), *layers, torch.nn.Linear(707, 10))
-
-
-MODELS = {"mlp": (mlp, 64, 20), "deep": (deep, 64, 4)}  # builder, batch of a worker, steps in a turn
-
-
-def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> Callable[[], None]:
-    x, y = torch.randn(batch, 784), torch.randint(0, 10, (batch,))
-
-    def run() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return run
+_TURN_MS = 250.0  # of DDP: long beside a noisy moment, short beside a noisy minute
+_MOST_STEPS = 50
+_WARM_UP = 3  # steps: the second one of Adam and of DDP is not yet like the others
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--model", choices=TASKS, required=True)
+    parser.add_argument("--ways", nargs="+", choices=ways.WAYS, required=True)
     parser.add_argument("--turns", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True, help="a free port for DDP's store")
+    parser.add_argument("--seconds", type=float, required=True, help="after which no turn begins")
+    parser.add_argument("--steps", type=int, default=1, help="fewest steps in a turn")
+    parser.add_argument("--folder", type=Path, required=True, help="an empty one, for the result too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     fd.init()
-    build, batch, steps = MODELS[options.model]
-
-    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = build()
-        return model, torch.optim.AdamW(model.parameters(), fused=True)
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=fd.rank(), world_size=fd.size())
-    model, optimizer = made()
-    ours = one_step(model, fd.DistributedOptimizer(optimizer), batch)
-    model, optimizer = made()
-    ddp = one_step(torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer, batch)
-    alone = one_step(*made(), batch)
-    ways = {"farandole": ours, "ddp": ddp, "no communication": alone}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(options.turns + 1):
-        for name, run in ways.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(steps):
-                run()
-            if turn:  # the first turn warms up
-                times[name].append((time.perf_counter() - begin) / steps * 1e3)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{options.folder}/store", rank=fd.rank(), world_size=fd.size()
+    )  # fmt: skip
+    steps, state = _steps(options)
+    times = measure(state, steps, options) if state is not None else _measured(steps, options)
     if fd.rank() == 0:
-        ratios = [a / b for a, b in zip(times["farandole"], times["ddp"], strict=True)]
-        medians = {f"{name} ms": round(statistics.median(each), 2) for name, each in times.items()}
-        print("RESULT " + json.dumps({**medians, "ratio": round(statistics.median(ratios), 3)}), flush=True)
+        used = type(world.current().transport).__name__
+        (options.folder / "result.json").write_text(json.dumps({"transport_class": used, "times_ms": times}))
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def _steps(options: argparse.Namespace) -> tuple[dict[str, ways.Step], Any]:
+    """Of each way the step; and a state, where a way needs the elastic function."""
+    task, steps, state = TASKS[options.model], {}, None
+    for way in options.ways:
+        if way in ("farandole", "horovod"):
+            steps[way], state = getattr(ways, way)(task)
+        elif way != "commit":
+            steps[way] = getattr(ways, way)(task)
+    if "commit" in options.ways:
+        steps["commit"] = _committed(state, steps["horovod"])
+    return steps, state
+
+
+def _committed(state: Any, step: ways.Step) -> ways.Step:
+    """The commit comes first: what it does in the background ends within its own turn."""
+
+    def run() -> None:
+        state.commit()
+        step()
+
+    return run
+
+
+@fd.elastic.run
+def measure(state: Any, steps: dict[str, ways.Step], options: argparse.Namespace) -> dict[str, list[float]]:
+    return _measured(steps, options)
+
+
+def _measured(steps: dict[str, Callable[[], None]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of a step on the slowest rank, of each way in each turn."""
+    for step in steps.values():
+        time_ms(step, _WARM_UP)
+    first = next(iter(steps))
+    in_turn = int(agreed(max(options.steps, min(_MOST_STEPS, _TURN_MS // time_ms(steps[first], 2)))))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in turns(options.turns, options.seconds):
+        order = list(steps.items())
+        for name, step in order if turn % 2 == 0 else reversed(order):  # drift of the machine helps nobody
+            dist.barrier()
+            times[name].append(time_ms(step, in_turn))
+    return {name: slowest(each) for name, each in times.items()}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,6 +16,15 @@ def reseed(seed: int, step: int, rank: int) -> None:
     all workers the same dropout masks."""
     key = hashlib.blake2b(struct.pack("<3Q", seed, step, rank), digest_size=8).digest()
     value = int.from_bytes(key, "little")
-    torch.manual_seed(value >> 1)
+    if _has_accelerator():
+        torch.manual_seed(value >> 1)
+    else:
+        # torch.manual_seed() also keeps a traceback for devices that may come later: half a millisecond.
+        torch.default_generator.manual_seed(value >> 1)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()

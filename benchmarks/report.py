@@ -1,0 +1,153 @@
+"""Results as the tables of docs/benchmarks.md, between its two marks: `python -m benchmarks.report results.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.jobs import ROOT, TRANSPORTS
+
+Row = dict[str, Any]
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+PAGE = ROOT / "docs" / "benchmarks.md"
+_USES = {"farandole": "its loader", "horovod": "as Horovod is used"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    options = parser.parse_args()
+    write(json.loads(options.results.read_text()), PAGE)
+
+
+def write(results: Row, page: Path) -> None:
+    """Replace what is between the marks. Raises ValueError when the page has none."""
+    text = page.read_text()
+    before, found, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found and found_end):
+        raise ValueError(f"{page} has no {BEGIN} ... {END}, which the tables go between")
+    page.write_text(f"{before}{BEGIN}\n{tables(results)}\n{END}{after}")
+
+
+def tables(results: Row) -> str:
+    """Markdown of all parts that were measured."""
+    parts = {
+        "step_time": _step_time,
+        "all_reduce": _all_reduce,
+        "commit": _commit,
+        "memory": _memory,
+        "alone": _alone,
+    }
+    lines = [line for name, write_part in parts.items() if results.get(name) for line in write_part(results[name])]
+    machine = results["machine"]
+    lines.append(
+        f"Measured on {machine['date'][:10]}: {machine['cores']} cores, {machine['processor']}, "
+        f"Linux {machine['kernel']}, Python {machine['python']}, torch {machine['torch']}."
+    )
+    return "\n".join(lines)
+
+
+def _step_time(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Step time"
+    yield "One job for each row, in which all ways take turns. Ratios: medians of those of the turns, with quartiles."
+    yield ""
+    yield "![Step time relative to DDP on Gloo, by model and transport](step-time.svg)"
+    yield ""
+    columns = ("model", "workers", "transport", "used with", "Farandole", "DDP", "no communication", "one process")
+    yield f"| {' | '.join(columns)} | / DDP | / no communication |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        ms = row["ms"]
+        low, ratio, high = row["ratio"]["ddp"]
+        yield (
+            f"| {row['label']} | {row['workers']} | {TRANSPORTS[row['transport']]} | {_USES[row['use']]} "
+            f"| {ms['farandole']:.1f} ms | {ms['ddp']:.1f} ms | {ms['none']:.1f} ms | {ms['one']:.1f} ms "
+            f"| **{ratio:.2f}** ({low:.2f} to {high:.2f}) | {row['ratio']['none'][1]:.2f} |"
+        )
+    yield ""
+    for transport, use, workers in dict.fromkeys((row["transport"], row["use"], row["workers"]) for row in rows):
+        chosen = [
+            row["ratio"]["ddp"][1]
+            for row in rows
+            if (row["transport"], row["use"], row["workers"]) == (transport, use, workers)
+        ]
+        mean = statistics.geometric_mean(chosen)
+        yield (
+            f"- {TRANSPORTS[transport]}, {_USES[use]}, {workers} workers: geometric mean over {len(chosen)} models "
+            f"**{mean:.2f}** of DDP, worst {max(chosen):.2f}"
+        )
+    yield ""
+
+
+def _all_reduce(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## All-reduce"
+    yield "Ours and torch's Gloo, in turns: back to back, and each one after a barrier. GB/s are the tensor's bytes by"
+    yield "time, back to back; those of a copy of as many bytes, on all ranks at once, say what the memory allows."
+    yield ""
+    yield "| ranks | transport | bytes | back to back | Gloo | after a barrier | Gloo | GB/s | copy |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        ms = row["ms"]
+        yield (
+            f"| {row['ranks']} | {TRANSPORTS[row['transport']]} | {row['bytes']:,} | {ms['ours']:.3f} ms "
+            f"| {ms['gloo']:.3f} ms | {ms['ours_apart']:.3f} ms | {ms['gloo_apart']:.3f} ms "
+            f"| {row['bytes'] / ms['ours'] / 1e6:.2f} | {row['bytes'] / ms['copy'] / 1e6:.2f} |"
+        )
+    yield ""
+
+
+def _commit(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Commits"
+    yield "What `state.commit()` in every step adds to it: 25 M parameters with Adam (300 MB), 2 workers, torch's"
+    yield "loader. With Farandole's nothing has to be committed."
+    yield ""
+    yield "| transport | step without commits | a commit adds |"
+    yield "|---|---|---|"
+    for row in rows:
+        low, share, high = (100 * value for value in row["share"])
+        yield (
+            f"| {TRANSPORTS[row['transport']]} | {row['step_ms']:.1f} ms "
+            f"| **{share:.1f} %** ({low:.1f} to {high:.1f} %) |"
+        )
+    yield ""
+
+
+def _memory(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Memory"
+    yield "Of one worker of two: 25 M parameters with Adam. Anonymous memory, and its part of shared memory; without"
+    yield "the code of libraries."
+    yield ""
+    yield "| | memory | more than DDP |"
+    yield "|---|---|---|"
+    for row in rows:
+        if row["way"] == "ddp":
+            yield f"| DDP, `gradient_as_bucket_view` | {row['mb']:.0f} MB | |"
+        else:
+            more = 100 * (row["over_ddp"] - 1)
+            yield f"| Farandole, {TRANSPORTS[row['transport']]} | {row['mb']:.0f} MB | **{more:.1f} %** |"
+    yield ""
+
+
+def _alone(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## One worker"
+    yield "`farandole run -np 1` beside plain torch, in turns within one process."
+    yield ""
+    yield "| model | used with | plain torch | Farandole / plain torch |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        low, ratio, high = row["ratio"]
+        yield (
+            f"| {row['label']} | {_USES[row['use']]} | {row['plain_ms']:.1f} ms "
+            f"| **{ratio:.3f}** ({low:.3f} to {high:.3f}) |"
+        )
+    yield ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Step time against DDP on Gloo: one job for each model, number of workers and transport, all ways in turns within it.
+
+Ratios are taken turn by turn, so that they compare moments that were equally noisy, and are given as quartiles.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.jobs import TRANSPORTS, run_worker, why_not
+from benchmarks.models import TASKS
+
+Row = dict[str, Any]
+
+USES = {"farandole": "its loader", "horovod": "as Horovod"}  # what Farandole is used with
+BESIDE = ("ddp", "none", "one")  # what it is compared with
+_COMMIT_STEPS = 4  # in a turn, so that most commits are those of a job that commits all the time
+
+
+def table(
+    models: Sequence[str],
+    workers: Sequence[int],
+    transports: Sequence[str],
+    uses: Sequence[str],
+    turns: int,
+    seconds: float,
+) -> list[Row]:
+    """Measure, and print each row when it is there."""
+    print("\nstep time, one thread each; ratios: median [quartiles] of turns within one job")
+    print(
+        f"{'model':>15} {'workers':>7} {'transport':>13} {'used':>10} {'Farandole':>10} {'DDP':>8} {'no comm.':>8} "
+        f"{'one pr.':>8}   / DDP              / no comm."
+    )
+    rows = []
+    for transport in transports:
+        if (reason := why_not(transport)) is not None:
+            print(f"{'':>23} {TRANSPORTS[transport]:>13}: left out, {reason}", flush=True)
+            continue
+        for use in uses:
+            for count in workers:
+                for model in models:
+                    rows.append(against_ddp(model, count, transport, use, turns, seconds))
+                    _print(rows[-1])
+    print_means(rows)
+    return rows
+
+
+def against_ddp(model: str, workers: int, transport: str, use: str, turns: int, seconds: float) -> Row:
+    said = _run(model, workers, transport, [use, *BESIDE], turns, seconds)
+    times = said["times_ms"]
+    return {
+        "model": model,
+        "label": TASKS[model].label,
+        "workers": workers,
+        "transport": transport,
+        "transport_class": said["transport_class"],
+        "use": use,
+        "turns": len(times[use]),
+        "ms": {"farandole": _median(times[use]), **{way: _median(times[way]) for way in BESIDE}},
+        "ratio": {way: quartiles(times[use], times[way]) for way in BESIDE},
+        "floor_over_ddp": quartiles(times["none"], times["ddp"]),
+    }
+
+
+def commit_table(transports: Sequence[str], turns: int, seconds: float) -> list[Row]:
+    """What state.commit() in every step adds to it: 25 M parameters and Adam's moments, 300 MB in all."""
+    print("\nstate.commit() in every step, 25 M parameters with Adam, 2 workers; share of the step: median [quartiles]")
+    rows = []
+    for transport in transports:
+        if why_not(transport) is None:
+            times = _run("deep", 2, transport, ["horovod", "commit"], turns, seconds, _COMMIT_STEPS)["times_ms"]
+            share = [value - 1 for value in quartiles(times["commit"], times["horovod"])]
+            rows.append({"transport": transport, "step_ms": _median(times["horovod"]), "share": share})
+            print(
+                f"{TRANSPORTS[transport]:>15} {rows[-1]['step_ms']:7.1f} ms without "
+                f"{100 * share[1]:+6.1f} % [{100 * share[0]:+.1f}, {100 * share[2]:+.1f}]",
+                flush=True,
+            )
+    return rows
+
+
+def alone_table(models: Sequence[str], turns: int, seconds: float) -> list[Row]:
+    """A world of one under `farandole run`, against plain torch in the same process."""
+    print("\none worker under `farandole run` / plain torch; ratio: median [quartiles]")
+    rows = []
+    for model in models:
+        for use in USES:
+            times = _run(model, 1, "tcp", [use, "none"], turns, seconds)["times_ms"]
+            ratio = quartiles(times[use], times["none"])
+            place = {"model": model, "label": TASKS[model].label, "use": use}
+            rows.append({**place, "plain_ms": _median(times["none"]), "ratio": ratio})
+            print(
+                f"{TASKS[model].label:>15} {USES[use]:>10} {_median(times['none']):7.1f} ms plain  {_text(ratio)}",
+                flush=True,
+            )
+    return rows
+
+
+def print_means(rows: Sequence[Row]) -> None:
+    """Over the models, geometric."""
+    for key in dict.fromkeys((row["transport"], row["use"], row["workers"]) for row in rows):
+        chosen = [row for row in rows if (row["transport"], row["use"], row["workers"]) == key]
+        over_ddp = statistics.geometric_mean(row["ratio"]["ddp"][1] for row in chosen)
+        over_floor = statistics.geometric_mean(row["ratio"]["none"][1] for row in chosen)
+        print(
+            f"geometric mean over {len(chosen)} models, {TRANSPORTS[key[0]]}, {USES[key[1]]}, {key[2]} workers: "
+            f"{over_ddp:.2f} of DDP, {over_floor:.2f} of no communication"
+        )
+
+
+def quartiles(times: Sequence[float], beside: Sequence[float]) -> list[float]:
+    """Of the ratios of each turn: first quartile, median, third quartile."""
+    ratios = [a / b for a, b in zip(times, beside, strict=True)]
+    return [round(value, 4) for value in statistics.quantiles(ratios, n=4, method="inclusive")]
+
+
+def _run(
+    model: str, workers: int, transport: str, ways: Sequence[str], turns: int, seconds: float, steps: int = 1
+) -> dict[str, Any]:
+    arguments = ["--model", model, "--ways", *ways, "--turns", str(turns), "--seconds", str(seconds)]
+    return run_worker("step_time_worker", workers, transport, [*arguments, "--steps", str(steps)])
+
+
+def _print(row: Row) -> None:
+    ms = "".join(f"{row['ms'][way]:6.1f}ms " for way in BESIDE)
+    print(
+        f"{row['label']:>15} {row['workers']:7d} {TRANSPORTS[row['transport']]:>13} {USES[row['use']]:>10} "
+        f"{row['ms']['farandole']:8.1f}ms {ms}  {_text(row['ratio']['ddp'])}  {_text(row['ratio']['none'])}",
+        flush=True,
+    )
+
+
+def _text(ratio: Sequence[float]) -> str:
+    return f"{ratio[1]:.2f} [{ratio[0]:.2f}, {ratio[2]:.2f}]"
+
+
+def _median(times: Sequence[float]) -> float:
+    return round(statistics.median(times), 3)
