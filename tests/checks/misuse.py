@@ -152,7 +152,7 @@ def check_tensors_without_memory() -> None:
 
 
 def check_tensors_whose_memory_was_taken_away() -> None:
-    """As sharding libraries do with parameters that are not in use; and tensors of torch.func have none of their own."""
+    """As sharding libraries do with parameters not in use. And tensors of torch.func have none of their own."""
     empty = torch.ones(fd.size())
     part = empty[1:]
     empty.untyped_storage().resize_(0)

@@ -14,7 +14,13 @@ from farandole.env.agent import (
     scratch_environment,
     worker_environment,
 )
-from farandole.env.horovod import HorovodSettings, horovod_environment, read_horovod_settings, read_rank_and_size
+from farandole.env.horovod import (
+    HorovodSettings,
+    horovod_environment,
+    read_horovod_settings,
+    read_rank_and_size,
+    read_start_timeout_s,
+)
 from farandole.env.inheritance import changed_environment, inherited_environment
 from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
 
@@ -33,6 +39,7 @@ __all__ = [
     "read_rank_and_size",
     "read_sample_ledger",
     "read_scratch_folder",
+    "read_start_timeout_s",
     "read_worker_env",
     "restart_count",
     "sample_ledger_environment",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from farandole.env.values import amount, is_set, seconds, whole_number
 from farandole.errors import ConfigError
-from farandole.membership import Placement
+
+if TYPE_CHECKING:
+    from farandole.membership import Placement  # with what --help should not wait for
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,14 @@ def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSe
     )
 
 
+def read_start_timeout_s(default: float, environ: Mapping[str, str] | None = None) -> float:
+    """HOROVOD_START_TIMEOUT: what the launcher waits for all workers' init(), unless --start-timeout says so."""
+    return seconds(os.environ if environ is None else environ, "HOROVOD_START_TIMEOUT", default)
+
+
 def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> dict[str, str]:
     """What Horovod tells a worker when it starts it: the place that it will most likely get, the name that its
-    host was given, and whether the job is an elastic one."""
+    host was given, and whether workers may come and go."""
     return {
         "HOROVOD_RANK": str(placement.rank),
         "HOROVOD_SIZE": str(placement.size),

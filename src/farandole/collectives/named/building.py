@@ -128,8 +128,8 @@ def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> No
         )
     if not _has_memory(tensor):
         raise ValueError(
-            f"{call.name}: the tensor has no memory to read, though its shape is {tuple(tensor.shape)}: it was freed, as "
-            f"by sharding, or is one of torch.func or a fake; pass a tensor that has its values"
+            f"{call.name}: this tensor of shape {tuple(tensor.shape)} has no memory to read. It was freed, as by "
+            f"sharding, or it is a fake, or one of torch.func's; pass a tensor that has its values"
         )
     if at_least_1d and tensor.dim() == 0:
         raise ValueError(f"{call.name}: a scalar has no rows to deal out; the tensor needs at least one dimension")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.config import JobConfig
+from farandole.env import read_start_timeout_s
 from farandole.launch.arguments import split_command
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
@@ -36,8 +37,6 @@ def parse_args() -> Namespace:
     args.prefix_output_with_timestamp = args.prefix_timestamp
     if args.elastic_timeout == parser.get_default("elastic_timeout"):
         args.elastic_timeout = None
-    if args.start_timeout == parser.get_default("start_timeout"):
-        args.start_timeout = None
     if args.config_file is not None:
         _set_from_file(args)
     for setting in SETTINGS:
@@ -104,7 +103,7 @@ def _run_static(args: Namespace, env: Mapping[str, str] | None = None) -> Any:
         min_np=args.num_proc,
         max_np=args.num_proc,
         restarts=0,
-        start_timeout_s=args.start_timeout or JobConfig.start_timeout_s,
+        start_timeout_s=args.start_timeout or read_start_timeout_s(JobConfig.start_timeout_s),
         on_failure="host",
     )
     return _run_job(args, config, env)
@@ -117,7 +116,7 @@ def _run_elastic(args: Namespace) -> Any:
         min_np=args.min_num_proc or args.num_proc,
         max_np=args.max_num_proc,
         elastic_timeout_s=args.elastic_timeout or driver.ELASTIC_TIMEOUT_SECS,
-        start_timeout_s=args.start_timeout or JobConfig.start_timeout_s,
+        start_timeout_s=args.start_timeout or read_start_timeout_s(JobConfig.start_timeout_s),
         on_failure="host",
         cooldown_range_s=tuple(args.cooldown_range) if args.cooldown_range else None,
         reset_limit=args.reset_limit,
