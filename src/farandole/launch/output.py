@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from farandole.clock import wall_time_s
+from farandole.config import JobConfig
 from farandole.launch.rank_files import Move, RankFile, RankFiles, make_writable
 from farandole.launch.tracebacks import TracebackFolder
 from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
@@ -35,6 +36,12 @@ class OutputOptions:
     def __post_init__(self) -> None:
         if self.directory is not None:
             make_writable(self.directory)
+
+
+def output_options(config: JobConfig, directory: str | Path | None, prefix_timestamp: bool) -> OutputOptions:
+    """Those of a job of this size. Raises ConfigError when no files can be written to the directory."""
+    digits = len(str((config.max_np or config.num_proc) - 1))
+    return OutputOptions(None if directory is None else Path(directory), prefix_timestamp, digits)
 
 
 class OutputSink:

@@ -20,7 +20,7 @@ from farandole.errors import ConfigError, FatalError
 from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.in_thread import run_job
-from farandole.launch.output import OutputOptions
+from farandole.launch.output import OutputOptions, output_options
 from farandole.launch.run_parser import WITHOUT_EFFECT
 
 T = TypeVar("T")
@@ -173,12 +173,6 @@ def chosen_hosts(
     if hostfile is not None:
         return parse_hostfile(hostfile)
     return None if script is None else ScriptDiscovery(script, slots or 1, period_s=period_s)
-
-
-def output_options(config: JobConfig, directory: str | None, prefix_timestamp: bool) -> OutputOptions:
-    """Raises ConfigError when no files can be written to the directory."""
-    digits = len(str((config.max_np or config.num_proc) - 1))
-    return OutputOptions(Path(directory) if directory is not None else None, prefix_timestamp, digits)
 
 
 def _pickled(call: Callable[[], Any]) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from farandole.config import JobConfig
@@ -16,7 +15,8 @@ from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check
 from farandole.launch.horovodrun import main as _horovodrun
 from farandole.launch.in_thread import run_job
-from farandole.launch.run_function import FunctionFailed, chosen_hosts, output_options, run_function
+from farandole.launch.output import output_options
+from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_function
 from farandole.launch.run_parser import run_parser
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser
@@ -136,7 +136,7 @@ def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None =
     )
     asked: dict[str, Any] = {
         "hosts": hosts,
-        "output": output_options(config, _text(args.output_filename), bool(args.prefix_output_with_timestamp)),
+        "output": output_options(config, args.output_filename, bool(args.prefix_output_with_timestamp)),
         "is_verbose": bool(args.verbose),
         "environment": config_parser.set_env_from_args(dict(env or {}), args),
     }
@@ -154,7 +154,3 @@ def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None =
 def _failed(reason: str) -> str:
     """In words by which programs know Horovod's failures."""
     return f"Horovod detected that one or more processes exited with non-zero status, so the job has ended: {reason}"
-
-
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
