@@ -72,3 +72,18 @@ def test_a_dynamic_timeline_is_armed_and_has_no_file_yet() -> None:
 def test_a_value_that_cannot_be_meant_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
         env.read_horovod_settings({name: value})
+
+
+@pytest.mark.parametrize("prefix", ["HOROVOD_", "OMPI_COMM_WORLD_", "PMI_"])
+def test_the_rank_that_a_process_was_started_with_is_read(prefix: str) -> None:
+    assert env.read_rank_and_size({}) == (0, 1)
+    assert env.read_rank_and_size({prefix + "RANK": "2", prefix + "SIZE": "3"}) == (2, 3)
+    with pytest.raises(RuntimeError, match=f"the environment has {prefix}SIZE, but not"):
+        env.read_rank_and_size({prefix + "SIZE": "3"})
+
+
+def test_the_start_timeout_is_a_number_of_seconds() -> None:
+    assert env.read_start_timeout_s(120.0, {}) == 120.0
+    assert env.read_start_timeout_s(120.0, {"HOROVOD_START_TIMEOUT": "30"}) == 30.0
+    with pytest.raises(ConfigError, match="HOROVOD_START_TIMEOUT"):
+        env.read_start_timeout_s(120.0, {"HOROVOD_START_TIMEOUT": "soon"})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
 from farandole import env
 from farandole.membership import Placement
 
@@ -15,3 +19,17 @@ def test_the_place_in_an_outer_job_is_not_inherited_but_the_user_s_settings_are(
     outer = env.horovod_environment(Placement(0, 1, 0, 1, 0, 1), "node1", is_elastic=False)
     said = {**outer, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_FUSION_THRESHOLD": "0"}
     assert env.inherited_environment(said) == {"HOROVOD_FUSION_THRESHOLD": "0"}
+
+
+def test_a_changed_environment_is_as_it_was_afterwards_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "info")
+    monkeypatch.delenv("HOROVOD_TIMELINE", raising=False)
+    with (
+        pytest.raises(KeyError),
+        env.changed_environment(HOROVOD_LOG_LEVEL="debug", HOROVOD_TIMELINE="t.json", HOME=None),
+    ):
+        assert (os.environ["HOROVOD_LOG_LEVEL"], os.environ["HOROVOD_TIMELINE"]) == ("debug", "t.json")
+        raise KeyError
+    assert os.environ["HOROVOD_LOG_LEVEL"] == "info"
+    assert "HOROVOD_TIMELINE" not in os.environ
+    assert "HOME" in os.environ
