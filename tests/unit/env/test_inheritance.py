@@ -24,12 +24,14 @@ def test_the_place_in_an_outer_job_is_not_inherited_but_the_user_s_settings_are(
 def test_a_changed_environment_is_as_it_was_afterwards_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_LOG_LEVEL", "info")
     monkeypatch.delenv("HOROVOD_TIMELINE", raising=False)
-    with (
-        pytest.raises(KeyError),
-        env.changed_environment(HOROVOD_LOG_LEVEL="debug", HOROVOD_TIMELINE="t.json", HOME=None),
-    ):
-        assert (os.environ["HOROVOD_LOG_LEVEL"], os.environ["HOROVOD_TIMELINE"]) == ("debug", "t.json")
+    before, inside = dict(os.environ), dict[str, str]()
+
+    @env.changed_environment(HOROVOD_LOG_LEVEL="debug", HOROVOD_TIMELINE="t.json", HOME=None)
+    def fail() -> None:
+        inside.update(os.environ)
         raise KeyError
-    assert os.environ["HOROVOD_LOG_LEVEL"] == "info"
-    assert "HOROVOD_TIMELINE" not in os.environ
-    assert "HOME" in os.environ
+
+    with pytest.raises(KeyError):
+        fail()
+    assert inside == {**before, "HOROVOD_LOG_LEVEL": "debug", "HOROVOD_TIMELINE": "t.json"}
+    assert dict(os.environ) == before
