@@ -95,6 +95,7 @@ if TYPE_CHECKING:
         device,
         generation,
         init,
+        is_homogeneous,
         is_initialized,
         local_rank,
         local_size,
@@ -134,7 +135,8 @@ _HOMES = {
         "mpi_threads_supported nccl_built rocm_built"
     ),
     "worker.context": (
-        "cross_rank cross_size device generation init is_initialized local_rank local_size rank shutdown size slot"
+        "cross_rank cross_size device generation init is_homogeneous is_initialized local_rank local_size rank "
+        "shutdown size slot"
     ),
 }
 _MODULES = {
@@ -205,6 +207,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",

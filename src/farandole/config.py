@@ -46,6 +46,12 @@ class JobConfig:
     fills_slots: bool = False
     waits_for_newcomers: bool = False
 
+    @property
+    def may_change(self) -> bool:
+        """Whether the job may survive the loss of a worker, or grow. False for a job of fixed size."""
+        most = self.num_proc if self.max_np is None else self.max_np
+        return self.fills_slots or self.restarts > 0 or not self.min_np == self.num_proc == most
+
     def __post_init__(self) -> None:
         if self.num_proc < 1:
             raise ConfigError(f"-np must be at least 1, got {self.num_proc}")

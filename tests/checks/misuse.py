@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import farandole as fd
+from farandole.collectives.named.process_sets import engine
+from farandole.collectives.named.requests import Kind
 from tests.checks.tensors import assert_same, mine, of_all, reduced
 
 Begin = Callable[..., Any]
@@ -66,6 +68,24 @@ def check_operations_that_there_are_not() -> None:
             assert_refused(
                 ValueError, "op must be one of Average, Sum", partial(reduce_by, tensor, name="wrong", op=op)
             )
+
+
+def check_a_mistake_takes_the_number_of_an_unnamed_operation() -> None:
+    """So that ranks count alike when one of them made a mistake and the others did not."""
+    for call_by, takes_list in (*REDUCING, *SCATTERING):
+        tensor = [mine()] if takes_list else mine()
+        kind = Kind.REDUCESCATTER if (call_by, takes_list) in SCATTERING else Kind.ALLREDUCE
+        before = engine().next_number(kind, 0)
+        with pytest.raises(ValueError, match="op must be"):
+            call_by(tensor, op=6)
+        assert (call_by.__name__, engine().next_number(kind, 0)) == (call_by.__name__, before + 2)
+    before = engine().next_number(Kind.ALLGATHER, 0)
+    with pytest.raises(ValueError, match="a list of tensors, got generator"):
+        fd.grouped_allgather(mine() for _ in range(2))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="_indices"):
+        fd.sparse_allreduce_async(mine(), None, fd.Sum)
+    assert engine().next_number(Kind.ALLGATHER, 0) == before + 4  # a sparse tensor takes two
+    assert_all_is_well()
 
 
 def check_a_reducescatter_sums_or_averages() -> None:
@@ -128,6 +148,25 @@ def check_tensors_without_memory() -> None:
         lambda: fd.broadcast(ghost, 0),
         lambda: fd.alltoall(ghost),
         lambda: fd.reducescatter(ghost),
+    )
+
+
+def check_tensors_whose_memory_was_taken_away() -> None:
+    """As sharding libraries do with parameters not in use. And tensors of torch.func have none of their own."""
+    empty = torch.ones(fd.size())
+    part = empty[1:]
+    empty.untyped_storage().resize_(0)
+    assert_refused(
+        ValueError,
+        "has no memory to read",
+        lambda: fd.allreduce(empty),
+        lambda: fd.allreduce_(empty, name="wrong"),
+        lambda: fd.grouped_allreduce([mine(), empty]),
+        lambda: fd.allgather(part),
+        lambda: fd.broadcast(empty, 0),
+        lambda: fd.alltoall(empty),
+        lambda: fd.reducescatter(empty),
+        lambda: torch.func.vmap(lambda row: fd.allreduce(row))(torch.ones(2, fd.size())),
     )
 
 

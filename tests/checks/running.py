@@ -80,12 +80,14 @@ def main(checks: Checks, limit_s: float, init: Callable[[], None]) -> None:
 def problems(script: Path, size: int, *arguments: str, **environment: str) -> Found:
     """What the ranks of a job of `size` workers said of each check. What was not reached is missing."""
     command = [sys.executable, "-m", "farandole", "run", "-np", str(size), sys.executable, str(script), *arguments]
+    # Before what is there already, which may say where farandole itself is.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": path, **environment},
     ) as job:
         try:
             output, _ = job.communicate(timeout=_JOB_LIMIT_S)

@@ -68,6 +68,14 @@ def test_a_job_with_a_discovery_script_is_elastic(tmp_path: Path) -> None:
     assert [variables_of(line)["HOROVOD_ELASTIC"] for line in done.stdout.splitlines()] == ["1", "1"]
 
 
+@pytest.mark.parametrize(("slots", "is_homogeneous"), [("2,127.0.0.1:1", False), ("1,127.0.0.1:2", False), ("3", True)])
+def test_workers_know_whether_all_hosts_have_equally_many(slots: str, is_homogeneous: bool) -> None:
+    code = "import horovod.torch as hvd; hvd.init(); print(hvd.mpi_ops.is_homogeneous())"
+    done = horovodrun("-np", "3", "-H", f"localhost:{slots}", sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == [str(is_homogeneous)] * 3
+
+
 def test_other_machines_are_refused_with_their_names() -> None:
     done = horovodrun("-np", "2", "-H", "no-such-host.invalid:2", "sh", "-c", "true")
     assert done.returncode == 2

@@ -16,6 +16,7 @@ SIGNATURES = {
     "init": "comm=None, process_sets=None",
     "shutdown": "",
     "is_initialized": "",
+    "is_homogeneous": "",
     "rank": "",
     "size": "",
     "local_rank": "",

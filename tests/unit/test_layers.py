@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
-GROUND = "ground floor"  # the files directly under farandole/
+GROUND = "ground floor"  # the files directly under farandole/, and these folders
+GROUND_FOLDERS = {"env"}
 MAY_IMPORT = {
     GROUND: set(),
     "collectives": set(),
@@ -61,7 +62,8 @@ def names_used(source: str) -> set[str]:
 
 def layer_of(path: Path, root: Path = ROOT) -> str:
     relative = path.relative_to(root)
-    return relative.parts[0] if len(relative.parts) > 1 else GROUND
+    first = relative.parts[0]
+    return first if len(relative.parts) > 1 and first not in GROUND_FOLDERS else GROUND
 
 
 def violations(path: Path, root: Path = ROOT) -> list[str]:
@@ -72,14 +74,14 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
     for name in imports(source):
         parts = name.split(".")
         if parts[0] == "farandole" and len(parts) > 1:
-            other = parts[1] if (root / parts[1]).is_dir() else GROUND
+            other = parts[1] if (root / parts[1]).is_dir() and parts[1] not in GROUND_FOLDERS else GROUND
             if other not in {layer, GROUND} and other not in MAY_IMPORT[layer]:
                 found.append(f"{layer} imports {name}")
         if parts[0] == "torch" and layer in WITHOUT_TORCH:
             found.append(f"{layer} imports torch")
         if parts[0] in IMPURE and is_pure:
             found.append(f"a pure file imports {name}")
-    if path.name != "env.py" and ENVIRONMENT & names_used(source):
+    if path.relative_to(root).parts[0] != "env" and ENVIRONMENT & names_used(source):
         found.append("reads os.environ")
     if path.name != "clock.py" and "time" in {name.split(".")[0] for name in imports(source)}:
         found.append("reads the time")
@@ -114,15 +116,26 @@ def test_there_are_files_to_check() -> None:
         ("data/a.py", "import os\nx = os.environ", "reads os.environ"),
         ("launch/a.py", "import os\nx = os.getenv('A')", "reads os.environ"),
         ("data/a.py", "from os import environ as e", "reads os.environ"),
+        ("env.py", "import os\nx = os.environ", "reads os.environ"),
+        ("env/a.py", "from farandole.worker import link", "ground floor imports farandole.worker.link"),
         ("data/a.py", "import time", "reads the time"),
         ("a.py", "import torch", "ground floor imports torch"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, place: str, source: str, found: str) -> None:
-    for folder in MAY_IMPORT.keys() | {"testing"}:
+    for folder in MAY_IMPORT.keys() | GROUND_FOLDERS | {"testing"}:
         (tmp_path / folder).mkdir()
     (tmp_path / place).write_text(source)
     assert found in violations(tmp_path / place, tmp_path)
+
+
+def test_the_folder_env_reads_the_environment_and_everyone_may_import_it(tmp_path: Path) -> None:
+    for folder in ("env", "coordinator"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "env" / "a.py").write_text("import os\nx = os.environ")
+    (tmp_path / "coordinator" / "a.py").write_text("from farandole.env.a import x")
+    assert violations(tmp_path / "env" / "a.py", tmp_path) == []
+    assert violations(tmp_path / "coordinator" / "a.py", tmp_path) == []
 
 
 def test_imports_for_type_checkers_are_no_imports() -> None:

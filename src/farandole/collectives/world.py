@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 class World:
     """One generation as this worker sees it.
 
-    transport  for the main thread: gradients, agreements, state. All ranks make the same calls in the same order
-    named      the named collectives, on connections of their own
+    transport       for the main thread: gradients, agreements, state. All ranks make the same calls in the same order
+    named           the named collectives, on connections of their own
+    is_homogeneous  every host has the same number of workers
     """
 
     id: GenerationId
     placement: Placement
     transport: Transport
     named: NamedCollectives | None = None
+    is_homogeneous: bool = True
 
 
 _current: World | None = None
@@ -44,4 +46,5 @@ def current() -> World:
 
 
 def is_entered() -> bool:
+    """Whether there is a current world."""
     return _current is not None

@@ -51,7 +51,7 @@ class AgentConfig:
     slots               workers that this host has room for
     command             what each worker runs
     environment         what a worker's environment begins with; the agent adds what init() needs
-    is_elastic          the job is one of Horovod's elastic jobs, and its workers are told so
+    is_elastic          workers may come and go without ending the job, and are told so as by Horovod
     detection_budget_s  how long a worker may be stopped; the agent beats at least five times in it
     grace_s             from SIGTERM to SIGKILL when the job ends
     """
@@ -134,6 +134,7 @@ class Agent:
             added = worker_environment(self._server.address, order.worker, secret, order.slot)
             added |= scratch_environment(str(self._processes.scratch))
             if order.expected is not None:
+                self._sink.expected(order.worker, order.expected.rank)
                 added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):

@@ -7,10 +7,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from farandole.checkpoint.schedule import parse_every
 from farandole.config import JobConfig
+from farandole.env import CheckpointEnv, read_start_timeout_s, sample_ledger_environment
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
@@ -18,9 +18,6 @@ from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.run_parser import run_parser, unused_options
-
-if TYPE_CHECKING:
-    from farandole.env import CheckpointEnv
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,11 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
     config = _job_config(options, program, hosts)
     _check_address(options.host, options.port)
     settings, notes = _settings(options)
+    if program.is_horovodrun and options.max_num_proc is not None and not _asks_for_elasticity(options):
+        notes.append(
+            "--max-np has no effect: the size of the job is fixed, as under Horovod, without --min-np or "
+            "--host-discovery-script"
+        )
     environment = variables(settings)
     if options.tcp_flag:
         environment["NCCL_IB_DISABLE"] = "1"
@@ -121,7 +123,6 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
 
 def _ledger_environment(folder: Path, may_go_on: bool) -> dict[str, str]:
     """may_go_on: the job may be one that goes on from a checkpoint, and so may its ledger."""
-    from farandole.env import sample_ledger_environment  # as below
     from farandole.launch.ledger_folder import ready_ledger_folder
 
     return sample_ledger_environment(str(ready_ledger_folder(folder, may_hold_records=may_go_on)))
@@ -133,7 +134,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         slots = sum(host.slots for host in hosts) if hosts else 3
         raise ConfigError(f"how many workers? say so with -np, for example -np {slots}")
     has_script = options.host_discovery_script is not None
-    is_elastic = has_script or options.min_num_proc is not None or options.max_num_proc is not None
+    is_elastic = _asks_for_elasticity(options)
     follows_horovod = program.is_horovodrun
     fewest, most, restarts = JobConfig.min_np, options.max_num_proc, JobConfig.restarts
     if not follows_horovod and has_script and most is None:
@@ -148,7 +149,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         max_np=most,
         restarts=restarts if options.restarts is None else options.restarts,
         elastic_timeout_s=options.elastic_timeout,
-        start_timeout_s=options.start_timeout,
+        start_timeout_s=_start_timeout_s(options),
         detection_budget_s=options.detection_budget,
         grace_s=options.grace,
         on_failure=options.on_failure or ("host" if options.cooldown_range else "slot"),
@@ -160,6 +161,16 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
     if hosts is not None and (slots := sum(host.slots for host in hosts)) < num_proc:
         raise ConfigError(f"-np {num_proc} is above the {slots} slots of {', '.join(map(str, hosts))}")
     return config
+
+
+def _asks_for_elasticity(options: argparse.Namespace) -> bool:
+    """As Horovod sees it."""
+    return options.host_discovery_script is not None or options.min_num_proc is not None
+
+
+def _start_timeout_s(options: argparse.Namespace) -> float:
+    given: float | None = options.start_timeout
+    return read_start_timeout_s(JobConfig.start_timeout_s) if given is None else given
 
 
 def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
@@ -178,8 +189,6 @@ def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
         raise ConfigError(f"--checkpoint-keep must be at least 1, got {options.checkpoint_keep}")
     if options.checkpoint is None:
         return None
-    from farandole.env import CheckpointEnv  # with what --help should not wait for
-
     return CheckpointEnv(str(options.checkpoint.absolute()), options.checkpoint_every, options.checkpoint_keep)
 
 

@@ -66,14 +66,13 @@ def _run(options: RunOptions) -> int:
 
     from farandole.launch.checkpoints import beginning
     from farandole.launch.local import run_local
-    from farandole.launch.output import OutputOptions
+    from farandole.launch.output import output_options
     from farandole.launch.report import Loudness, Report
 
     config = options.config
     report = Report(sys.stderr, Loudness[options.loudness])
     try:
-        rank_digits = len(str((config.max_np or config.num_proc) - 1))
-        output = OutputOptions(options.output_directory, options.prefix_timestamp, rank_digits)
+        output = output_options(config, options.output_directory, options.prefix_timestamp)
         for note in options.notes:
             report.note(note)
         report.started(config, options.command)

@@ -4,7 +4,7 @@ they change anything here. Pure; run_parser.py makes flags of them, config_file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -94,11 +94,8 @@ def without_effect(given: Mapping[str, Given]) -> list[tuple[str, str]]:
 
 
 def by_key() -> dict[tuple[str, str], Setting]:
+    """All settings, by section and key in a configuration file."""
     return {setting.key: setting for setting in SETTINGS}
-
-
-def sections() -> Iterable[str]:
-    return dict.fromkeys(setting.key[0] for setting in SETTINGS)
 
 
 def _reason(setting: Setting, given: Mapping[str, Given]) -> str:

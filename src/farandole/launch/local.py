@@ -73,7 +73,7 @@ async def run_local(
             environment=environment,
             detection_budget_s=config.detection_budget_s,
             grace_s=config.grace_s,
-            is_elastic=config.fills_slots or config.waits_for_newcomers,
+            is_elastic=config.may_change,
         )
         return Agent(agent_config, sink, on_event)
 
@@ -112,6 +112,11 @@ async def _run_all(
             each.result()
         await agents.gone()
         return serving.result()
+    except asyncio.CancelledError:
+        # Said to all, as after a signal: an agent whose coordinator is just gone has to take that for a fault.
+        coordinator.request_stop(now=False, reason="the launcher was interrupted")
+        await agents.gone()
+        raise
     finally:
         for task in tasks:
             task.cancel()

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 from farandole.clock import wall_time_s
-from farandole.launch.rank_files import RankFiles, make_writable
+from farandole.config import JobConfig
+from farandole.launch.rank_files import Move, RankFile, RankFiles, make_writable
 from farandole.launch.tracebacks import TracebackFolder
 from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 
@@ -37,6 +38,12 @@ class OutputOptions:
             make_writable(self.directory)
 
 
+def output_options(config: JobConfig, directory: str | Path | None, prefix_timestamp: bool) -> OutputOptions:
+    """Those of a job of this size. Raises ConfigError when no files can be written to the directory."""
+    digits = len(str((config.max_np or config.num_proc) - 1))
+    return OutputOptions(None if directory is None else Path(directory), prefix_timestamp, digits)
+
+
 class OutputSink:
     """Shows the lines of all workers: `[2] loss 0.31` is from rank 2, `[w3] ...` from worker w3 before it has
     a rank. Lines of stderr go to `stderr`; the streams are sys.stdout and sys.stderr unless given.
@@ -51,6 +58,7 @@ class OutputSink:
         self._streams = {"stdout": unbuffered(stdout), "stderr": unbuffered(stderr)}
         self._is_coloured = {"stdout": stdout.isatty(), "stderr": stderr.isatty()}
         self._ranks: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
         self._folder = TracebackFolder()
         self._release_timer: asyncio.TimerHandle | None = None
         self._console = BackgroundWriter("console output", self._write_console, self._on_console_dropped)
@@ -60,14 +68,22 @@ class OutputSink:
             BackgroundWriter("output files", self._write_file, self._on_file_dropped) if self._files else None
         )
 
+    def expected(self, worker: str, rank: int) -> None:
+        """`worker` will most likely get this rank. If it ends without one, its files are those of this rank."""
+        self._expected[worker] = rank
+
     def placed(self, worker: str, rank: int) -> None:
-        """From now on the lines of `worker` are those of this rank."""
+        """From now on the lines of `worker` are those of this rank; in the files also what it has said before."""
+        is_first = worker not in self._ranks
         self._ranks[worker] = rank
+        if is_first:
+            self._move_files(worker, rank)
 
     def line(self, worker: str, stream: str, data: bytes) -> None:
         """A line of "stdout" or "stderr", without its end."""
         if self._file_writer is not None:
-            self._file_writer.put((self._folder_name(worker), stream), data + b"\n")
+            folder = self._rank_folder(self._ranks[worker]) if worker in self._ranks else worker
+            self._file_writer.put(RankFile(folder, stream), data + b"\n")
         if stream == "stdout":
             self._show(worker, stream, [data])
             return
@@ -78,7 +94,9 @@ class OutputSink:
     def closed(self, worker: str) -> None:
         """The worker has ended and all its lines have come."""
         self._show(worker, "stderr", self._folder.release(worker, self._label(worker)))
-        self._ranks.pop(worker, None)
+        rank, expected = self._ranks.pop(worker, None), self._expected.pop(worker, None)
+        if rank is None and expected is not None:
+            self._move_files(worker, expected)
 
     def close(self) -> None:
         """Show and write what is left; waits for that, but not for ever. Idempotent."""
@@ -92,10 +110,13 @@ class OutputSink:
     def _label(self, worker: str) -> str:
         return f"[{self._ranks.get(worker, worker)}]"
 
-    def _folder_name(self, worker: str) -> str:
-        if worker not in self._ranks:
-            return worker
-        return f"rank.{self._ranks[worker]:0{self._options.rank_digits}d}"
+    def _rank_folder(self, rank: int) -> str:
+        return f"rank.{rank:0{self._options.rank_digits}d}"
+
+    def _move_files(self, worker: str, rank: int) -> None:
+        if self._file_writer is not None:
+            for stream in self._streams:
+                self._file_writer.put(Move(worker, self._rank_folder(rank), stream), b"")
 
     def _show(self, worker: str, stream: str, lines: list[bytes]) -> None:
         if not lines:
@@ -138,12 +159,15 @@ class OutputSink:
     def _on_console_dropped(self, dropped_bytes: int) -> None:
         self._say(f"nobody read the output; {dropped_bytes} bytes of it were dropped")
 
-    def _write_file(self, target: tuple[str, str], data: bytes) -> None:
+    def _write_file(self, target: RankFile | Move, data: bytes) -> None:
         assert self._files is not None
         if "files" in self._unwritable:
             return
         try:
-            self._files.append(*target, data)
+            if isinstance(target, Move):
+                self._files.move(target)
+            else:
+                self._files.append(target, data)
         except OSError as error:
             self._unwritable.add("files")
             self._say(f"no more files are written to {self._options.directory} ({error.strerror}); the job goes on")

@@ -1,14 +1,38 @@
 """What the workers print, in files: `rank.N/stdout` and `rank.N/stderr`, the layout of Horovod's
---output-filename. Used by output.py, in its writer thread."""
+--output-filename. Used by output.py, in its writer thread.
+
+What a worker prints before it has a rank is in `wN/` until then.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from farandole.errors import ConfigError
 from farandole.launch.writer import write_all
+
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """Where lines go."""
+
+    folder: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Move:
+    """What is in folder `old` of a stream belongs to the end of that in folder `new`."""
+
+    old: str
+    new: str
+    stream: str
 
 
 def make_writable(directory: Path) -> None:
@@ -26,16 +50,37 @@ class RankFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[tuple[str, str], BinaryIO] = {}
+        self._files: dict[RankFile, BinaryIO] = {}
 
-    def append(self, folder: str, stream: str, data: bytes) -> None:
-        """Write `data` at the end of the file `folder`/`stream`. Raises OSError."""
-        file = self._files.get((folder, stream))
+    def append(self, target: RankFile, data: bytes) -> None:
+        """Write `data` at the end of this file. Raises OSError."""
+        write_all(self._open(target), data)
+
+    def move(self, asked: Move) -> None:
+        """If anything was appended to the old file, it is in the new one afterwards, and the old one is gone. Raises
+        OSError."""
+        old, new = RankFile(asked.old, asked.stream), RankFile(asked.new, asked.stream)
+        file = self._files.pop(old, None)
         if file is None:
-            (self._directory / folder).mkdir(exist_ok=True)
-            file = (self._directory / folder / stream).open("ab", buffering=0)
-            self._files[folder, stream] = file
-        write_all(file, data)
+            return
+        file.close()
+        with self._path(old).open("rb") as early:
+            while data := early.read(_COPY_BYTES):
+                write_all(self._open(new), data)
+        self._path(old).unlink()
+        with contextlib.suppress(OSError):  # the other stream is still there
+            self._path(old).parent.rmdir()
+
+    def _open(self, target: RankFile) -> BinaryIO:
+        file = self._files.get(target)
+        if file is None:
+            path = self._path(target)
+            path.parent.mkdir(exist_ok=True)
+            file = self._files[target] = path.open("ab", buffering=0)
+        return file
+
+    def _path(self, target: RankFile) -> Path:
+        return self._directory / target.folder / target.stream
 
     def close(self) -> None:
         for file in self._files.values():

@@ -15,11 +15,13 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
+from farandole.env import read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
 from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.in_thread import run_job
-from farandole.launch.output import OutputOptions
+from farandole.launch.output import OutputOptions, output_options
+from farandole.launch.run_parser import WITHOUT_EFFECT
 
 T = TypeVar("T")
 Hosts = tuple[HostSlots, ...] | HostDiscovery | None
@@ -87,6 +89,7 @@ def run(
     executable         another Python for the workers
     env                what the workers' environment has beside this process's
     np, min_np, max_np other names of the three numbers
+    use_gloo           asks for what happens anyway
     The others are Horovod's and change nothing; giving one is a warning.
 
     Raises FunctionFailed (a RuntimeError) with the traceback of the first worker that raised, ConfigError (a
@@ -103,19 +106,20 @@ def run(
         reset_limit=reset_limit,
         on_failure="host" if cooldown_range else "slot",
         cooldown_range_s=cooldown_range,
-        start_timeout_s=JobConfig.start_timeout_s if start_timeout is None else start_timeout,
+        start_timeout_s=read_start_timeout_s(JobConfig.start_timeout_s) if start_timeout is None else start_timeout,
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
     )
-    for name, value in (
-        ("ssh_port", ssh_port),
-        ("ssh_identity_file", ssh_identity_file),
-        ("use_mpi", use_mpi),
-        ("mpi_args", mpi_args),
-        ("network_interface", network_interface),
-        ("network_interfaces", network_interfaces),
+    for name, value, option in (
+        ("ssh_port", ssh_port, "ssh_port"),
+        ("ssh_identity_file", ssh_identity_file, "ssh_identity_file"),
+        ("disable_cache", disable_cache, "disable_cache"),
+        ("use_mpi", use_mpi, "use_mpi"),
+        ("mpi_args", mpi_args, "mpi_args"),
+        ("network_interface", network_interface, "nics"),
+        ("network_interfaces", network_interfaces, "nics"),
     ):
         if value:
-            warnings.warn(f"farandole.run: {name} has no effect: workers run on this machine", stacklevel=2)
+            warnings.warn(f"farandole.run: {name} has no effect: {WITHOUT_EFFECT[option]}", stacklevel=2)
     return run_function(
         lambda: func(*args, **(kwargs or {})),
         config,
@@ -169,12 +173,6 @@ def chosen_hosts(
     if hostfile is not None:
         return parse_hostfile(hostfile)
     return None if script is None else ScriptDiscovery(script, slots or 1, period_s=period_s)
-
-
-def output_options(config: JobConfig, directory: str | None, prefix_timestamp: bool) -> OutputOptions:
-    """Raises ConfigError when no files can be written to the directory."""
-    digits = len(str((config.max_np or config.num_proc) - 1))
-    return OutputOptions(Path(directory) if directory is not None else None, prefix_timestamp, digits)
 
 
 def _pickled(call: Callable[[], Any]) -> bytes:

@@ -27,6 +27,9 @@ _LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--disable-cache",), "disable_cache", "", "results of checks are never kept"),
 )
 
+WITHOUT_EFFECT: Mapping[str, str] = {name: reason for _, name, _, reason in _LAUNCHER_FLAGS}
+"""Why these options of horovodrun's change nothing, by the option's name."""
+
 
 def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]]:
     """The parser of `program`'s options, and how many of the next words belong to each flag that takes any."""
@@ -138,11 +141,17 @@ def _times(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("time limits, in seconds")
     for flag, default, text in (
         ("--elastic-timeout", JobConfig.elastic_timeout_s, "how long a job may have fewer than --min-np workers"),
-        ("--start-timeout", JobConfig.start_timeout_s, "from the first worker's init() to the last one's"),
         ("--detection-budget", JobConfig.detection_budget_s, "how long a hung worker may stay unnoticed"),
         ("--grace", JobConfig.grace_s, "from SIGTERM to SIGKILL when a worker is stopped"),
     ):
         group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
+    group.add_argument(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        help="from the first worker's init() to the last one's "
+        f"(default: HOROVOD_START_TIMEOUT, or {JobConfig.start_timeout_s:g})",
+    )
 
 
 def _checkpoints(parser: argparse.ArgumentParser) -> None:

@@ -167,6 +167,11 @@ def cross_size() -> int:
     return world.current().placement.cross_size
 
 
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of workers."""
+    return world.current().is_homogeneous
+
+
 def slot() -> int:
     """This worker's slot on its host: it keeps the slot, and so its device, for life; a replacement of a dead
     worker gets the dead one's."""

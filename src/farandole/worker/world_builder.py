@@ -39,6 +39,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     worker: str
     address: Address
+    local_size: int
     has_process_sets: bool
 
 
@@ -79,14 +80,18 @@ class WorldBuilder:
         channel = session * _CHANNELS_PER_SESSION
         steps = self._ring(start, channel + _STEPS, timeout_s)
         ring = self._ring(start, channel + _NAMED, timeout_s)
-        directory = _directory(ring, Member(self._worker, self._listener.address, process_sets.has_added()))
+        directory = _directory(
+            ring,
+            Member(self._worker, self._listener.address, start.placement.local_size, process_sets.has_added()),
+        )
 
         def connect(ranks: tuple[int, ...], process_set: int) -> Transport:
             subset = _among(start, [directory[rank] for rank in ranks], ranks.index(start.placement.rank))
             return self._ring(subset, channel + _FIRST_PROCESS_SET + process_set, SUBSET_TIMEOUT_S)
 
         named = NamedCollectives(ring, placement=start.placement, connect=connect, settings=self._settings())
-        entered = World(start.id, start.placement, steps, named)
+        is_homogeneous = len({member.local_size for member in directory}) == 1
+        entered = World(start.id, start.placement, steps, named, is_homogeneous)
         return Built(entered, any(member.has_process_sets for member in directory))
 
     def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:

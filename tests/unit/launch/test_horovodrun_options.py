@@ -69,9 +69,31 @@ def test_elastic_policies_arrive() -> None:
 
 def test_under_horovodrun_a_job_is_elastic_only_when_that_is_asked_for() -> None:
     assert parse_run(["-np", "2", "sh"], HOROVODRUN).config == JobConfig(2, 2, 2, restarts=0)
-    for words, low, high in (("--min-np 1", 1, None), ("--max-np 4", 2, 4), ("--host-discovery-script x", 2, None)):
+    for words, low, high in (
+        ("--min-np 1", 1, None),
+        ("--min-np 1 --max-np 4", 1, 4),
+        ("--host-discovery-script x", 2, None),
+    ):
         config = parse_run(f"-np 2 {words} sh".split(), HOROVODRUN).config
         assert config == JobConfig(2, low, high, fills_slots=True, waits_for_newcomers=True)
+
+
+@pytest.mark.parametrize("most", ["1", "4"])
+def test_under_horovodrun_max_np_alone_makes_no_job_elastic_and_that_is_said(most: str) -> None:
+    options = parse_run(["-np", "2", "--max-np", most, "sh"], HOROVODRUN)
+    assert options.config == JobConfig(2, 2, 2, restarts=0)
+    assert [note.split(":")[0] for note in options.notes] == ["--max-np has no effect"]
+    assert parse_run(["-np", "2", "--max-np", "4", "sh"]).notes == ()
+
+
+def test_the_start_timeout_comes_from_the_flag_then_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_run(["-np", "2", "sh"]).config.start_timeout_s == JobConfig.start_timeout_s
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "45")
+    assert parse_run(["-np", "2", "sh"]).config.start_timeout_s == 45
+    assert parse_run(["-np", "2", "--start-timeout", "7", "sh"]).config.start_timeout_s == 7
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(SystemExit):
+        parse_run(["-np", "2", "sh"])
 
 
 def test_under_horovodrun_what_is_said_counts() -> None:

@@ -141,11 +141,30 @@ def test_files_by_rank_are_continued_by_a_replacement(tmp_path: Path) -> None:
     files = {str(path.relative_to(directory)): path.read_text() for path in directory.glob("*/*")}
     assert files == {
         "rank.00/stdout": "hello from w0\nhello from w3\n",
+        "rank.00/stderr": "early w0\nearly w3\n",
         "rank.10/stdout": "hello from w10\n",
-        "w0/stderr": "early w0\n",
-        "w3/stderr": "early w3\n",
-        "w10/stderr": "early w10\n",
+        "rank.10/stderr": "early w10\n",
     }
+    assert [path.name for path in sorted(directory.iterdir())] == ["rank.00", "rank.10"]
+
+
+def test_files_of_a_worker_without_a_rank_are_its_own_or_in_the_end_of_the_rank_it_should_have_got(
+    tmp_path: Path,
+) -> None:
+    def say(sink: OutputSink) -> None:
+        sink.expected("w0", 1)
+        sink.expected("w1", 0)
+        for worker in ("w0", "w1", "w2"):
+            sink.line(worker, "stdout", worker.encode())
+            sink.line(worker, "stdout", b"." * 3_000_000)
+        sink.placed("w1", 2)
+        for worker in ("w0", "w1", "w2"):
+            sink.closed(worker)
+
+    shown(say, OutputOptions(tmp_path))
+    files = {str(path.relative_to(tmp_path)): path.read_text().split() for path in tmp_path.glob("*/*")}
+    dots = "." * 3_000_000
+    assert files == {"rank.1/stdout": ["w0", dots], "rank.2/stdout": ["w1", dots], "w2/stdout": ["w2", dots]}
 
 
 def test_files_that_cannot_be_written_are_an_error_before_the_start(tmp_path: Path) -> None:

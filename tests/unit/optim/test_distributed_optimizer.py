@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -211,16 +211,22 @@ def test_a_second_step_for_one_batch_is_refused() -> None:
 
 def test_two_optimizers_whose_losses_run_through_each_other() -> None:
     """A GAN: the generator's loss leaves gradients in the discriminator, which has stepped already."""
-    first, second = model(), torch.nn.Linear(1, 1).double()
-    one = DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=0.1))
-    two = DistributedOptimizer(torch.optim.SGD(second.parameters(), lr=0.1))
-    for _ in range(2):
-        one.zero_grad()
-        loss(first, samples(4)).backward()
-        one.step()
-        two.zero_grad()
-        second(first(samples(4))).sum().backward()
-        two.step()
+
+    def trained(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> list[torch.Tensor]:
+        first, second = model(), torch.nn.Linear(1, 1).double()
+        one = wrap(torch.optim.SGD(first.parameters(), lr=0.1))
+        two = wrap(torch.optim.SGD(second.parameters(), lr=0.1))
+        for _ in range(2):
+            one.zero_grad()
+            loss(first, samples(4)).backward()
+            one.step()
+            two.zero_grad()
+            second(first(samples(4))).sum().backward()
+            two.step()
+        return [*first.parameters(), *second.parameters()]
+
+    ours, plain = trained(DistributedOptimizer), trained(lambda optimizer: optimizer)
+    assert all(map(torch.equal, ours, plain))
 
 
 def test_a_parameter_that_was_frozen_in_the_first_step_must_not_be_unfrozen_under_a_loader() -> None:

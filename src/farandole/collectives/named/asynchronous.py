@@ -50,7 +50,7 @@ def allreduce_async(
 ) -> Handle:
     """Reduce `tensor` (same shape and dtype on all ranks) into a new one."""
     call = Call(Kind.ALLREDUCE, name, process_set)
-    return _reduce(call, [tensor], reduction(op, average), prescale_factor, postscale_factor)
+    return submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor)
 
 
 def allreduce_async_(
@@ -64,7 +64,7 @@ def allreduce_async_(
 ) -> Handle:
     """Reduce `tensor` in place. After an error its content is undefined."""
     call = Call(Kind.ALLREDUCE, name, process_set)
-    return _reduce(call, [tensor], reduction(op, average), prescale_factor, postscale_factor, in_place=True)
+    return submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -77,8 +77,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Reduce several tensors (all on one device) into new ones: all of them together, or none."""
-    call = Call(Kind.ALLREDUCE, name, process_set, len(tensors))
-    return _reduce(call, tensors, reduction(op, average), prescale_factor, postscale_factor)
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
+    return submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor)
 
 
 def grouped_allreduce_async_(
@@ -91,8 +91,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Reduce several tensors in place."""
-    call = Call(Kind.ALLREDUCE, name, process_set, len(tensors))
-    return _reduce(call, tensors, reduction(op, average), prescale_factor, postscale_factor, in_place=True)
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
+    return submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor, in_place=True)
 
 
 def allgather_async(
@@ -100,14 +100,14 @@ def allgather_async(
 ) -> Handle:
     """The rows of all ranks' tensors, in the order of the ranks. Only the number of rows may differ (0 is one); a
     scalar counts as one row."""
-    return _gather(Call(Kind.ALLGATHER, name, process_set), [tensor])
+    return submit_gathering(Call(Kind.ALLGATHER, name, process_set), [tensor])
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """The rows of several tensors, all of them together or none."""
-    return _gather(Call(Kind.ALLGATHER, name, process_set, len(tensors)), tensors)
+    return submit_gathering(Call(Kind.ALLGATHER, name, process_set, tensors), tensors)
 
 
 def broadcast_async(
@@ -151,7 +151,7 @@ def reducescatter_async(
     """Reduce `tensor` by Sum or Average; this rank gets its share of the rows. The first ranks get one more where
     they do not come out even."""
     call = Call(Kind.REDUCESCATTER, name, process_set)
-    return _reduce(call, [tensor], reduction(op), prescale_factor, postscale_factor)
+    return submit_reduction(call, [tensor], reduction(op), prescale_factor, postscale_factor)
 
 
 def grouped_reducescatter_async(
@@ -163,8 +163,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Reduce several tensors and scatter the rows of each, all of them together or none."""
-    call = Call(Kind.REDUCESCATTER, name, process_set, len(tensors))
-    return _reduce(call, tensors, reduction(op), prescale_factor, postscale_factor)
+    call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
+    return submit_reduction(call, tensors, reduction(op), prescale_factor, postscale_factor)
 
 
 def reduction(op: int | None, average: bool | None = None) -> Reduction:
@@ -181,7 +181,7 @@ def reduction(op: int | None, average: bool | None = None) -> Reduction:
     return Reduction.AVERAGE if average else Reduction.SUM
 
 
-def _reduce(
+def submit_reduction(
     call: Call,
     tensors: Sequence[torch.Tensor],
     op: Reduction,
@@ -190,6 +190,7 @@ def _reduce(
     *,
     in_place: bool = False,
 ) -> Handle:
+    """An allreduce or reducescatter of these tensors as `call`."""
     scatters = call.kind is Kind.REDUCESCATTER
     if scatters and op not in (Reduction.SUM, Reduction.AVERAGE):
         # Horovod's error for this, which scripts may catch; it is not a matter of one rank's tensor.
@@ -203,7 +204,8 @@ def _reduce(
     return call.submit()
 
 
-def _gather(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
+def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
+    """An allgather of these tensors as `call`."""
     for tensor in tensors:
         check_tensor(call, tensor)
     check_same_device(call, tensors)

@@ -1,12 +1,13 @@
 """From a user's call to operations: what can be wrong on one rank alone is found here. operations.py calls it.
 
-All functions raise ValueError for a tensor, a name or a process set that cannot work. An unnamed operation takes
-its number first, so that ranks keep counting alike when one of them made a mistake.
+All functions raise ValueError for a tensor, a name or a process set that cannot work. A public function makes its
+Call before it looks at any other argument: so an unnamed operation takes its number first, and ranks keep counting
+alike when one of them made a mistake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import torch
 
@@ -33,17 +34,19 @@ REDUCIBLE = (
 class Call:
     """One call of a public function: in which process set, under which name, with which handle.
 
-    name     the user's; None for a running number
-    tensors  how many of them, for a grouped function; None for the plain one
+    name   the user's; None for a running number
+    group  the tensors of a grouped function; None for the plain one
 
     Raises ValueError for a process set that was not added, or does not have this rank.
     """
 
-    def __init__(self, kind: Kind, name: str | None, process_set: ProcessSet, tensors: int | None = None) -> None:
+    def __init__(
+        self, kind: Kind, name: str | None, process_set: ProcessSet, group: Sequence[torch.Tensor] | None = None
+    ) -> None:
         self.named: NamedCollectives = engine()
         self.kind, self.process_set = kind, process_set
         number = process_set.process_set_id
-        prefix = ("" if tensors is None else "grouped_") + kind.name.lower()
+        prefix = ("" if group is None else "grouped_") + kind.name.lower()
         if name is None:
             name = f"noname.{self.named.next_number(kind, -1 if number is None else number)}"
         self.name = f"{prefix}.{name}"
@@ -55,11 +58,13 @@ class Call:
         self.id, self.ranks = number, self.named.process_sets[number]
         if self.named.rank not in self.ranks:
             raise ValueError(f"{self.name}: rank {self.named.rank} is not in {process_set}")
-        self._tensors = tensors
+        if group is not None and not isinstance(group, Sized):
+            raise ValueError(f"{self.name}: expected a list of tensors, got {type(group).__name__}")
+        self._tensors = None if group is None else len(group)
         if kind is Kind.ALLTOALL:
             self.handle: Handle = ExchangeHandle()
         else:
-            self.handle = Handle(1 if tensors is None else tensors, is_group=tensors is not None)
+            self.handle = Handle(1 if self._tensors is None else self._tensors, is_group=group is not None)
         self._operations: list[Operation] = []
 
     def add(
@@ -121,6 +126,11 @@ def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> No
         raise ValueError(
             f'{call.name}: a tensor on the device "meta" has no values; it needs memory first, by to_empty()'
         )
+    if not _has_memory(tensor):
+        raise ValueError(
+            f"{call.name}: this tensor of shape {tuple(tensor.shape)} has no memory to read. It was freed, as by "
+            f"sharding, or it is a fake, or one of torch.func's; pass a tensor that has its values"
+        )
     if at_least_1d and tensor.dim() == 0:
         raise ValueError(f"{call.name}: a scalar has no rows to deal out; the tensor needs at least one dimension")
 
@@ -174,3 +184,12 @@ def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[
     if min(numbers) < 0 or sum(numbers) > rows:
         raise ValueError(f"{call.name}: splits must be counts that add up to at most {rows} rows, got {numbers}")
     return numbers
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the collectives' thread can read it. There it is too late: the other ranks count on this one then, and
+    an error ends the generation."""
+    try:
+        return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        return False

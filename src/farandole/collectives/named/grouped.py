@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from farandole.collectives.named import asynchronous, autograd
-from farandole.collectives.named.asynchronous import reduction
+from farandole.collectives.named import autograd
+from farandole.collectives.named.asynchronous import reduction, submit_gathering, submit_reduction
+from farandole.collectives.named.building import Call
 from farandole.collectives.named.compression import Compression, Compressor
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.named.requests import Kind
 from farandole.collectives.reduction import Reduction
 
 
@@ -27,11 +29,11 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors into new ones. Gradients flow through it."""
-    scales = (prescale_factor, postscale_factor)
-    how = reduction(op, average)
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
+    how, scales = reduction(op, average), (prescale_factor, postscale_factor)
     small, contexts = _compress(tensors, compression)
     results = autograd.all_reduce(
-        lambda inputs: asynchronous.grouped_allreduce_async(inputs, None, name, how, *scales, process_set),
+        lambda inputs: submit_reduction(call, inputs, how, *scales),
         small,
         how,
         scales,
@@ -50,11 +52,11 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """Reduce several tensors in place."""
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     how = reduction(op, average)
-    handle = asynchronous.grouped_allreduce_async_(
-        tensors, None, name, how, prescale_factor, postscale_factor, process_set
-    )
-    results: tuple[torch.Tensor, ...] = handle.take()
+    results: tuple[torch.Tensor, ...] = submit_reduction(
+        call, tensors, how, prescale_factor, postscale_factor, in_place=True
+    ).take()
     return results
 
 
@@ -62,9 +64,8 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """The rows of several tensors from all ranks. Gradients flow through it."""
-    return autograd.all_gather(
-        lambda inputs: asynchronous.grouped_allgather_async(inputs, name, process_set), tensors, process_set
-    )
+    call = Call(Kind.ALLGATHER, name, process_set, tensors)
+    return autograd.all_gather(lambda inputs: submit_gathering(call, inputs), tensors, process_set)
 
 
 def grouped_reducescatter(
@@ -77,11 +78,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce several tensors, and keep this rank's rows of each. Gradients flow through it."""
-    scales = (prescale_factor, postscale_factor)
-    how = reduction(op)
+    call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
+    how, scales = reduction(op), (prescale_factor, postscale_factor)
     small, contexts = _compress(tensors, compression)
     results = autograd.reduce_scatter(
-        lambda inputs: asynchronous.grouped_reducescatter_async(inputs, name, how, process_set, *scales),
+        lambda inputs: submit_reduction(call, inputs, how, *scales),
         small,
         how,
         scales,

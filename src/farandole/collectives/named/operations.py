@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from farandole.collectives.named import asynchronous, autograd
+from farandole.collectives.named import autograd
 from farandole.collectives.named.asynchronous import (
     allgather_async,
     allreduce_async,
@@ -23,6 +23,7 @@ from farandole.collectives.named.asynchronous import (
     grouped_reducescatter_async,
     reducescatter_async,
     reduction,
+    submit_reduction,
 )
 from farandole.collectives.named.building import Call
 from farandole.collectives.named.compression import Compression, Compressor
@@ -80,11 +81,11 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce `tensor` into a new one. Gradients flow through it."""
-    scales = (prescale_factor, postscale_factor)
-    how = reduction(op, average)
+    call = Call(Kind.ALLREDUCE, name, process_set)
+    how, scales = reduction(op, average), (prescale_factor, postscale_factor)
     small, context = compression.compress(tensor)
     (result,) = autograd.all_reduce(
-        lambda inputs: allreduce_async(inputs[0], None, name, how, *scales, process_set),
+        lambda inputs: submit_reduction(call, inputs, how, *scales),
         [small],
         how,
         scales,
@@ -103,9 +104,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce `tensor` in place, and return it."""
+    call = Call(Kind.ALLREDUCE, name, process_set)
     how = reduction(op, average)
-    handle = allreduce_async_(tensor, None, name, how, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = handle.take()
+    result: torch.Tensor = submit_reduction(
+        call, [tensor], how, prescale_factor, postscale_factor, in_place=True
+    ).take()
     return result
 
 
@@ -160,11 +163,11 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce `tensor`, and keep this rank's share of the rows. Gradients flow through it."""
-    scales = (prescale_factor, postscale_factor)
-    how = reduction(op)
+    call = Call(Kind.REDUCESCATTER, name, process_set)
+    how, scales = reduction(op), (prescale_factor, postscale_factor)
     small, context = compression.compress(tensor)
     (result,) = autograd.reduce_scatter(
-        lambda inputs: asynchronous.reducescatter_async(inputs[0], name, how, process_set, *scales),
+        lambda inputs: submit_reduction(call, inputs, how, *scales),
         [small],
         how,
         scales,

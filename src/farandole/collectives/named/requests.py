@@ -19,6 +19,8 @@ GLOBAL_SET = 0
 
 
 class Kind(enum.IntEnum):
+    """What is done. The numbers are on the wire."""
+
     ALLREDUCE = 1
     ALLGATHER = 2
     BROADCAST = 3

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from farandole.collectives.named.asynchronous import allgather_async
+from farandole.collectives.named.asynchronous import submit_gathering
+from farandole.collectives.named.building import Call
 from farandole.collectives.named.constants import Average
 from farandole.collectives.named.handles import synchronize
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.named.requests import Kind
 
 
 def sparse_allreduce_async(
@@ -20,11 +22,11 @@ def sparse_allreduce_async(
     Returns a function instead of a handle (as Horovod does): it waits, and gives a sparse tensor in which an
     index may occur several times.
     """
-    prefix = None if name is None else f"{name}."
-    indices = allgather_async(
-        tensor._indices().transpose(0, 1), None if prefix is None else f"{prefix}indices", process_set
-    )
-    values = allgather_async(tensor._values(), None if prefix is None else f"{prefix}values", process_set)
+    calls = [
+        Call(Kind.ALLGATHER, None if name is None else f"{name}.{part}", process_set) for part in ("indices", "values")
+    ]
+    indices = submit_gathering(calls[0], [tensor._indices().transpose(0, 1)])
+    values = submit_gathering(calls[1], [tensor._values()])
 
     def wait() -> torch.Tensor:
         # Both, before anything is raised: their names are free again afterwards.

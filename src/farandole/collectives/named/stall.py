@@ -50,11 +50,6 @@ class StallWatch:
         """Whether it has to be asked at all."""
         return self._warning_s > 0 or self._abort_s > 0
 
-    @property
-    def interval_s(self) -> float:
-        """How often to ask: often enough to be late by a fifth at most."""
-        return min(each for each in (self._warning_s, self._abort_s) if each > 0) / 5 if self.is_on else 60.0
-
     def check(self, now_s: float, waiting: Sequence[Waiting]) -> StallReport:
         """What is to be said of the operations that wait now, all of them."""
         if not self.is_on or (not waiting and not self._since_s):

@@ -42,7 +42,7 @@ def allreduce_together_(
     All are submitted or none; raises what allreduce_async_() raises."""
     operations: list[Operation] = []
     for each in all_reduced:
-        call = Call(Kind.ALLREDUCE, each.name, process_set, len(each.tensors) if each.is_group else None)
+        call = Call(Kind.ALLREDUCE, each.name, process_set, each.tensors if each.is_group else None)
         check_same_device(call, each.tensors)
         for tensor in each.tensors:
             check_tensor(call, tensor)

@@ -46,7 +46,7 @@ def test_other_dtypes_pass(compressor: Any, dtype: torch.dtype) -> None:
 
 
 def test_a_script_may_subclass_one_of_them() -> None:
-    class Doubled(Compression.none):  # type: ignore[misc, name-defined]
+    class Doubled(Compression.none):
         @staticmethod
         def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return tensor * 2, None

@@ -68,11 +68,6 @@ def test_abort_alone_and_never_at_all() -> None:
     assert off.check(0, [waiting()]) == off.check(1000, [waiting()]) == NOTHING
 
 
-def test_it_says_how_often_to_ask() -> None:
-    assert StallWatch().interval_s == 12.0
-    assert StallWatch(warning_s=60, abort_s=5).interval_s == 1.0
-
-
 def test_negative_times_are_refused() -> None:
     with pytest.raises(ValueError, match="warning_s=-1"):
         StallWatch(warning_s=-1)

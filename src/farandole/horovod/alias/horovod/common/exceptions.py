@@ -1,5 +1,25 @@
-"""Horovod's exceptions, which Farandole raises itself."""
+"""Horovod's exceptions. Farandole raises the first two itself."""
+
+from __future__ import annotations
 
 from farandole import HorovodInternalError, HostsUpdatedInterrupt
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
+__all__ = [
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "get_version_mismatch_message",
+]
+
+
+class HorovodVersionMismatchError(ImportError):
+    """For scripts that catch it. Nothing is compiled against a version of torch here, so nothing raises it."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version), name=name)
+        self.version, self.installed_version = version, installed_version
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """What is wrong when `version` of a framework is found, and `installed_version` was there at the installation."""
+    return f"{name} is version {version} now, and was {installed_version} when Horovod was installed; install it anew"

@@ -22,6 +22,13 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name == "torch" and util.find_spec("torch") is not None
 
 
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Raises ImportError unless extension_available() for the last word of `ext_name`, as in "horovod.torch". The other
+    arguments say where Horovod's compiled code would lie, and how it would be built."""
+    if not extension_available(ext_name.rpartition(".")[2]):
+        raise ImportError(f"{ext_name} is not available: Farandole works with PyTorch only, which must be installed")
+
+
 def gloo_built(verbose: bool = False) -> bool:
     """True: what scripts reach through Gloo, elastic jobs above all, Farandole does itself."""
     return True
@@ -33,8 +40,12 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """0: tensors do not travel through NCCL yet."""
-    return 0
+    """As farandole.nccl_built(): the version of NCCL in the installed torch; 0: none, or no torch."""
+    if not extension_available("torch"):
+        return 0
+    import farandole
+
+    return farandole.nccl_built(verbose)
 
 
 def ddl_built(verbose: bool = False) -> bool:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from farandole.config import JobConfig
+from farandole.env import read_start_timeout_s
 from farandole.launch.arguments import split_command
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check
 from farandole.launch.horovodrun import main as _horovodrun
 from farandole.launch.in_thread import run_job
-from farandole.launch.run_function import FunctionFailed, chosen_hosts, output_options, run_function
+from farandole.launch.output import output_options
+from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_function
 from farandole.launch.run_parser import run_parser
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser
@@ -36,8 +37,6 @@ def parse_args() -> Namespace:
     args.prefix_output_with_timestamp = args.prefix_timestamp
     if args.elastic_timeout == parser.get_default("elastic_timeout"):
         args.elastic_timeout = None
-    if args.start_timeout == parser.get_default("start_timeout"):
-        args.start_timeout = None
     if args.config_file is not None:
         _set_from_file(args)
     for setting in SETTINGS:
@@ -104,7 +103,7 @@ def _run_static(args: Namespace, env: Mapping[str, str] | None = None) -> Any:
         min_np=args.num_proc,
         max_np=args.num_proc,
         restarts=0,
-        start_timeout_s=args.start_timeout or JobConfig.start_timeout_s,
+        start_timeout_s=args.start_timeout or read_start_timeout_s(JobConfig.start_timeout_s),
         on_failure="host",
     )
     return _run_job(args, config, env)
@@ -117,7 +116,7 @@ def _run_elastic(args: Namespace) -> Any:
         min_np=args.min_num_proc or args.num_proc,
         max_np=args.max_num_proc,
         elastic_timeout_s=args.elastic_timeout or driver.ELASTIC_TIMEOUT_SECS,
-        start_timeout_s=args.start_timeout or JobConfig.start_timeout_s,
+        start_timeout_s=args.start_timeout or read_start_timeout_s(JobConfig.start_timeout_s),
         on_failure="host",
         cooldown_range_s=tuple(args.cooldown_range) if args.cooldown_range else None,
         reset_limit=args.reset_limit,
@@ -137,7 +136,7 @@ def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None =
     )
     asked: dict[str, Any] = {
         "hosts": hosts,
-        "output": output_options(config, _text(args.output_filename), bool(args.prefix_output_with_timestamp)),
+        "output": output_options(config, args.output_filename, bool(args.prefix_output_with_timestamp)),
         "is_verbose": bool(args.verbose),
         "environment": config_parser.set_env_from_args(dict(env or {}), args),
     }
@@ -155,7 +154,3 @@ def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None =
 def _failed(reason: str) -> str:
     """In words by which programs know Horovod's failures."""
     return f"Horovod detected that one or more processes exited with non-zero status, so the job has ended: {reason}"
-
-
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)

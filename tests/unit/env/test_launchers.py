@@ -1,4 +1,4 @@
-"""What the environment says, read without the environment."""
+"""What torchrun, mpirun and srun say, read without them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from farandole import env
 from farandole.errors import ConfigError
-from farandole.membership import Placement
 
 TORCHRUN = {
     "RANK": "3",
@@ -35,28 +34,6 @@ SRUN = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
 }
-
-
-def test_nothing_said_is_nothing_read() -> None:
-    assert env.read_worker_env({}) is None
-    assert env.read_fixed_env({}) is None
-
-
-def test_what_an_agent_says_comes_back() -> None:
-    said = env.worker_environment("@farandole-1", "w3", "secret", 2)
-    assert env.read_worker_env(said) == env.WorkerEnv("@farandole-1", "w3", "secret", 2)
-
-
-def test_half_of_what_an_agent_says_is_refused() -> None:
-    said = env.worker_environment("@farandole-1", "w3", "secret", 2)
-    del said["FARANDOLE_SECRET"]
-    with pytest.raises(ConfigError, match="lacks FARANDOLE_SECRET"):
-        env.read_worker_env(said)
-
-
-def test_children_do_not_inherit_what_an_outer_job_said() -> None:
-    said = {**env.worker_environment("@farandole-1", "w3", "secret", 2), "HOME": "/home/somebody"}
-    assert env.inherited_environment(said) == {"HOME": "/home/somebody"}
 
 
 @pytest.mark.parametrize(
@@ -187,74 +164,3 @@ def test_several_hosts_without_a_name_for_the_job_need_a_port() -> None:
     said = {**MPICH, "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "10.0.0.1"}
     with pytest.raises(ConfigError, match="MASTER_PORT"):
         env.read_fixed_env(said)
-
-
-def test_workers_are_told_their_place_as_by_horovod() -> None:
-    assert env.horovod_environment(Placement(3, 4, 1, 2, 0, 2), "node1", is_elastic=True) == {
-        "HOROVOD_RANK": "3",
-        "HOROVOD_SIZE": "4",
-        "HOROVOD_LOCAL_RANK": "1",
-        "HOROVOD_LOCAL_SIZE": "2",
-        "HOROVOD_CROSS_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "2",
-        "HOROVOD_HOSTNAME": "node1",
-        "HOROVOD_ELASTIC": "1",
-    }
-
-
-def test_the_place_in_an_outer_job_is_not_inherited_but_the_user_s_settings_are() -> None:
-    outer = env.horovod_environment(Placement(0, 1, 0, 1, 0, 1), "node1", is_elastic=False)
-    said = {**outer, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_FUSION_THRESHOLD": "0"}
-    assert env.inherited_environment(said) == {"HOROVOD_FUSION_THRESHOLD": "0"}
-
-
-def test_nothing_set_gives_horovod_s_defaults() -> None:
-    assert env.read_horovod_settings({}) == env.HorovodSettings()
-    assert env.read_horovod_settings({"HOROVOD_TIMELINE": "", "HOROVOD_CACHE_CAPACITY": ""}) == env.HorovodSettings()
-
-
-def test_the_user_s_settings_are_read() -> None:
-    said = {
-        "HOROVOD_TIMELINE": "/tmp/timeline.json",
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-        "HOROVOD_STALL_CHECK_DISABLE": "true",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "2.5",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10",
-        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-        "HOROVOD_FUSION_THRESHOLD": "0",
-        "HOROVOD_CACHE_CAPACITY": "16",
-        "HOROVOD_LOG_LEVEL": "DEBUG",
-    }
-    assert env.read_horovod_settings(said) == env.HorovodSettings(
-        timeline="/tmp/timeline.json",
-        timeline_is_armed=True,
-        mark_cycles=True,
-        stall_check=False,
-        stall_warning_s=2.5,
-        stall_shutdown_s=10.0,
-        dynamic_process_sets=True,
-        fusion_bytes=0,
-        cache_capacity=16,
-        log_level="debug",
-    )
-
-
-def test_a_dynamic_timeline_is_armed_and_has_no_file_yet() -> None:
-    settings = env.read_horovod_settings({"HOROVOD_TIMELINE": "DYNAMIC"})
-    assert (settings.timeline, settings.timeline_is_armed) == (None, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon"),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "-1"),
-        ("HOROVOD_STALL_CHECK_DISABLE", "maybe"),
-        ("HOROVOD_FUSION_THRESHOLD", "64MB"),
-        ("HOROVOD_CACHE_CAPACITY", "-1"),
-        ("HOROVOD_LOG_LEVEL", "loud"),
-    ],
-)
-def test_a_value_that_cannot_be_meant_is_refused_by_name(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        env.read_horovod_settings({name: value})

@@ -1,0 +1,49 @@
+"""The only reader of os.environ: what an agent, another launcher or the user told this process."""
+
+from __future__ import annotations
+
+from farandole.env.agent import (
+    CheckpointEnv,
+    WorkerEnv,
+    checkpoint_environment,
+    read_checkpoint_env,
+    read_sample_ledger,
+    read_scratch_folder,
+    read_worker_env,
+    sample_ledger_environment,
+    scratch_environment,
+    worker_environment,
+)
+from farandole.env.horovod import (
+    HorovodSettings,
+    horovod_environment,
+    read_horovod_settings,
+    read_rank_and_size,
+    read_start_timeout_s,
+)
+from farandole.env.inheritance import changed_environment, inherited_environment
+from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
+
+__all__ = [
+    "CheckpointEnv",
+    "FixedEnv",
+    "HorovodSettings",
+    "WorkerEnv",
+    "changed_environment",
+    "checkpoint_environment",
+    "horovod_environment",
+    "inherited_environment",
+    "read_checkpoint_env",
+    "read_fixed_env",
+    "read_horovod_settings",
+    "read_rank_and_size",
+    "read_sample_ledger",
+    "read_scratch_folder",
+    "read_start_timeout_s",
+    "read_worker_env",
+    "restart_count",
+    "sample_ledger_environment",
+    "scratch_environment",
+    "uses_agent_store",
+    "worker_environment",
+]

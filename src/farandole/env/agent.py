@@ -1,0 +1,99 @@
+"""What an agent tells the worker that it starts: where to report to, and where to put things."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from farandole.env.values import whole_number
+from farandole.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """What an agent tells a worker: where it listens, the worker's name and secret, and its slot."""
+
+    agent_address: str
+    worker: str
+    secret: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class CheckpointEnv:
+    """What a job's launcher tells its workers of checkpoints.
+
+    folder  where they are     keep    how many of them
+    every   how often: the text of --checkpoint-every
+    resume  name of the one to begin with; empty: at the beginning
+    """
+
+    folder: str
+    every: str
+    keep: int
+    resume: str = ""
+
+
+def worker_environment(agent_address: str, worker: str, secret: str, slot: int) -> dict[str, str]:
+    """The variables that read_worker_env() reads."""
+    return {
+        "FARANDOLE_AGENT": agent_address,
+        "FARANDOLE_WORKER": worker,
+        "FARANDOLE_SECRET": secret,
+        "FARANDOLE_SLOT": str(slot),
+    }
+
+
+def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None:
+    """None when no agent started this process. Raises ConfigError when it said only a part."""
+    names = ("FARANDOLE_AGENT", "FARANDOLE_WORKER", "FARANDOLE_SECRET", "FARANDOLE_SLOT")
+    missing = [name for name in names if name not in environ]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        raise ConfigError(f"the environment has some FARANDOLE_ variables but lacks {', '.join(missing)}")
+    address, worker, secret, _ = (environ[name] for name in names)
+    return WorkerEnv(address, worker, secret, whole_number(environ, "FARANDOLE_SLOT"))
+
+
+def scratch_environment(folder: str) -> dict[str, str]:
+    """The variable that read_scratch_folder() reads."""
+    return {"FARANDOLE_SCRATCH": folder}
+
+
+def read_scratch_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """A folder that the agent removes with the job, also when this process is killed; None without an agent."""
+    return environ.get("FARANDOLE_SCRATCH")
+
+
+def sample_ledger_environment(folder: str) -> dict[str, str]:
+    """The variable that read_sample_ledger() reads."""
+    return {"FARANDOLE_SAMPLE_LEDGER": folder}
+
+
+def read_sample_ledger(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The folder in which workers write down what they train; None: nobody asked for that."""
+    return environ.get("FARANDOLE_SAMPLE_LEDGER") or None
+
+
+def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
+    """The variables that read_checkpoint_env() reads."""
+    return {
+        "FARANDOLE_CHECKPOINT": settings.folder,
+        "FARANDOLE_CHECKPOINT_EVERY": settings.every,
+        "FARANDOLE_CHECKPOINT_KEEP": str(settings.keep),
+        "FARANDOLE_CHECKPOINT_RESUME": settings.resume,
+    }
+
+
+def read_checkpoint_env(environ: Mapping[str, str] = os.environ) -> CheckpointEnv | None:
+    """None when the job writes no checkpoints."""
+    if "FARANDOLE_CHECKPOINT" not in environ:
+        return None
+    return CheckpointEnv(
+        folder=environ["FARANDOLE_CHECKPOINT"],
+        every=environ["FARANDOLE_CHECKPOINT_EVERY"],
+        keep=whole_number(environ, "FARANDOLE_CHECKPOINT_KEEP"),
+        resume=environ["FARANDOLE_CHECKPOINT_RESUME"],
+    )

@@ -1,0 +1,42 @@
+"""This process's whole environment: what its children get of it, and what it has for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+
+def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """This process's environment for its children, without what an outer job said to it."""
+    return {
+        name: value for name, value in environ.items() if not name.startswith(_PREFIX) and name not in _HOROVOD_PLACE
+    }
+
+
+@contextlib.contextmanager
+def changed_environment(**variables: str | None) -> Iterator[None]:
+    """Inside, this process's environment has these variables too, except those whose value is None."""
+    new = {name: value for name, value in variables.items() if value is not None}
+    before = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_PREFIX = "FARANDOLE_"
+
+# What tells a process its place in one job of Horovod; not for the workers of another one.
+_HOROVOD_PLACE = frozenset(
+    "HOROVOD_" + name
+    for name in (
+        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
+        *("RENDEZVOUS_ADDR", "RENDEZVOUS_PORT", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "SECRET_KEY"),
+    )
+)

@@ -1,0 +1,184 @@
+"""What torchrun, mpirun and srun tell a process of a job of fixed size."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from farandole.env.values import whole_number
+from farandole.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FixedEnv:
+    """What torchrun, mpirun or srun tell a process of a job of fixed size."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    master_addr: str
+    master_port: int
+
+
+def read_fixed_env(environ: Mapping[str, str] = os.environ) -> FixedEnv | None:
+    """None when none of torchrun, mpirun and srun started this process. Raises ConfigError for variables that
+    are missing, are not numbers, or contradict each other."""
+    for launcher, names in _LAUNCHERS.items():
+        if all(name in environ for name in names.marks):
+            return _read(environ, launcher, names)
+    return None
+
+
+def uses_agent_store(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun's agent serves the store at MASTER_ADDR:MASTER_PORT already."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_count(environ: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun has started all workers anew: its store keeps what the earlier ones said."""
+    return whole_number(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The variables of one launcher.
+
+    marks               what only this launcher's processes have; all of it
+    local_size          of this host, as a number; or, of all hosts, as Slurm writes it: "2(x3),1"
+    host, hosts         this host's place among the hosts and their number, where the launcher tells
+    job                 tells jobs on one machine apart where no port is given
+    """
+
+    marks: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    host: str | None = None
+    hosts: str | None = None
+    job: tuple[str, ...] = ()
+
+
+# In the order in which they are tried. A launcher may itself run under Slurm: Hydra starts its own helpers with
+# srun, and then the SLURM_ variables of a worker are those of the helper.
+_LAUNCHERS = {
+    "torchrun": _Names(
+        marks=("RANK", "WORLD_SIZE", "MASTER_PORT"),
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        host="GROUP_RANK",
+        hosts="GROUP_WORLD_SIZE",
+    ),
+    "Open MPI's mpirun": _Names(
+        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    "mpirun": _Names(  # Hydra: MPICH and Intel MPI
+        marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+    # A shell of sbatch or salloc has SLURM_PROCID too, but no step.
+    "srun": _Names(
+        marks=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        host="SLURM_NODEID",
+        hosts="SLURM_STEP_NUM_NODES",
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    "a launcher that speaks PMI": _Names(
+        marks=("PMI_RANK", "PMI_SIZE"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+}
+
+
+def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
+    needed = (names.rank, names.size, names.local_rank, names.local_size)
+    missing = [name for name in needed if name not in environ]
+    if missing:
+        raise ConfigError(f"the environment looks like that of {launcher} but lacks {', '.join(missing)}")
+    rank, size, local_rank = (whole_number(environ, name) for name in needed[:3])
+    host = whole_number(environ, names.host) if names.host and names.host in environ else None
+    local_size = _local_size(environ, names.local_size, host or 0)
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        said = ", ".join(f"{name}={environ[name]}" for name in needed)
+        raise ConfigError(f"{launcher} said {said}, which contradict each other")
+    if local_size < size and "MASTER_ADDR" not in environ:
+        raise ConfigError(
+            f"{size} workers on several hosts under {launcher}: set MASTER_ADDR to the address of the host of "
+            f"rank 0, so that they find each other"
+        )
+    hosts = whole_number(environ, names.hosts) if names.hosts and names.hosts in environ else -(-size // local_size)
+    return FixedEnv(
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        cross_rank=rank // local_size if host is None else host,
+        cross_size=hosts,
+        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_master_port(environ, launcher, names, is_one_host=local_size == size),
+    )
+
+
+def _local_size(environ: Mapping[str, str], name: str, host: int) -> int:
+    """How many workers host number `host` has, from "4" (all hosts, or this one) or from "2(x3),1" (each host)."""
+    sizes: list[int] = []
+    for part in environ[name].split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"{name} must be a whole number, or a list such as 2(x3),1, got {environ[name]!r}")
+        sizes += [int(match[1])] * int(match[2] or 1)
+    if len(sizes) == 1:
+        return sizes[0]
+    if host >= len(sizes):
+        raise ConfigError(f"{name}={environ[name]} has no host number {host}")
+    return sizes[host]
+
+
+def _master_port(environ: Mapping[str, str], launcher: str, names: _Names, is_one_host: bool) -> int:
+    """MASTER_PORT, or one that all ranks of a job arrive at and other jobs, most likely, do not."""
+    if "MASTER_PORT" in environ:
+        port = whole_number(environ, "MASTER_PORT")
+        if not 0 < port < 65536:
+            raise ConfigError(f"MASTER_PORT must be between 1 and 65535, got {port}")
+        return port
+    identity = ".".join(environ[name] for name in names.job if name in environ)
+    if not identity and not is_one_host:
+        raise ConfigError(f"several hosts under {launcher}: set MASTER_PORT to a free port of the host of rank 0")
+    # Below the ports that the kernel gives to whoever asks for any.
+    return 20_000 + zlib.crc32((identity or str(_launcher_pid())).encode()) % 12_000
+
+
+def _launcher_pid() -> int:
+    """The process that started all ranks of this host. Hydra makes each rank the leader of a session; a script
+    around the training then is the leader, and this process its child."""
+    leader = os.getsid(0)
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
+    return os.getppid()  # No /proc: then only without such a script.

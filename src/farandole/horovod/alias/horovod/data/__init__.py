@@ -1,0 +1,5 @@
+"""Loaders that scripts subclass, also such that read ahead in a thread."""
+
+from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+
+__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

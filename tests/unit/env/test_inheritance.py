@@ -1,0 +1,37 @@
+"""What children are told of their parent's environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from farandole import env
+from farandole.membership import Placement
+
+
+def test_children_do_not_inherit_what_an_outer_job_said() -> None:
+    said = {**env.worker_environment("@farandole-1", "w3", "secret", 2), "HOME": "/home/somebody"}
+    assert env.inherited_environment(said) == {"HOME": "/home/somebody"}
+
+
+def test_the_place_in_an_outer_job_is_not_inherited_but_the_user_s_settings_are() -> None:
+    outer = env.horovod_environment(Placement(0, 1, 0, 1, 0, 1), "node1", is_elastic=False)
+    said = {**outer, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_FUSION_THRESHOLD": "0"}
+    assert env.inherited_environment(said) == {"HOROVOD_FUSION_THRESHOLD": "0"}
+
+
+def test_a_changed_environment_is_as_it_was_afterwards_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "info")
+    monkeypatch.delenv("HOROVOD_TIMELINE", raising=False)
+    before, inside = dict(os.environ), dict[str, str]()
+
+    @env.changed_environment(HOROVOD_LOG_LEVEL="debug", HOROVOD_TIMELINE="t.json", HOME=None)
+    def fail() -> None:
+        inside.update(os.environ)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert inside == {**before, "HOROVOD_LOG_LEVEL": "debug", "HOROVOD_TIMELINE": "t.json"}
+    assert dict(os.environ) == before

@@ -1,0 +1,18 @@
+"""`import horovod` finds the alias in these tests, and nowhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from farandole.horovod import alias_path
+
+
+@pytest.fixture(autouse=True)
+def alias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(alias_path()))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        del sys.modules[name]
