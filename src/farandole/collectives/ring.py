@@ -12,7 +12,6 @@ from typing import NoReturn
 import torch
 
 from farandole.clock import now_s
-
 from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.duplex import Broken, Called, Duplex, Interruption
 from farandole.collectives.reduction import Reduction
@@ -142,9 +141,10 @@ class RingTransport:
 
     # For a transport that moves tensors in another way, in turn with the operations above -----------------------
 
-    def header(self, operation: Operation, dtype_code: int, source: int, total_bytes: int, note_bytes: int = 0) -> Header:
-        """That of the next operation."""
-        return Header(operation, self._sequence + 1, dtype_code, source, total_bytes, note_bytes)
+    @property
+    def next_sequence(self) -> int:
+        """Of the next operation's header."""
+        return self._sequence + 1
 
     @contextmanager
     def running(self, header: Header) -> Iterator[None]:
@@ -165,11 +165,11 @@ class RingTransport:
 
     def interruption(self) -> Interruption | None:
         """Why somebody who waits for all ranks in such an operation should wait no longer. Raises what `check` does."""
-        now = now_s()
-        if self._check is not None and now >= self._next_check_s:
-            self._next_check_s = now + _CHECK_EVERY_S
+        interruption = self._duplex.interruption()
+        if interruption is None and self._check is not None and now_s() >= self._next_check_s:
+            self._next_check_s = now_s() + _CHECK_EVERY_S
             self._check()
-        return self._duplex.interruption()
+        return interruption
 
     def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
         """Raises what follows from it: PeerLost, GenerationEnded, or CollectiveMismatch if others are in an operation

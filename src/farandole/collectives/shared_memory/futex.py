@@ -56,4 +56,4 @@ def _syscall() -> Callable[..., int]:
         ctypes.c_void_p,
         ctypes.c_uint,
     ]
-    return call  # type: ignore[no-any-return]
+    return call

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from farandole.collectives.shared_memory.segment import PLACE_BYTES, Place
-from farandole.collectives.shared_memory.tensors import OtherTensors, create_tensor, whereabouts
+from farandole.collectives.shared_memory.tensors import create_tensor, whereabouts
 
 PIECE_BYTES = 1 << 20
 _WHOLE = 2

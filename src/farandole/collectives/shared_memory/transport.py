@@ -14,6 +14,7 @@ import torch
 
 from farandole.collectives.buffers import combiner, dtype_code, flat_view
 from farandole.collectives.chunks import blocks, chunk_bounds
+from farandole.collectives.duplex import Interruption
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
@@ -40,7 +41,7 @@ class SharedMemoryTransport:
     def __init__(self, ring: RingTransport, pages: Sequence[Page]) -> None:
         self._ring, self._pages = ring, pages
         self._rank, self._size = ring.rank, ring.size
-        self._meeting = Meeting(ring.rank, pages, ring.interruption)
+        self._meeting: Meeting[Interruption] = Meeting(ring.rank, pages, ring.interruption)
         self._others = OtherTensors()
         self._stage = Stage()
         self._turn = 0
@@ -58,7 +59,7 @@ class SharedMemoryTransport:
         if flat.numel() == 0 or HEADER_BYTES + len(note) + OFFER_BYTES > WORDS_BYTES:
             return self._ring.all_reduce(flat, note, op)
         nbytes = flat.numel() * flat.element_size()
-        header = self._ring.header(Operation.ALL_REDUCE, dtype_code(flat.dtype), op, nbytes, len(note))
+        header = Header(Operation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(note))
         with self._ring.running(header):
             if nbytes <= DATA_BYTES:
                 slots = self._say(header, note, flat)
@@ -75,7 +76,7 @@ class SharedMemoryTransport:
             self._ring.broadcast(flat, source)
             return
         nbytes = flat.numel() * flat.element_size()
-        header = self._ring.header(Operation.BROADCAST, dtype_code(flat.dtype), source, nbytes)
+        header = Header(Operation.BROADCAST, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
         with self._ring.running(header):
             if nbytes <= DATA_BYTES:
                 slots = self._say(header, b"", flat if source == self._rank else None)
