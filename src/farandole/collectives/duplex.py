@@ -110,9 +110,11 @@ class Duplex:
         events = dict(poll.poll(0))
         if self._next_fd in events:
             self._hear_why()
+        if self._cannot_send:
+            return Broken("send", self._cannot_send)
         if self._previous_fd in events:
             return Called() if self._has_data() else Broken("receive", "end of file")
-        return Broken("send", self._cannot_send) if self._cannot_send else None
+        return None
 
     def _has_data(self) -> bool:
         """Whether the previous rank has sent something; otherwise it has gone."""
