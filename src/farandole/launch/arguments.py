@@ -108,7 +108,8 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
     words = tuple(checked(command))
-    environment |= transport_environment(options.transport or read_transport())
+    if (transport := options.transport or read_transport()) != "auto":
+        environment |= transport_environment(transport)
     if options.sample_ledger is not None:
         environment |= _ledger_environment(options.sample_ledger, may_go_on=options.checkpoint is not None)
     return RunOptions(
