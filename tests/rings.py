@@ -12,6 +12,7 @@ from typing import TypeVar
 from farandole.collectives.listener import DataListener
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
+from farandole.collectives.transport_choice import choose
 from farandole.membership import Address, GenerationId, Peer, Placement
 from farandole.messages import Start
 
@@ -89,8 +90,10 @@ def listeners(size: int) -> Iterator[list[DataListener]]:
             listener.close()
 
 
-def build(opened: list[DataListener], number: int = 1, check: Callable[[], None] | None = None) -> Ring:
-    """A ring of one rank for each listener."""
+def build(
+    opened: list[DataListener], number: int = 1, check: Callable[[], None] | None = None, choice: str = "tcp"
+) -> Ring:
+    """A ring of one rank for each listener, or the transport of this choice upon it."""
     size = len(opened)
     addresses = [listener.address for listener in opened]
     hints: list[list[tuple[str, str, str]]] = [[] for _ in range(size)]
@@ -100,15 +103,16 @@ def build(opened: list[DataListener], number: int = 1, check: Callable[[], None]
             hints[rank].append((peer, direction, detail))
 
         start = make_start(rank, addresses, number)
-        return RingBuilder(opened[rank], start, f"w{rank}", DEADLINE_S, hint, check).build()
+        built = RingBuilder(opened[rank], start, f"w{rank}", DEADLINE_S, hint, check).build()
+        return choose(built, start.placement, choice)
 
     return Ring(in_threads(size, connect), hints)
 
 
 @contextmanager
-def ring(size: int, check: Callable[[], None] | None = None) -> Iterator[Ring]:
+def ring(size: int, check: Callable[[], None] | None = None, choice: str = "tcp") -> Iterator[Ring]:
     with listeners(size) as opened:
-        built = build(opened, check=check)
+        built = build(opened, check=check, choice=choice)
         try:
             yield built
         finally:

@@ -1,4 +1,4 @@
-"""What every transport must do, on rings of one (no socket) to four ranks over loopback."""
+"""What every transport must do, among one rank (no socket) to four, which are threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -16,10 +17,26 @@ from farandole.collectives.buffers import DTYPES
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
-from tests.rings import DEADLINE_S, Ring, build, listeners, ring
+from tests import rings
+from tests.rings import DEADLINE_S, Ring, listeners
 
 SIZES = [1, 2, 3, 4]
 Call = Callable[[Transport], object]
+
+
+class Kind:
+    """Of the transports that the test makes now."""
+
+    choice = "tcp"
+
+
+@pytest.fixture(params=["tcp", "shm"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kind, "choice", request.param)
+
+
+def ring(size: int, check: Callable[[], None] | None = None) -> AbstractContextManager[Ring]:
+    return rings.ring(size, check, Kind.choice)
 
 
 def inputs(size: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -240,8 +257,8 @@ def test_different_operations_are_an_error_on_every_rank_that_names_both(size: i
         outcomes = world.outcomes(call)
         assert [type(outcome) for outcome in outcomes] == [CollectiveMismatch] * size
         for outcome in outcomes:
-            assert "barrier with a note of 1 bytes (operation 1)" in str(outcome)
-            assert "all_reduce of 400000 bytes of float32 (operation 1)" in str(outcome)
+            assert "barrier with a note of 1 bytes (operation " in str(outcome)
+            assert "all_reduce of 400000 bytes of float32 (operation " in str(outcome)
         again = world.outcomes(lambda transport: transport.barrier())
         assert [str(outcome) for outcome in again] == [str(outcome) for outcome in outcomes]
 
@@ -301,7 +318,7 @@ def test_an_abort_from_another_thread_ends_the_call_in_flight_within_5_ms(name: 
     taken_s = []
     with listeners(2) as opened:
         for _ in range(15):
-            world = build(opened)
+            world = rings.build(opened, choice=Kind.choice)
             taken_s.append(seconds_from_abort_to_error(world, BLOCKING[name]))
             with pytest.raises(GenerationEnded):
                 world.transports[0].barrier()  # sticky

@@ -12,7 +12,7 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from farandole.collectives.ring_schedules import Outgoing, Schedule
 from farandole.errors import CollectiveMismatch
@@ -28,6 +28,13 @@ class Broken(NamedTuple):
 
     direction: str  # "send": to the next rank; "receive": from the previous one
     detail: str
+
+
+class Called(NamedTuple):
+    """The previous rank has sent something."""
+
+
+Interruption: TypeAlias = Broken | Called
 
 
 class Duplex:
@@ -92,6 +99,22 @@ class Duplex:
         if self._next_fd in events:
             self._hear_why()
         return self._previous_fd in events and self._has_data()
+
+    def interruption(self) -> Interruption | None:
+        """Without waiting: what a rank that waits for something else should know. Raises as wait_for_data()."""
+        if self._cannot_send:
+            return Broken("send", self._cannot_send)
+        poll = select.poll()
+        poll.register(self._previous_fd, select.POLLIN)
+        poll.register(self._next_fd, select.POLLIN)
+        events = dict(poll.poll(0))
+        if self._next_fd in events:
+            self._hear_why()
+        if self._cannot_send:
+            return Broken("send", self._cannot_send)
+        if self._previous_fd in events:
+            return Called() if self._has_data() else Broken("receive", "end of file")
+        return None
 
     def _has_data(self) -> bool:
         """Whether the previous rank has sent something; otherwise it has gone."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
+from farandole.clock import now_s
 from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
-from farandole.collectives.duplex import Duplex
+from farandole.collectives.duplex import Broken, Called, Duplex, Interruption
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.ring_schedules import (
@@ -19,6 +22,7 @@ from farandole.collectives.ring_schedules import (
     Outgoing,
     Schedule,
     broadcast_around,
+    compare_around,
     gather_around,
     reduce_around,
 )
@@ -31,6 +35,8 @@ OnBroken = Callable[[str, str, str], None]
 # Up to here every rank gathers all tensors and sums them itself: half as many hops as reduce-scatter and
 # all-gather. It pays while a hop (some 50 us) costs more than sending the whole tensor instead of its parts.
 _SMALL_BYTES = 64 * 1024
+
+_CHECK_EVERY_S = 1.0
 
 
 class RingTransport:
@@ -59,6 +65,7 @@ class RingTransport:
     ) -> None:
         self._rank, self._size, self._generation = rank, size, generation
         self._duplex = Duplex(to_next, from_previous, check)
+        self._check, self._next_check_s = check, now_s() + _CHECK_EVERY_S
         self._peers = {"send": next_peer, "receive": previous_peer}
         self._on_broken = on_broken
         self._sequence = 0
@@ -131,6 +138,53 @@ class RingTransport:
                 self._abort_reason = "its transport was closed"
             self._is_closed = True
             self._duplex.close()
+
+    # For a transport that moves tensors in another way, in turn with the operations above -----------------------
+
+    @property
+    def next_sequence(self) -> int:
+        """Of the next operation's header."""
+        return self._sequence + 1
+
+    @contextmanager
+    def running(self, header: Header) -> Iterator[None]:
+        """Around an operation that somebody else carries out. Raises if the transport has ended; any error in it
+        ends the transport."""
+        self._raise_if_ended(header.operation.name.lower())
+        self._sequence = header.sequence
+        try:
+            yield
+        except (PeerLost, GenerationEnded):
+            raise
+        except CollectiveMismatch as error:
+            self._end_by_mismatch(str(error))
+            raise
+        except BaseException as error:
+            self._end_by_interruption(error)
+            raise
+
+    def interruption(self) -> Interruption | None:
+        """Why somebody who waits for all ranks in such an operation should wait no longer. Raises what `check` does."""
+        interruption = self._duplex.interruption()
+        if interruption is None and self._check is not None and now_s() >= self._next_check_s:
+            self._next_check_s = now_s() + _CHECK_EVERY_S
+            self._check()
+        return interruption
+
+    def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
+        """Raises what follows from it: PeerLost, GenerationEnded, or CollectiveMismatch if others are in an operation
+        of the ring."""
+        op = header.operation.name.lower()
+        if isinstance(interruption, Called) and self._abort_reason is None:
+            outgoing: Outgoing = deque()
+            schedule = compare_around(outgoing, self._agreement(header))
+            broken = self._duplex.move(outgoing, schedule, is_done_when_received=False)
+            assert broken is not None, "comparing ends only by an error"
+            interruption = broken
+        if isinstance(interruption, Broken):
+            self._end_by_lost_peer(op, interruption.direction, interruption.detail)
+        self._raise_if_ended(op)
+        raise AssertionError(f"{op} was interrupted by nothing")
 
     def _agreement(self, header: Header) -> Agreement:
         return Agreement(header, self._rank, self._size)

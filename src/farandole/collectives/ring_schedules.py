@@ -35,10 +35,10 @@ class Agreement:
         self.packed = header.pack()
         self._header, self._rank, self._size = header, rank, size
 
-    def check(self, theirs: memoryview) -> None:
-        """Raises CollectiveMismatch unless the previous rank sent the same header."""
+    def check(self, theirs: memoryview, back: int = 1) -> None:
+        """Raises CollectiveMismatch unless the previous rank, or the one `back` ranks before, has the same header."""
         if theirs != self.packed:
-            previous = (self._rank - 1) % self._size
+            previous = (self._rank - back) % self._size
             raise CollectiveMismatch(
                 f"rank {self._rank} is in {self._header.describe()}, but rank {previous} is in "
                 f"{describe_packed(bytes(theirs))}; all ranks must make the same calls in the same order"
@@ -107,6 +107,17 @@ def reduce_around(
             yield part(start, stop)
             if step < size - 2:
                 outgoing.append(part(start, stop))
+
+
+def compare_around(outgoing: Outgoing, agreement: Agreement) -> Schedule:
+    """Nothing but the header, where it is known already that some ranks are in another operation: who learns it from
+    its neighbours raises, and the word goes around."""
+    outgoing.append(memoryview(agreement.packed))
+    header = memoryview(bytearray(HEADER_BYTES))
+    yield header
+    agreement.check(header)
+    while True:
+        yield header
 
 
 def broadcast_around(

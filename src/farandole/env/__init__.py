@@ -9,9 +9,11 @@ from farandole.env.agent import (
     read_checkpoint_env,
     read_sample_ledger,
     read_scratch_folder,
+    read_transport,
     read_worker_env,
     sample_ledger_environment,
     scratch_environment,
+    transport_environment,
     worker_environment,
 )
 from farandole.env.horovod import (
@@ -40,10 +42,12 @@ __all__ = [
     "read_sample_ledger",
     "read_scratch_folder",
     "read_start_timeout_s",
+    "read_transport",
     "read_worker_env",
     "restart_count",
     "sample_ledger_environment",
     "scratch_environment",
+    "transport_environment",
     "uses_agent_store",
     "worker_environment",
 ]

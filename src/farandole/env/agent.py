@@ -77,6 +77,16 @@ def read_sample_ledger(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("FARANDOLE_SAMPLE_LEDGER") or None
 
 
+def transport_environment(transport: str) -> dict[str, str]:
+    """The variable that read_transport() reads."""
+    return {"FARANDOLE_TRANSPORT": transport}
+
+
+def read_transport(environ: Mapping[str, str] = os.environ) -> str:
+    """How tensors shall travel between workers: one of transport_choice.CHOICES, or a word that is none."""
+    return environ.get("FARANDOLE_TRANSPORT") or "auto"
+
+
 def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
     """The variables that read_checkpoint_env() reads."""
     return {

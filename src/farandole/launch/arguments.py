@@ -10,7 +10,13 @@ from pathlib import Path
 
 from farandole.checkpoint.schedule import parse_every
 from farandole.config import JobConfig
-from farandole.env import CheckpointEnv, read_start_timeout_s, sample_ledger_environment
+from farandole.env import (
+    CheckpointEnv,
+    read_start_timeout_s,
+    read_transport,
+    sample_ledger_environment,
+    transport_environment,
+)
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
 from farandole.launch.command import checked
@@ -102,6 +108,8 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
     words = tuple(checked(command))
+    if (transport := options.transport or read_transport()) != "auto":
+        environment |= transport_environment(transport)
     if options.sample_ledger is not None:
         environment |= _ledger_environment(options.sample_ledger, may_go_on=options.checkpoint is not None)
     return RunOptions(

@@ -42,7 +42,18 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument("-cb", "--check-build", action=_CheckBuild, nargs=0, help="show what is available here")
-    for add_options in (_sizes, _hosts, _failures, _times, _checkpoints, _output, _address, _horovod, _unused):
+    for add_options in (
+        _sizes,
+        _hosts,
+        _failures,
+        _times,
+        _checkpoints,
+        _transport,
+        _output,
+        _address,
+        _horovod,
+        _unused,
+    ):
         add_options(parser)
     words = {flag: _words(action) for action in parser._actions for flag in action.option_strings}
     return parser, {flag: count for flag, count in words.items() if count}
@@ -151,6 +162,16 @@ def _times(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="from the first worker's init() to the last one's "
         f"(default: HOROVOD_START_TIMEOUT, or {JobConfig.start_timeout_s:g})",
+    )
+
+
+def _transport(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how tensors travel").add_argument
+    add(
+        "--transport",
+        choices=("auto", "shm", "tcp"),
+        help="shm: through the memory that workers of one host share; tcp: over connections; auto: the fastest that "
+        "there is (default: FARANDOLE_TRANSPORT, or auto)",
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.errors import ConfigError
 
 
@@ -55,7 +56,7 @@ class BucketPlan:
 
 def _bucket(dtype: torch.dtype, parameters: list[torch.Tensor]) -> Bucket:
     sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.zeros(sum(sizes), dtype=dtype)
+    flat = shareable_zeros(sum(sizes), dtype)
     pieces = torch.split(flat, sizes)
     views = tuple(piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True))
     return Bucket(flat, tuple(parameters), views)

@@ -3,6 +3,7 @@ process set. Used by job.py and fixed_job.py."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +17,9 @@ from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.ring import OnBroken
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
+from farandole.collectives.transport_choice import choose
 from farandole.collectives.world import World
+from farandole.env import read_transport
 from farandole.membership import Address, Peer, Placement
 from farandole.messages import Start
 
@@ -39,7 +42,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     worker: str
     address: Address
-    local_size: int
+    host: int  # Placement.cross_rank
     has_process_sets: bool
 
 
@@ -78,30 +81,34 @@ class WorldBuilder:
         """The world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
         first. Raises PeerLost, GenerationEnded, and what `check` and `watch` raise."""
         channel = session * _CHANNELS_PER_SESSION
-        steps = self._ring(start, channel + _STEPS, timeout_s)
-        ring = self._ring(start, channel + _NAMED, timeout_s)
-        directory = _directory(
-            ring,
-            Member(self._worker, self._listener.address, start.placement.local_size, process_sets.has_added()),
-        )
+        steps = self._transport(start, channel + _STEPS, timeout_s)
+        ring = self._transport(start, channel + _NAMED, timeout_s)
+        directory = _directory(ring, self._member(start))
 
         def connect(ranks: tuple[int, ...], process_set: int) -> Transport:
             subset = _among(start, [directory[rank] for rank in ranks], ranks.index(start.placement.rank))
-            return self._ring(subset, channel + _FIRST_PROCESS_SET + process_set, SUBSET_TIMEOUT_S)
+            return self._transport(subset, channel + _FIRST_PROCESS_SET + process_set, SUBSET_TIMEOUT_S)
 
         named = NamedCollectives(ring, placement=start.placement, connect=connect, settings=self._settings())
-        is_homogeneous = len({member.local_size for member in directory}) == 1
+        is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
         entered = World(start.id, start.placement, steps, named, is_homogeneous)
         return Built(entered, any(member.has_process_sets for member in directory))
 
-    def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
+    def _member(self, start: Start) -> Member:
+        return Member(self._worker, self._listener.address, start.placement.cross_rank, process_sets.has_added())
+
+    def _transport(self, start: Start, channel: int, timeout_s: float) -> Transport:
+        """A ring, and what can be built upon it."""
         number = start.id.number
         builder = RingBuilder(
             self._listener, start, self._worker, timeout_s, self._reporter(number), self._check, channel
         )
         self._watch(number, builder)
-        transport = builder.build()
-        self._watch(number, transport)
+        ring = builder.build()
+        self._watch(number, ring)
+        transport = choose(ring, start.placement, read_transport())
+        if transport is not ring:
+            self._watch(number, transport)
         return transport
 
     def _reporter(self, number: int) -> OnBroken | None:
@@ -119,11 +126,14 @@ def _directory(ring: Transport, mine: Member) -> list[Member]:
 
 def _among(start: Start, members: list[Member], place: int) -> Start:
     """The same START for a ring of some of the members only; `place`: this worker's among them."""
-    size = len(members)
+    size, hosts = len(members), [member.host for member in members]
+    mine = hosts[place]
     peers = [Peer(member.worker, index, member.address) for index, member in enumerate(members)]
     return msgspec.structs.replace(
         start,
-        placement=Placement(place, size, place, size, 0, 1),
+        placement=Placement(
+            place, size, hosts[:place].count(mine), hosts.count(mine), sorted(set(hosts)).index(mine), len(set(hosts))
+        ),
         previous=peers[place - 1],
         next=peers[(place + 1) % size],
     )

@@ -13,6 +13,7 @@ from farandole.collectives.named.operation import Operation
 from farandole.collectives.named.requests import Agreed, Request
 from farandole.collectives.named.scaling import postscale, prescale
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.transport import Transport
 
 _SUMMED = {Reduction.AVERAGE: Reduction.SUM}
@@ -30,7 +31,7 @@ class FusionBuffers:
         """Uninitialized; valid until the next call with this dtype."""
         buffer = self._by_dtype.get(dtype)
         if buffer is None or buffer.numel() < numel:
-            buffer = self._by_dtype[dtype] = torch.empty(numel, dtype=dtype)
+            buffer = self._by_dtype[dtype] = shareable_zeros(numel, dtype)
         return buffer[:numel]
 
 

@@ -1,0 +1,55 @@
+"""Wait until all ranks have arrived: spin for a moment, then sleep. transport.py is built of such meetings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from farandole.collectives.shared_memory.page import Page
+
+TroubleT = TypeVar("TroubleT")
+
+# Looking once takes some 0.1 us. Sleeping and being woken takes 10 to 50 us, of a core that others could use.
+_SPINS = 300
+_SLEEP_S = 0.002  # between two looks around; an abort wakes at once, except in the moment before falling asleep
+
+
+class Meeting(Generic[TroubleT]):
+    """`pages` of all ranks, by rank. For one thread; wake() is for any.
+
+    look_around  asked every few milliseconds while this rank sleeps: why it should not wait any longer, or None
+    """
+
+    def __init__(self, rank: int, pages: Sequence[Page], look_around: Callable[[], TroubleT | None]) -> None:
+        self._mine = pages[rank]
+        self._others = [page for other, page in enumerate(pages) if other != rank]
+        self._look_around = look_around
+        # Spinning pays only while nobody needs the core that it takes.
+        self._spins = _SPINS if len(os.sched_getaffinity(0)) >= len(pages) else 0
+        self._times = 0
+
+    def arrive(self) -> None:
+        """Tell the others that what this rank has stored so far is there."""
+        self._times += 1
+        self._mine.arrive()
+
+    def wait(self) -> TroubleT | None:
+        """Until all have arrived as often as this rank: None, or what came between. Who has arrived has arrived: what
+        is complete counts, whatever has happened since."""
+        for page in self._others:
+            for _ in range(self._spins):
+                if page.has_arrived(self._times):
+                    break
+            while not page.has_arrived(self._times):
+                trouble = self._look_around()
+                # Looked at anew: its arrival may have been the last thing that it did before it went.
+                if trouble is not None and not page.has_arrived(self._times):
+                    return trouble
+                page.wait(self._times, _SLEEP_S)
+        return None
+
+    def wake(self) -> None:
+        """From any thread: have this rank look around now. The others do so, too, and sleep on."""
+        for page in self._others:
+            page.wake()

@@ -1,0 +1,82 @@
+"""Where the other ranks can read this rank's part in an operation: its tensor itself, or a staging area. transport.py
+puts offers into slots.
+
+A tensor of this process alone is copied into the staging area, piece by piece. The area has two halves which take
+turns, from one operation to the next, too: one is filled while others may still read the other one.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from farandole.collectives.shared_memory.segment import PLACE_BYTES, Place
+from farandole.collectives.shared_memory.tensors import create_tensor, whereabouts
+
+PIECE_BYTES = 1 << 20
+_WHOLE = 2
+
+_LAYOUT = struct.Struct("=2Q")
+
+OFFER_BYTES = PLACE_BYTES + _LAYOUT.size
+
+
+class Offer(NamedTuple):
+    """offset      of the tensor in its segment, in bytes; 0 for a staging area
+    first_half  of the staging area; _WHOLE if the tensor is there, whole
+    """
+
+    place: Place
+    offset: int
+    first_half: int
+
+    @property
+    def is_staged(self) -> bool:
+        return self.first_half != _WHOLE
+
+    def pack(self) -> bytes:
+        return self.place.pack() + _LAYOUT.pack(self.offset, self.first_half)
+
+    @staticmethod
+    def unpack(packed: memoryview) -> Offer:
+        return Offer(Place.unpack(packed[:PLACE_BYTES]), *_LAYOUT.unpack(packed[PLACE_BYTES:OFFER_BYTES]))
+
+    def bytes_of(self, piece: int, start: int, stop: int) -> slice:
+        """Where in the segment piece number `piece` is: bytes [start, stop) of the tensor."""
+        begin = (self.first_half + piece) % 2 * PIECE_BYTES if self.is_staged else self.offset + start
+        return slice(begin, begin + stop - start)
+
+
+class Stage:
+    """This rank's staging area, made when it is first needed. For one thread."""
+
+    def __init__(self) -> None:
+        self._area: torch.Tensor | None = None
+        self._filled = 0  # pieces, in all operations
+
+    def offer(self, flat: torch.Tensor) -> Offer:
+        """For all of a contiguous tensor. Raises OSError when there is no memory for a staging area."""
+        where = whereabouts(flat)
+        if where is not None:
+            return Offer(*where, _WHOLE)
+        if self._area is None:
+            self._area = create_tensor(2 * PIECE_BYTES)
+        area = whereabouts(self._area)
+        assert area is not None
+        return Offer(*area, self._filled % 2)
+
+    def put(self, offer: Offer, piece: torch.Tensor) -> torch.Tensor:
+        """Have the next piece of what was offered where others read it; returns that memory, which is the piece's own
+        if the tensor is there whole."""
+        if not offer.is_staged:
+            return piece
+        assert self._area is not None
+        half = self._area[self._filled % 2 * PIECE_BYTES :][: piece.numel() * piece.element_size()].view(piece.dtype)
+        half.copy_(piece)
+        self._filled += 1
+        return half
+
+    def close(self) -> None:
+        self._area = None

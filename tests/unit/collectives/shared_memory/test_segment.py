@@ -1,0 +1,86 @@
+"""Memory of one process that others read."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from farandole.collectives.shared_memory.segment import Place, create_segment, open_segment
+from farandole.collectives.shared_memory.tensors import OtherTensors, create_tensor, shareable_zeros, whereabouts
+
+
+def test_another_process_reads_what_is_written_and_cannot_write() -> None:
+    memory, place = create_segment(4096)
+    memory[:5] = b"hello"
+    script = f"""
+from farandole.collectives.shared_memory.segment import Place, open_segment
+theirs = open_segment(Place{tuple(place)})
+print(theirs[:5].decode())
+try:
+    theirs[0] = 1
+except TypeError as error:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["hello", "refused"]
+    assert memory[:5] == b"hello"
+
+
+def test_a_place_survives_packing() -> None:
+    place = create_segment(1)[1]
+    assert Place.unpack(place.pack()) == place
+
+
+def test_a_descriptor_that_is_another_file_by_now_is_not_taken_for_the_segment(tmp_path: Path) -> None:
+    _, place = create_segment(1)
+    with (tmp_path / "other").open("wb") as other, pytest.raises(FileNotFoundError, match="another file"):
+        open_segment(place._replace(descriptor=other.fileno()))
+
+
+def test_where_no_segment_can_be_had_tensors_are_ordinary_ones() -> None:
+    script = """
+import resource, torch
+from farandole.collectives.shared_memory.segment import create_segment
+from farandole.collectives.shared_memory.tensors import shareable_zeros, whereabouts
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+tensor = shareable_zeros(1 << 20, torch.float32)
+print(tensor.numel(), whereabouts(tensor))
+try:
+    create_segment(4 << 20)
+except OSError as error:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [str(1 << 20), "None", "refused"]
+
+
+def test_a_tensor_takes_its_memory_and_its_descriptor_with_it() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        tensor = shareable_zeros(100_000, torch.float32)
+        view = tensor[10:20]
+        assert whereabouts(view) == (whereabouts(tensor)[0], 40)  # type: ignore[index]
+        del tensor, view
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_small_tensors_are_ordinary_ones() -> None:
+    assert whereabouts(shareable_zeros(10, torch.float32)) is None
+    assert whereabouts(torch.zeros(1_000_000)) is None
+
+
+def test_others_tensors_are_opened_once_and_forgotten_in_time() -> None:
+    others, kept = OtherTensors(), [create_tensor(4096) for _ in range(70)]
+    for each in kept:
+        place, _ = whereabouts(each) or pytest.fail("not shared")
+        each.fill_(7)
+        assert others.find(place) is others.find(place)
+        assert bool((others.find(place) == 7).all())
+    assert len(others._opened) == 64
