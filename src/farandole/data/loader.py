@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.data import torch_arguments
-from farandole.data.augmentation import KeyedSampler, seeded
+from farandole.data.augmentation import with_places
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.dealer import Dealer, Dealt
 from farandole.data.epoch import Epoch
@@ -128,9 +128,10 @@ class DataLoader:
         self._is_pending = False  # a batch is out whose ticket is not committed
         self._rank, self._world = 0, 1
         self._dealer = Dealer(self._layout, self.order.bind(self._layout, seed))
+        inner_dataset, batch_sampler = with_places(dataset, self._dealer, seed)
         inner: TorchDataLoader[Any] = TorchDataLoader(
-            seeded(dataset),
-            batch_sampler=KeyedSampler(self._dealer, seed),
+            inner_dataset,
+            batch_sampler=batch_sampler,
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
