@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from farandole.data import torch_arguments
 from farandole.data.augmentation import with_places
 from farandole.data.boundary import Boundary, SoloBoundary
+from farandole.data.by_value import SmallByValue
 from farandole.data.dealer import Dealer, Dealt
 from farandole.data.epoch import Epoch
 from farandole.data.map_dataset import MapDataset, size_of
@@ -137,7 +138,7 @@ class DataLoader:
             pin_memory=pin_memory,
             timeout=timeout,
             prefetch_factor=prefetch_factor,
-            worker_init_fn=worker_init_fn,
+            worker_init_fn=SmallByValue(worker_init_fn),
             multiprocessing_context=multiprocessing_context,
             generator=torch.Generator(),
             pin_memory_device=pin_memory_device,
