@@ -51,7 +51,7 @@ def measure(regroups: int = 50) -> Row:
     print("\n1,000,000,000,000 samples: " + _said(results["far"]), flush=True)
     results["next_batch"] = [next_batch(name, items, regroups) for name, items in ITEMS.items()]
     for row in results["next_batch"]:
-        print(f"\nnext batch after a regroup, {row.pop('items')}: " + _said(row), flush=True)
+        print(f"\nnext batch after a regroup: {_said(row)}", flush=True)
     fd.shutdown()
     return results
 
@@ -202,7 +202,9 @@ def _time_ms(function: Callable[[], object]) -> float:
 
 
 def _said(row: Row) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in row.items())
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value if isinstance(value, str) else f'{value:,}'}" for name, value in row.items()
+    )
 
 
 if __name__ == "__main__":
