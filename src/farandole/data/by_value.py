@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-# About where copying a tensor through a pipe takes as long as handing over its descriptor.
-_LARGEST_BYTES = 128 * 1024
+# So that what two loader processes have made ahead fits into the pipe (64 KiB). A loader process that is killed while it
+# waits for room leaves half a message there, and torch notices that in the main thread only.
+_LARGEST_BYTES = 16 * 1024
 
 
 class SmallByValue:
