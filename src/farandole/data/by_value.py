@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-# So that what two loader processes have made ahead fits into the pipe (64 KiB). A loader process that is killed while it
-# waits for room leaves half a message there, and torch notices that in the main thread only.
+# So that what two loader processes have made ahead fits into the pipe (64 KiB). A loader process that is killed while
+# it waits for room leaves half a message there, and torch notices that in the main thread only.
 _LARGEST_BYTES = 16 * 1024
 
 
