@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import farandole
-from benchmarks import all_reduce, memory, plot, recovery, report, step_time
+from benchmarks import all_reduce, data_order, memory, plot, recovery, report, step_time
 from benchmarks.jobs import DEFAULT_TRANSPORTS, ROOT, TRANSPORTS
 from benchmarks.models import TASKS
 
@@ -31,7 +31,7 @@ _LONGER = 2.0  # seconds of a job that looks for one or two percent, beside anot
 
 def main() -> None:
     options = _parse()
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    parts: dict[str, Callable[[], list[dict[str, Any]] | dict[str, Any]]] = {
         "recovery": lambda: recovery_table(options.kills, options.seed),
         "step-time": lambda: step_time.table(
             options.models, options.workers, options.transports, options.ways, options.turns, options.seconds
@@ -39,6 +39,7 @@ def main() -> None:
         "all-reduce": lambda: all_reduce.table(options.workers, options.transports, options.turns, options.seconds / 4),
         "commit": lambda: step_time.commit_table(options.transports, options.turns, _LONGER * options.seconds),
         "memory": lambda: memory.table(options.transports),
+        "data-order": data_order.measure,
         "alone": lambda: step_time.alone_table(_ALONE_MODELS, 4 * options.turns, options.seconds),
     }
     results = _before(options.output)
@@ -58,7 +59,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["recovery", "step-time", "all-reduce", "commit", "memory", "alone"]
+    names = ["recovery", "step-time", "all-reduce", "commit", "memory", "data-order", "alone"]
     parser.add_argument("--only", nargs="+", choices=names, help="these parts; the others stay as they were measured")
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), help="of the step times")
     parser.add_argument(

@@ -7,9 +7,10 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, get_worker_info
@@ -17,23 +18,17 @@ from torch.utils.data import Subset, TensorDataset, get_worker_info
 from farandole.data.dealer import Dealer
 
 
-class Keyed(list[int]):
-    """The samples of one batch, with the place of the first one: `key` is (seed, epoch, position)."""
+class Keyed(msgspec.Struct, frozen=True):
+    """The samples of one batch, and the place of the first one."""
 
-    key: tuple[int, int, int]
-
-    def __reduce__(self) -> Any:
-        return _keyed, (list(self), self.key)
-
-
-def _keyed(indices: list[int], key: tuple[int, int, int]) -> Keyed:
-    keyed = Keyed(indices)
-    keyed.key = key
-    return keyed
+    indices: list[int]
+    seed: int
+    epoch: int
+    position: int
 
 
 class KeyedSampler:
-    """The dealer's batches, with their keys."""
+    """The dealer's batches, with their places."""
 
     def __init__(self, dealer: Dealer, seed: int) -> None:
         self._dealer, self._seed = dealer, seed
@@ -41,8 +36,8 @@ class KeyedSampler:
     def __iter__(self) -> Iterator[Keyed]:
         for indices in self._dealer:
             batch = self._dealer.on_way[-1].batch
-            # A ghost's samples do not count; any key does.
-            yield _keyed(indices, (self._seed, batch.ticket.epoch, batch.low))
+            # A ghost's samples do not count; any place does.
+            yield Keyed(indices, self._seed, batch.ticket.epoch, batch.low)
 
 
 class SeededDataset:
@@ -64,16 +59,16 @@ class SeededDataset:
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __getitems__(self, indices: Keyed) -> list[Any]:
+    def __getitems__(self, keyed: Keyed) -> list[Any]:
         kept = _states() if get_worker_info() is None else None
         try:
-            return self._fetch(indices)
+            return self._fetch(keyed)
         finally:
             if kept is not None:
                 _put_back(kept)
 
-    def _fetch(self, indices: Keyed) -> list[Any]:
-        seed, epoch, position = indices.key
+    def _fetch(self, keyed: Keyed) -> list[Any]:
+        indices, seed, epoch, position = keyed.indices, keyed.seed, keyed.epoch, keyed.position
         fetch_all = getattr(self._dataset, "__getitems__", None)
         # A Subset has one that only goes through the items, unless what it is a subset of has one.
         if fetch_all is not None and hasattr(_innermost(self._dataset), "__getitems__"):
@@ -87,9 +82,12 @@ class SeededDataset:
         return items
 
 
-def seeded(dataset: Any) -> Any:
-    """The data set with random numbers by position; as it is when its items are fixed tensors."""
-    return dataset if type(_innermost(dataset)) is TensorDataset else SeededDataset(dataset)
+def with_places(dataset: Any, dealer: Dealer, seed: int) -> tuple[Any, Iterable[Any]]:
+    """The data set whose items' random numbers follow from their places, and the batch sampler that tells it those;
+    as they are when items are fixed tensors."""
+    if type(_innermost(dataset)) is TensorDataset:
+        return dataset, dealer
+    return SeededDataset(dataset), KeyedSampler(dealer, seed)
 
 
 def _innermost(dataset: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ from farandole.state.ticket import Batch, Ticket
 _FIRST_BLOCK, _LARGEST_BLOCK = 1024, 32_768
 
 
-@dataclass(slots=True)  # not frozen: making a frozen one takes as long as looking up 40 samples
-class Dealt:
+class Dealt(msgspec.Struct, frozen=True):
     """One batch on its way: `deal` numbers the restart it came from, `indices` are the samples to fetch."""
 
     deal: int
@@ -90,10 +89,10 @@ class Dealer:
         low, high = first.low - begin, first.high - begin
         starts = np.arange(begin, begin + count * size, size)
         positions = (starts[:, None] + np.arange(low, high)).ravel()
-        rows: list[list[int]] = self._look_up(epoch, positions).reshape(count, high - low).tolist()
-        for start, indices in zip(starts.tolist(), rows, strict=True):
+        rows = self._look_up(epoch, positions).reshape(count, high - low)
+        for start, row in zip(starts.tolist(), rows, strict=True):
             ticket = Ticket(epoch, start, start + size, start + low, start + high, micro_batches)
-            yield Dealt(deal, Batch(ticket, start + low, start + high), indices)
+            yield Dealt(deal, Batch(ticket, start + low, start + high), row.tolist())
 
     def _any_batches(self, epoch: int, block: list[Batch]) -> Iterator[Dealt]:
         ranges = [delivered(batch, self._layout.min_share) for batch in block]

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.collectives import world
+from farandole.data.by_value import SmallByValue
 from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.partition import share
 from farandole.errors import DataError, StepError
@@ -67,7 +68,7 @@ class EvalLoader:
             pin_memory=pin_memory,
             timeout=timeout,
             prefetch_factor=prefetch_factor,
-            worker_init_fn=worker_init_fn,
+            worker_init_fn=SmallByValue(worker_init_fn),
             multiprocessing_context=multiprocessing_context,
             persistent_workers=num_workers > 0,
             generator=torch.Generator(),

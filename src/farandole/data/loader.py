@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.data import torch_arguments
-from farandole.data.augmentation import KeyedSampler, seeded
+from farandole.data.augmentation import with_places
 from farandole.data.boundary import Boundary, SoloBoundary
+from farandole.data.by_value import SmallByValue
 from farandole.data.dealer import Dealer, Dealt
 from farandole.data.epoch import Epoch
 from farandole.data.map_dataset import MapDataset, size_of
@@ -128,15 +129,16 @@ class DataLoader:
         self._is_pending = False  # a batch is out whose ticket is not committed
         self._rank, self._world = 0, 1
         self._dealer = Dealer(self._layout, self.order.bind(self._layout, seed))
+        inner_dataset, batch_sampler = with_places(dataset, self._dealer, seed)
         inner: TorchDataLoader[Any] = TorchDataLoader(
-            seeded(dataset),
-            batch_sampler=KeyedSampler(self._dealer, seed),
+            inner_dataset,
+            batch_sampler=batch_sampler,
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             timeout=timeout,
             prefetch_factor=prefetch_factor,
-            worker_init_fn=worker_init_fn,
+            worker_init_fn=SmallByValue(worker_init_fn),
             multiprocessing_context=multiprocessing_context,
             generator=torch.Generator(),
             pin_memory_device=pin_memory_device,

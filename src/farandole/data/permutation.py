@@ -56,8 +56,8 @@ class Permutation:
         self.bits = max(1, (size - 1).bit_length())
         self.rounds = _rounds(self.bits, seed, epoch)
         # Arithmetic mod 2**32 is right mod 2**k as well, and processors do eight such words at once.
-        self._word = np.uint32 if self.bits <= 32 else np.uint64
-        self._mask = self._word((1 << self.bits) - 1)
+        self._word: np.dtype[Any] = np.dtype(np.uint32 if self.bits <= 32 else np.uint64)
+        self._mask = np.array((1 << self.bits) - 1, self._word)
         self._keys = [_narrowed(each, self._word) for each in self.rounds]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -90,10 +90,10 @@ class Permutation:
         wide = values.astype(np.uint64).ravel()
         if wide.size and int(wide.max()) >= self.size:  # a negative value has become a huge one
             raise DataError(f"expected values in [0, {self.size}), got {values.min()}..{values.max()}")
-        x: _Words = wide if self._word is np.uint64 else wide.astype(np.uint32)
+        x: _Words = wide.astype(self._word, copy=False)
         mix(x)
         if self.size < 1 << self.bits:
-            outside = np.flatnonzero(x >= self.size)
+            outside = (x >= self.size).nonzero()[0]
             while outside.size:
                 if walk_one is not None and outside.size <= _FEW:
                     x[outside] = [walk_one(value) for value in x[outside].tolist()]
@@ -101,7 +101,7 @@ class Permutation:
                 again = x[outside]
                 mix(again)
                 x[outside] = again
-                outside = outside[np.flatnonzero(again >= self.size)]
+                outside = outside[(again >= self.size).nonzero()[0]]
         return x.astype(np.int64).reshape(values.shape)
 
     def _mix(self, x: _Words) -> None:
@@ -118,17 +118,18 @@ class Permutation:
         for add, _, divide, by in reversed(self._keys):
             shift = int(by)
             while shift < self.bits:  # the inverse of 1 + S is (1 + S)(1 + S^2)(1 + S^4)..., S the shift
-                x ^= x >> self._word(shift)
+                x ^= x >> self._word.type(shift)
                 shift *= 2
             x *= divide
             x -= add
             x &= self._mask
 
 
-def _narrowed(key: Round, word: type[np.uint32] | type[np.uint64]) -> tuple[np.unsignedinteger[Any], ...]:
-    """add, multiply, divide and shift in the words that are mixed."""
+def _narrowed(key: Round, word: np.dtype[Any]) -> tuple[_Words, ...]:
+    """add, multiply, divide and shift in the words that are mixed; as arrays, because numpy takes twice as long to
+    begin a call with a number."""
     most = int(np.iinfo(word).max)
-    return tuple(word(value & most) for value in (key.add, key.multiply, key.divide, key.shift))
+    return tuple(np.array(value & most, word) for value in (key.add, key.multiply, key.divide, key.shift))
 
 
 def _rounds(bits: int, seed: int, epoch: int) -> tuple[Round, ...]:
