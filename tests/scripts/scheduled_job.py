@@ -13,7 +13,7 @@ import farandole as fd
 from farandole.testing.quick_start import without_compiler
 from farandole.testing.records import Records
 
-SAMPLES, BATCH, SEED, EPOCHS = 1403, 7, 11, 3
+SAMPLES, BATCH, SEED, EPOCHS = 1053, 7, 11, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 SLOWER_FROM = STEPS - 75
 """From here on each step takes longer than the one before, until the job is told to hurry: what is to happen to it

@@ -1,4 +1,4 @@
-"""A worker of a test starts in half the time: torch's optimizers do not load its compiler. The tests' scripts call it."""
+"""A test's worker starts in half the time: torch's optimizers do not load its compiler. Used by the tests' scripts."""
 
 from __future__ import annotations
 
