@@ -68,6 +68,15 @@ def run_schedule(seed: int, folder: Path, peace: Peace) -> str:
     return f"{schedule}: {len(proof.generations())} generations, {proof.redone()} of {STEPS} steps done again, exact"
 
 
+def test_each_schedule_has_a_kill_a_leave_and_a_join() -> None:
+    for seed in range(FIRST, FIRST + 1000):
+        schedule = draw(seed, SLOWER_FROM)
+        kinds = {event.kind for event in schedule.events}
+        assert "leave" in kinds
+        assert kinds & {"kill", "kill two"}
+        assert "join" in kinds or (schedule.replaces and "join, killed" in kinds)
+
+
 def test_a_job_left_in_peace_trains_its_order_one_global_batch_after_the_other(peace: Peace) -> None:
     assert peace.samples_by_step == global_batches(SAMPLES, BATCH, SEED, EPOCHS)
 

@@ -20,4 +20,4 @@ def without_compiler() -> None:
     stand_in: Any = types.ModuleType("torch._dynamo")
     stand_in.disable = lambda function, *_, **__: function
     stand_in.graph_break = lambda: None
-    sys.modules["torch._dynamo"] = torch._dynamo = stand_in  # type: ignore[assignment]
+    sys.modules["torch._dynamo"] = torch._dynamo = stand_in
