@@ -15,7 +15,7 @@ from tests.jobs import SCRIPTS
 from tests.scripts.exact_job import SAMPLES
 
 SCRIPT = SCRIPTS / "exact_job.py"
-EPOCHS = 12
+EPOCHS = 24
 STEPS_PER_EPOCH = -(-SAMPLES // 25)
 
 
