@@ -15,7 +15,7 @@ test: $(READY)  ## all tests but the long chaos runs
 	@echo "Running the tests, with real processes and real kills; this takes a few minutes ..."
 	@$(BIN)/python -m pytest
 
-chaos: $(READY)  ## many random schedules of kills and joins; CHAOS_SCHEDULES=50
+chaos: $(READY)  ## many random schedules of kills, leaves and joins; CHAOS_SCHEDULES=100 CHAOS_SEED=1000
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos
 
 schedules: $(READY)  ## the order of the samples under random schedules; DATA_SCHEDULES=100000

@@ -12,10 +12,11 @@ import torch
 
 from farandole.testing.running_job import RunningJob, all_training
 from tests.jobs import SCRIPTS
+from tests.scripts.exact_job import SAMPLES
 
 SCRIPT = SCRIPTS / "exact_job.py"
 EPOCHS = 24
-STEPS_PER_EPOCH = 9  # 210 samples, 25 at a time
+STEPS_PER_EPOCH = -(-SAMPLES // 25)
 
 
 def beyond(generation: int, size: int) -> Any:
@@ -25,8 +26,9 @@ def beyond(generation: int, size: int) -> Any:
     return condition
 
 
-def test_after_a_kill_and_a_join_parameters_and_losses_are_those_of_one_process(tmp_path: Path) -> None:
-    """float64: parameters to 1e-10. float32: the loss after each step, within rounding."""
+def test_after_a_kill_and_a_join_all_models_are_those_of_one_process(tmp_path: Path) -> None:
+    """float64: parameters to 1e-10. float32: the loss after each step, within rounding. With BatchNorm, whose
+    statistics are of what one worker has, and dropout: the accuracy on 1,000 samples that were not trained."""
     disturbed, alone = tmp_path / "disturbed.pt", tmp_path / "alone.pt"
     arguments = ["--epochs", str(EPOCHS), "--result"]
     flags = ["--slow-below", "3", *arguments, str(disturbed)]  # the third generation is that of the replacement
@@ -43,4 +45,6 @@ def test_after_a_kill_and_a_join_parameters_and_losses_are_those_of_one_process(
     for name, parameter in reference["double"].items():
         assert torch.allclose(ours["double"][name], parameter, rtol=0, atol=1e-10)
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+    assert ours["accuracy"] == pytest.approx(reference["accuracy"], abs=0.02)
+    assert reference["accuracy"] > 0.9
     assert reference["losses"][-1] < 0.5 * reference["losses"][0]

@@ -14,7 +14,7 @@ from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
 from tests.jobs import ELASTIC_JOB, check_job, farandole_run
 
-SAMPLES, EPOCHS = 600, 30
+SAMPLES = 600
 
 
 def ledger_check(*words: str) -> subprocess.CompletedProcess[str]:
@@ -26,14 +26,16 @@ def ledger_check(*words: str) -> subprocess.CompletedProcess[str]:
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ledger of a job in which a worker was killed, and another one joined."""
     folder = tmp_path_factory.mktemp("job")
-    flags = ["-np", "3", "--sample-ledger", str(folder / "ledger")]
-    with RunningJob(flags, ELASTIC_JOB, ["--epochs", str(EPOCHS)], folder, folder / "output") as running:
+    flags, stop = ["-np", "3", "--sample-ledger", str(folder / "ledger")], folder / "stop"
+    words = ["--epochs", "1000", "--stop", str(stop)]
+    with RunningJob(flags, ELASTIC_JOB, words, folder, folder / "output") as running:
         latest = running.wait_until(all_training(3), 60)
         running.kill(latest[1]["pid"])
         generation = latest[0]["generation"]
         running.wait_until(lambda now: all_training(3)(now) and now[0]["generation"] > generation, 60)
+        stop.touch()
         assert running.wait(60) == 0
-    check_job(Proof(folder), epochs=EPOCHS, samples=SAMPLES, workers_at_end=3)
+    check_job(Proof(folder), samples=SAMPLES, workers_at_end=3)
     return folder
 
 
@@ -42,13 +44,14 @@ def test_the_ledger_of_a_job_with_a_kill_and_a_join_proves_exactly_once(disturbe
     assert checked.returncode == 0, checked.stdout + checked.stderr
     found = json.loads(checked.stdout)
     proof = Proof(disturbed)
+    epochs = proof.epochs(SAMPLES).complete
     assert found["is_exact"]
     assert (found["steps"], found["redone"]) == (proof.steps(), proof.redone())
     assert found["workers"] == 4
     assert set(proof.generations()) <= set(range(1, found["generations"] + 1))
-    assert [epoch["end"] - epoch["begin"] for epoch in found["epochs"]] == [SAMPLES] * EPOCHS
+    assert [epoch["end"] - epoch["begin"] for epoch in found["epochs"]] == [SAMPLES] * epochs
     words = ledger_check(str(disturbed / "ledger"))
-    assert f"{EPOCHS} whole epochs of {SAMPLES} samples" in words.stdout
+    assert f"{epochs} whole epochs of {SAMPLES} samples" in words.stdout
     assert words.stdout.endswith("exactly once: yes\n")
 
 

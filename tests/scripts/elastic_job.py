@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
+from farandole.testing.quick_start import without_compiler
 from farandole.testing.records import Records
 
 
@@ -32,6 +33,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    without_compiler()
     fd.init()
 
     class Numbers(torch.utils.data.Dataset):

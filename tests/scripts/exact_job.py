@@ -1,4 +1,4 @@
-"""Trains one small model in float64 and one in float32 side by side, without BatchNorm and dropout, and writes down
+"""Trains three small models side by side, in float64, in float32, and one with BatchNorm and dropout, and writes down
 what came of it: for comparing a disturbed run with an undisturbed one."""
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
+from farandole.testing.quick_start import without_compiler
 from farandole.testing.records import Records
 
-SAMPLES, PIXELS, CLASSES = 210, 16, 4
+SAMPLES, UNSEEN, PIXELS, CLASSES = 210, 1000, 16, 4
 
 
 class Digits(torch.utils.data.Dataset):
@@ -21,10 +22,12 @@ class Digits(torch.utils.data.Dataset):
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+        labels = torch.randint(0, CLASSES, (SAMPLES + UNSEEN,), generator=generator)
         pictures = torch.randn(CLASSES, PIXELS, dtype=torch.float64, generator=generator)
-        noise = torch.randn(SAMPLES, PIXELS, dtype=torch.float64, generator=generator)
-        self.pictures = pictures[self.labels] + noise
+        noise = torch.randn(SAMPLES + UNSEEN, PIXELS, dtype=torch.float64, generator=generator)
+        pictures = pictures[labels] + noise
+        self.labels, self.pictures = labels[:SAMPLES], pictures[:SAMPLES]
+        self.unseen = pictures[SAMPLES:].float(), labels[SAMPLES:]
 
     def __len__(self) -> int:
         return SAMPLES
@@ -36,20 +39,29 @@ class Digits(torch.utils.data.Dataset):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--slow-below", type=int, default=0, help="take 0.1 s for each batch below this generation")
+    parser.add_argument("--slow-below", type=int, default=0, help="take more and more time below this generation")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--records")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    without_compiler()
     fd.init()
 
     double = torch.nn.Sequential(torch.nn.Linear(PIXELS, 12), torch.nn.Tanh(), torch.nn.Linear(12, CLASSES)).double()
     single = torch.nn.Sequential(torch.nn.Linear(PIXELS, 12), torch.nn.Tanh(), torch.nn.Linear(12, CLASSES))
+    noisy = torch.nn.Sequential(
+        torch.nn.Linear(PIXELS, 32),
+        torch.nn.BatchNorm1d(32),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.2),
+        torch.nn.Linear(32, CLASSES),
+    )
     first = fd.DistributedOptimizer(torch.optim.SGD(double.parameters(), lr=0.02, momentum=0.9))
     second = fd.DistributedOptimizer(torch.optim.SGD(single.parameters(), lr=0.02, momentum=0.9))
+    third = fd.DistributedOptimizer(torch.optim.SGD(noisy.parameters(), lr=0.02, momentum=0.9))
     digits = Digits()
-    loader = fd.elastic.DataLoader(digits, global_batch_size=25, micro_batch_size=9, seed=3)
+    loader = fd.elastic.DataLoader(digits, global_batch_size=25, micro_batch_size=9, min_share=2, seed=3)
 
     def note_loss() -> None:
         with torch.no_grad():
@@ -61,6 +73,8 @@ def main() -> None:
         loader=loader,
         single=single,
         second=second,
+        noisy=noisy,
+        third=third,
         losses=[],
         evaluated=[],
         after_step=[note_loss],
@@ -73,8 +87,8 @@ def main() -> None:
             for x, y in loader:
                 if loader.batch.index == 0:
                     records.before_step(state)
-                time.sleep(0.1 if fd.generation() < options.slow_below else 0)
-                for model, optimizer in ((double, first), (single, second)):
+                time.sleep(0.05 * 1.1**state.step if fd.generation() < options.slow_below else 0)
+                for model, optimizer in ((double, first), (single, second), (noisy, third)):
                     optimizer.zero_grad()
                     F.cross_entropy(model(x.to(model[0].weight.dtype)), y).backward()
                     was_applied = optimizer.step()
@@ -84,10 +98,12 @@ def main() -> None:
             epoch.once(lambda: state.evaluated.append(len(state.losses)))
 
     train(state)
+    noisy.eval()
+    pictures, labels = digits.unseen
+    accuracy = (noisy(pictures).argmax(dim=1) == labels).double().mean().item()
     if fd.rank() == 0:
-        torch.save(
-            {"double": double.state_dict(), "losses": state.losses, "evaluated": state.evaluated}, options.result
-        )
+        found = {"losses": state.losses, "evaluated": state.evaluated, "accuracy": accuracy}
+        torch.save({"double": double.state_dict(), **found}, options.result)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import farandole as fd
+from farandole.testing.quick_start import without_compiler
 
 SAMPLES, EVALUATED, EPOCHS = 130, 41, 4
 
@@ -16,10 +17,11 @@ SAMPLES, EVALUATED, EPOCHS = 130, 41, 4
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--records", type=Path, required=True, help="a folder")
-    parser.add_argument("--exit-in", choices=["training", "evaluation"], help="rank 1 does, once, in epoch 1")
+    parser.add_argument("--exits", action="store_true", help="rank 1, once while it trains and once while it evaluates")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    without_compiler()
     fd.init()
     model = torch.nn.Linear(1, 1).double()
     optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -30,9 +32,9 @@ def main() -> None:
     evaluation = fd.elastic.EvalLoader(range(EVALUATED), 4, num_workers=1)
     state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
 
-    def exit_once(where: str) -> None:
-        flag = options.records / "has-exited"
-        if options.exit_in == where and loader.epoch == 1 and fd.rank() == 1 and not flag.exists():
+    def exit_once(where: str, epoch: int) -> None:
+        flag = options.records / f"has-exited-in-{where}"
+        if options.exits and loader.epoch == epoch and fd.rank() == 1 and not flag.exists():
             flag.touch()
             os._exit(7)
 
@@ -40,13 +42,13 @@ def main() -> None:
     def train(state: fd.elastic.TorchState) -> None:
         for epoch in loader.epochs(EPOCHS):
             for x in loader:
-                exit_once("training")
+                exit_once("training", 1)
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
             total = 0
             for batch in evaluation:
-                exit_once("evaluation")
+                exit_once("evaluation", 2)
                 total += int(batch.sum())
             mean = fd.mean(total / max(1, evaluation.samples), weight=evaluation.samples)
             if fd.rank() == 0:

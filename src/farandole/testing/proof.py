@@ -60,6 +60,14 @@ class Proof:
             repeated={epoch: ids for epoch, ids in repeated.items() if ids},
         )
 
+    def samples_by_step(self) -> dict[int, list[tuple[int, int]]]:
+        """For each step that stands, sorted: (epoch, sample) of all the samples that all workers trained in it."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for record in self.records:
+            if "before" in record and self._standing.get(record["before"]) == record["generation"]:
+                found[record["before"]] += [(record["epoch"], sample) for sample in record["ids"]]
+        return {step: sorted(samples) for step, samples in sorted(found.items())}
+
     def steps(self) -> int:
         """Optimizer steps that stand."""
         return len(self._standing)

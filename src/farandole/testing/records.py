@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,17 @@ class Records:
             path = Path(folder) / f"worker-{os.getpid()}.jsonl"
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def before_step(self, state: fd.elastic.TorchState) -> None:
+    def before_step(self, state: fd.elastic.TorchState, ids: Sequence[int] | None = None) -> None:
+        """`ids`: the samples as they are in the tensors, where the data set tells; else what the loader says."""
         if self._file is not None:
-            self._write({"before": state.step, "epoch": state.loader.epoch, "ids": state.loader.indices})
+            ids = state.loader.indices if ids is None else ids
+            self._write({"before": state.step, "epoch": state.loader.epoch, "ids": ids})
 
     def after_step(self, state: fd.elastic.TorchState) -> None:
         if self._file is not None:
             self._write({"after": state.step - 1})
 
-    def at_end(self, state: fd.elastic.TorchState, **more: float) -> None:
+    def at_end(self, state: fd.elastic.TorchState, **more: object) -> None:
         if self._file is not None:
             digest = hashlib.sha256()
             for parameter in state.model.parameters():
