@@ -35,8 +35,9 @@ def job(folder: Path, *words: str, workers: int = 3) -> tuple[str, dict[str, Any
 
 @pytest.mark.parametrize("how", [[], ["--indices"]])
 def test_what_is_committed_counts_and_what_is_rolled_back_does_not(tmp_path: Path, how: list[str]) -> None:
-    """One dies with a batch that is trained and not recorded, and one right after a commit."""
-    _, found = job(tmp_path, "--kill", "before-record:0:3", "--kill", "after-commit:1:4", *how)
+    """Two die with a batch that is trained and not recorded: one that the others roll back, too, and one right before
+    they commit it."""
+    _, found = job(tmp_path, "--kill", "before-record:0:2", "--kill", "before-record:1:3", *how)
     assert found["is_exact"], found
     assert [epoch["end"] for epoch in found["epochs"]] == [SAMPLES] * EPOCHS
     assert found["generations"] >= 3

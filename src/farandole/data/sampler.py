@@ -147,6 +147,8 @@ class ElasticSampler(Sampler[int]):
                    that begins anew without reset() or set_epoch() gets the samples of the first one again. They
                    count once, with a warning.
         """
+        if batch_size < 0:
+            raise DataError(f"record_batch: batch_size must be 0 or more, got {batch_size}")
         start = self._place
         if self._is_iterated_anew and batch_idx * batch_size < start:
             start = batch_idx * batch_size
@@ -239,6 +241,10 @@ class ElasticSampler(Sampler[int]):
         Raises DataError for the state of another data set, seed or order, or a place that does not exist; the
         sampler is as it was then.
         """
+        if "epoch" not in state_dict or not state_dict.keys() & {"processed_num", "processed_indices"}:
+            raise DataError(
+                f"the state of a sampler has epoch, and processed_num or processed_indices; got {sorted(state_dict)}"
+            )
         self._check_identity(state_dict)
         epoch, recorded = state_dict["epoch"], state_dict.get("processed_indices")
         carried = tuple((start, stop) for start, stop in state_dict.get("carried", ()))

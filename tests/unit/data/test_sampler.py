@@ -333,3 +333,13 @@ def test_ranks_tell_each_other_which_samples_each_has_recorded() -> None:
             sampler.hear_news(told[other])
         assert sampler.processed_indices == set(range(21))
         assert sampler.tell_news() == []
+
+
+def test_what_cannot_be_a_state_or_a_batch_is_refused() -> None:
+    sampler = ElasticSampler(range(8))
+    for state in ({}, {"epoch": 0}, {"processed_num": 1}):
+        with pytest.raises(DataError, match="has epoch, and processed_num or processed_indices"):
+            sampler.load_state_dict(state)
+    with pytest.raises(DataError, match="got -1"):
+        sampler.record_batch(0, -1)
+    assert sampler.state_dict() == ElasticSampler(range(8)).state_dict()
