@@ -60,9 +60,3 @@ def test_a_loop_that_is_left_and_begun_again_without_one_repeats_samples_says_so
     assert not found["is_exact"]
     assert all(epoch["lost"] == [] for epoch in found["epochs"])
     assert all(0 < len(epoch["repeated"]) <= 40 for epoch in found["epochs"]), "what was trained before break"
-
-
-def test_the_rest_of_an_epoch_may_be_left_out_also_when_a_worker_dies_there(tmp_path: Path) -> None:
-    _, found = job(tmp_path, "--after-break", "set_epoch", "--kill", "after-break:1:5")
-    assert found["is_exact"], found
-    assert all(epoch["is_ended"] and 20 <= epoch["end"] <= 60 for epoch in found["epochs"])
