@@ -172,12 +172,14 @@ class DataLoader:
         while self.epoch < total:
             epoch = self.epoch
             yield Epoch.at(epoch, self.boundary)
+            step.end_body()  # after `break`
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self.boundary.reach_epoch_end():
                 self._advance()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
+        step.end_body()
         if self._is_pending:
             self._deal()
             if step.state() != "aborted":  # the run loop has to see that
@@ -187,6 +189,7 @@ class DataLoader:
     def __next__(self) -> Any:
         """The next batch, collated. Raises StepError when the loop body made no step for the one before, and
         what the data set raised; epoch and cursor are as they were then."""
+        step.end_body()
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
             return data

@@ -43,9 +43,10 @@ class Layout:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise DataError("the data set is empty: there is nothing to train on")
-        if not 1 <= self.global_batch_size <= self.size:
+        if not (isinstance(self.global_batch_size, int) and 1 <= self.global_batch_size <= self.size):
             raise DataError(
-                f"global_batch_size must be in 1..{self.size}, the size of the data set, got {self.global_batch_size}"
+                f"global_batch_size must be in 1..{self.size}, the size of the data set, and a whole number; got "
+                f"{self.global_batch_size}"
             )
         if not 1 <= self.min_share <= self.global_batch_size:
             raise DataError(

@@ -18,6 +18,8 @@ from farandole.data.intervals import Intervals, difference, first, measure, posi
 # The samples at positions of the epoch's order (int64, same shape).
 Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
+Positions: TypeAlias = NDArray[np.int64]
+
 # Samples looked up in one call: few at first, because the first batch waits for them; then more, because a call
 # takes about as long as 10,000 samples however few there are.
 _FIRST_BLOCK, _LARGEST_BLOCK = 1024, 16_384
@@ -71,6 +73,18 @@ class Remainder:
         places = (self.rank + self.world * np.arange(start, stop)) % self.count
         samples: list[int] = self.order(positions_at(self.left, places)).tolist()
         return samples
+
+    def trained(self, start: int, stop: int) -> tuple[Positions, Positions, Positions]:
+        """Positions behind this rank's samples number start, ..., stop - 1 <= share: those of this rank, those of
+        all ranks together, and those that this rank has taken again."""
+        everyone = positions_at(self.left, np.arange(start * self.world, min(stop * self.world, self.count)))
+        return everyone[self.rank :: self.world], everyone, self.repeats() if stop == self.share else everyone[:0]
+
+    def repeats(self) -> Positions:
+        """Positions that this rank takes again: one at most, its last one."""
+        last = self.rank + self.world * (self.share - 1)
+        is_again = self.share and not self.carries and last >= self.count
+        return positions_at(self.left, np.array([last % self.count] if is_again else [], dtype=np.int64))
 
     def __iter__(self) -> Iterator[int]:
         """This rank's samples, looked up as they are needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, Literal, Protocol
@@ -15,7 +16,9 @@ from farandole.data import intervals
 from farandole.data.intervals import Intervals
 from farandole.data.permutation import FORMAT_VERSION, Permutation
 from farandole.data.remainder import Order, Remainder
+from farandole.data.sampler_parts import parts_by_epoch
 from farandole.errors import DataError
+from farandole.state import recording
 
 
 class SizedDataset(Protocol):
@@ -69,6 +72,10 @@ class ElasticSampler(Sampler[int]):
         self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the last of the last
         self._before: Intervals = ()  # positions that were trained when the rest was divided
         self._counted = 0  # how many of the divided ones are trained by now, on all ranks
+        self._place = 0  # where record_batch() is in this rank's share
+        self._is_iterated_anew = False  # since the last time that something was recorded
+        self._news: list[int] = []  # positions recorded here one by one, that no other rank has heard of
+        self._in_this_loop: set[int] = set()  # of the recorded ones, those of the loop over the loader that is on
         self._recorded: set[int] = set()  # positions that this rank has recorded since, besides
         self._is_by_index = False  # whether samples of this epoch were recorded one by one
         self._begin(0)
@@ -77,11 +84,17 @@ class ElasticSampler(Sampler[int]):
     # Which samples --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
+        self._is_iterated_anew = True
         return iter(self._remainder)
 
     def __len__(self) -> int:
         """Samples of this rank, and of each other one, as of the last reset."""
         return self._remainder.share
+
+    @property
+    def samples(self) -> int:
+        """Samples of the data set, as many as it had when the sampler was made."""
+        return self._size
 
     @property
     def num_samples(self) -> int:
@@ -106,6 +119,9 @@ class ElasticSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch: nothing of it has been trained. With pad="carry" it begins with what the epoch before
         could not divide, if anything of that one was trained; not when the epochs go back."""
+        if epoch != self.epoch and recording.hears_samplers():
+            trained = sum(max(0, stop - max(0, start)) for start, stop in self._behind())
+            recording.left(self, self.epoch, None if self._is_by_index else self._size - trained)
         carried = self._carried if epoch == self.epoch else ()
         if epoch > self.epoch and (self.processed_num or not self._remainder.share):
             carried = intervals.shift(self._remainder.carried, (self.epoch - epoch) * self._size)
@@ -116,7 +132,7 @@ class ElasticSampler(Sampler[int]):
         """Divide what has not been trained among the ranks that there are now."""
         placement = world.current().placement
         self._before = self._behind()
-        self._counted, self._recorded = 0, set()
+        self._counted, self._place, self._recorded = 0, 0, set()
         self.rank, self.num_replicas = placement.rank, placement.size
         left = intervals.difference(self._all, self._before)
         self._remainder = Remainder(left, self._order, self.rank, self.num_replicas, self.pad == "carry")
@@ -125,11 +141,28 @@ class ElasticSampler(Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Each rank has trained its next batch_size samples, or what was left of them: short last batches count
-        as what they are. To be called on all ranks; batch_idx is Horovod's and does not matter."""
-        self._counted = min(self._counted + batch_size * self.num_replicas, self._remainder.dealt)
+        as what they are. To be called on all ranks.
+
+        batch_idx  which batch of the loop over the loader this is, from 0. It matters after `break` only: a loop
+                   that begins anew without reset() or set_epoch() gets the samples of the first one again. They
+                   count once, with a warning.
+        """
+        if batch_size < 0:
+            raise DataError(f"record_batch: batch_size must be 0 or more, got {batch_size}")
+        start = self._place
+        if self._is_iterated_anew and batch_idx * batch_size < start:
+            start = batch_idx * batch_size
+            _warn_of_repeats()
+        self._is_iterated_anew = False
+        self._place = min(start + batch_size, self._remainder.share)
+        self._counted = max(self._counted, min(self._place * self.num_replicas, self._remainder.dealt))
+        if recording.hears_samplers() and start < self._place:
+            positions, everyone, repeats = self._remainder.trained(start, self._place)
+            recording.trained(self, parts_by_epoch(self._order, self._size, self.epoch, positions, everyone, repeats))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """This rank has trained these samples. A sync unites what the ranks have recorded so.
+        """This rank has trained these samples; to say it twice in one loop over the loader changes nothing. Each
+        commit, and each sync, unites what the ranks have recorded so: processed_num does not know of others before.
 
         Raises DataError with pad="carry": a sample that was carried is in the epoch twice, and its number does not say
         which of the two was trained.
@@ -138,7 +171,35 @@ class ElasticSampler(Sampler[int]):
             raise DataError('record_indices() cannot be used with pad="carry"; use record_batch()')
         positions = self._positions(indices)
         self._is_by_index = True
-        self._recorded.update(positions[~intervals.contains(self._before, positions)].tolist())
+        if self._is_iterated_anew:
+            self._in_this_loop.clear()
+            self._is_iterated_anew = False
+        positions = positions[[position not in self._in_this_loop for position in positions.tolist()]]
+        self._in_this_loop.update(positions.tolist())
+        is_repeat = np.isin(positions, self._remainder.repeats())
+        once = positions[~is_repeat]
+        news = once[~intervals.contains(self._before, once)].tolist()
+        if len(news) < len(once) or not self._recorded.isdisjoint(news):
+            _warn_of_repeats()
+        self._recorded.update(news, positions[is_repeat].tolist())
+        self._news += news
+        if recording.hears_samplers() and positions.size:
+            parts = parts_by_epoch(self._order, self._size, self.epoch, once, None, positions[is_repeat])
+            recording.trained(self, parts)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether record_indices() was called in this epoch: then the ranks have to tell each other at a commit."""
+        return self._is_by_index
+
+    def tell_news(self) -> list[int]:
+        """Positions that this rank has recorded by record_indices() since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def hear_news(self, positions: Iterable[int]) -> None:
+        """What tell_news() has returned on another rank. Changes nothing that is handed out before a reset."""
+        self._recorded.update(positions)
 
     @property
     def processed_num(self) -> int:
@@ -180,6 +241,10 @@ class ElasticSampler(Sampler[int]):
         Raises DataError for the state of another data set, seed or order, or a place that does not exist; the
         sampler is as it was then.
         """
+        if "epoch" not in state_dict or not state_dict.keys() & {"processed_num", "processed_indices"}:
+            raise DataError(
+                f"the state of a sampler has epoch, and processed_num or processed_indices; got {sorted(state_dict)}"
+            )
         self._check_identity(state_dict)
         epoch, recorded = state_dict["epoch"], state_dict.get("processed_indices")
         carried = tuple((start, stop) for start, stop in state_dict.get("carried", ()))
@@ -222,7 +287,9 @@ class ElasticSampler(Sampler[int]):
         return intervals.union(self._carried, intervals.prefix(self._size))
 
     def _forget(self) -> None:
-        self._before, self._counted, self._recorded, self._is_by_index = (), 0, set(), False
+        self._before, self._counted, self._place, self._recorded, self._is_by_index = (), 0, 0, set(), False
+        self._in_this_loop.clear()
+        self._news.clear()
 
     def _behind(self) -> Intervals:
         """All positions that were trained in this epoch."""
@@ -288,3 +355,12 @@ class ElasticSampler(Sampler[int]):
 
 def _sequential(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     return positions
+
+
+def _warn_of_repeats() -> None:
+    warnings.warn(
+        "ElasticSampler: samples of this epoch are recorded a second time. After `break` a new loop over the loader "
+        "begins where the last one did: call sampler.reset() to go on with what is left, or sampler.set_epoch() to "
+        "leave it out",
+        stacklevel=3,
+    )

@@ -97,6 +97,7 @@ class StreamLoader:
         """Numbers of the epochs from the current one to `total` - 1; as in DataLoader."""
         while self.epoch < total:
             yield Epoch.at(self.epoch, self.boundary)
+            step.end_body()  # after `break`
             if self.boundary.reach_epoch_end():
                 self.epoch, self._place = self.epoch + 1, Place((0,) * len(self._streams))
                 self._open()
@@ -105,6 +106,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
+        step.end_body()
         if self._pending is not None:
             self._deal()
             if step.state() != "aborted":  # the run loop has to see that
@@ -114,6 +116,7 @@ class StreamLoader:
     def __next__(self) -> Any:
         """The next batch, collated. Raises StepError when the loop body made no step for the one before, and
         what the data set raised; epoch and cursor are as they were then."""
+        step.end_body()
         self.boundary.reach()
         try:
             if not self._has_more_of_ticket() and not self._next_ticket():

@@ -17,12 +17,12 @@ def ledger_command(arguments: Sequence[str]) -> int:
     """EXACT, NOT_EXACT, or USAGE_ERROR where there is no ledger that could be checked. Raises SystemExit as argparse
     does."""
     options = _parser().parse_args(arguments)
-    from farandole.ledger.check import check  # with numpy, which `farandole run --help` should not wait for
     from farandole.ledger.findings import as_json, in_words
+    from farandole.ledger.proving import prove  # with numpy, which `farandole run --help` should not wait for
     from farandole.ledger.reading import Folder
 
     try:
-        findings = check(Folder(options.folder))
+        findings = prove(Folder(options.folder))
     except (ConfigError, OSError) as error:
         print(f"farandole ledger check: {error}", file=sys.stderr)
         return USAGE_ERROR

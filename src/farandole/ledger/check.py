@@ -49,17 +49,17 @@ def check(lines: Iterable[Line]) -> Findings:
     """Prove that each epoch trained each sample once, or say what went wrong. `lines`, those of one file after
     the other, is read twice. Raises ConfigError for lines that are not of one job's ledger."""
     story = _Story()
-    for line in _settled(lines, story.problems):
+    for line in settled(lines, story.problems):
         story.hear(line)
     story.conclude()
     count = _Count(story)
-    for line in _settled(lines, []):
+    for line in settled(lines, []):
         if isinstance(line.record, Intent):
             count.hear(line.record, line)
     return count.findings()
 
 
-def _settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
+def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
     """Lines that can be read, without intents that the same rank wrote anew: it was handed the same step again,
     and what it contributed is what it said last."""
     held: Line | None = None

@@ -18,6 +18,9 @@ class EpochFinding(msgspec.Struct, frozen=True):
     foreign         numbers that are no sample of the data set
     proved_by_hash  samples of workers whose files are missing: known by their sum alone, and that is right
     unproved        samples of such workers that remain unknown; some of `lost` may be among them
+    sampler         its name in the state, under the commit rule
+    padding         samples that a rank has trained for the second time on purpose, to fill up the end of the epoch;
+                    not in `repeated`
     """
 
     epoch: int
@@ -29,6 +32,8 @@ class EpochFinding(msgspec.Struct, frozen=True):
     foreign: list[int]
     proved_by_hash: int
     unproved: int
+    sampler: str = ""
+    padding: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -38,12 +43,13 @@ class EpochFinding(msgspec.Struct, frozen=True):
 class Findings(msgspec.Struct, frozen=True):
     """What a ledger says of its job.
 
-    samples   of one epoch; 0 where nobody knows
+    samples   of one epoch; 0 where nobody knows. Under the commit rule, by the sampler's name
     steps     optimizer steps that stand, from first_step on; redone  attempts that had to be made again
+    records   instead of steps, under the commit rule: what workers have recorded, and stands; redone was rolled back
     problems  what speaks against exactly once, beside what `epochs` say; remarks  what does not
     """
 
-    samples: int
+    samples: int | dict[str, int]
     first_step: int
     steps: int
     redone: int
@@ -52,15 +58,21 @@ class Findings(msgspec.Struct, frozen=True):
     epochs: list[EpochFinding]
     problems: list[str]
     remarks: list[str]
+    records: int | None = None
+
+    def samples_of(self, sampler: str) -> int:
+        return self.samples if isinstance(self.samples, int) else self.samples[sampler]
 
     @property
     def is_exact(self) -> bool:
         """Every sample was trained once in each epoch that is whole, and none twice in any other."""
         return not self.problems and all(epoch.is_exact for epoch in self.epochs)
 
-    def whole_epochs(self) -> int:
+    def whole_epochs(self, sampler: str = "") -> int:
         """Epochs that were trained from the first position to the last one."""
-        return sum(1 for epoch in self.epochs if epoch.begin == 0 and epoch.end == self.samples > 0)
+        samples = self.samples_of(sampler)
+        epochs = [epoch for epoch in self.epochs if epoch.sampler == sampler]
+        return sum(1 for epoch in epochs if epoch.begin == 0 and epoch.end == samples > 0)
 
 
 def as_json(findings: Findings) -> str:
@@ -71,16 +83,20 @@ def as_json(findings: Findings) -> str:
 
 def in_words(findings: Findings) -> Iterator[str]:
     """The lines that a person reads."""
-    whole = findings.whole_epochs()
-    yield (
-        f"{_many(findings.steps, 'step')} of {_many(findings.workers, 'worker')} in "
-        f"{_many(findings.generations, 'generation')}; {_many(findings.redone, 'step')} done again"
-    )
+    by = f"{_many(findings.workers, 'worker')} in {_many(findings.generations, 'generation')}"
+    if findings.records is None:
+        yield f"{_many(findings.steps, 'step')} of {by}; {_many(findings.redone, 'step')} done again"
+    else:
+        yield f"{_many(findings.records, 'recorded batch')} of {by}; {findings.redone:,} rolled back"
     if findings.first_step > 0:
         yield f"the ledger begins at step {findings.first_step}"
-    yield f"{_many(whole, 'whole epoch')} of {_many(findings.samples, 'sample')}"
-    told = ((epoch.epoch, line) for epoch in findings.epochs for line in _of_epoch(epoch, findings.samples))
-    yield from _gathered(told)
+    for sampler in [""] if isinstance(findings.samples, int) else findings.samples:
+        samples = findings.samples_of(sampler)
+        prefix = f"{sampler}: " if sampler else ""
+        yield f"{prefix}{_many(findings.whole_epochs(sampler), 'whole epoch')} of {_many(samples, 'sample')}"
+        epochs = [epoch for epoch in findings.epochs if epoch.sampler == sampler]
+        told = ((epoch.epoch, line) for epoch in epochs for line in _of_epoch(epoch, samples))
+        yield from (prefix + line for line in _gathered(told))
     for remark in findings.remarks:
         yield f"note: {remark}"
     for problem in findings.problems[:SHOWN]:
@@ -116,13 +132,12 @@ def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
         else:
             end = f"; it is unfinished, {_many(left, 'sample')} are left"
         yield f"{_many(covered, 'sample')}{begun}{end}"
+    if epoch.padding:
+        yield f"{_many(epoch.padding, 'sample')} trained twice to fill up its end (padding)"
     if epoch.proved_by_hash:
-        yield f"{_many(epoch.proved_by_hash, 'sample')} of workers whose files are missing; their hash is right"
+        yield f"{_many(epoch.proved_by_hash, 'sample')} of {_silent(epoch)}; their hash is right"
     if epoch.unproved:
-        yield (
-            f"UNPROVED: {_many(epoch.unproved, 'sample')} of workers whose files are missing; which ones they "
-            f"are is not known"
-        )
+        yield (f"UNPROVED: {_many(epoch.unproved, 'sample')} of {_silent(epoch)}; which ones they are is not known")
     lost = "LOST, OR AMONG THE UNPROVED" if epoch.unproved else "LOST"
     for what, ids in ((lost, epoch.lost), ("REPEATED", epoch.repeated), ("NOT IN THE DATA SET", epoch.foreign)):
         if ids:
@@ -130,5 +145,11 @@ def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
             yield f"{what}: {', '.join(map(str, ids[:SHOWN]))}{more}"
 
 
+def _silent(epoch: EpochFinding) -> str:
+    before = "that were lost before they had recorded them, or " if epoch.sampler else ""
+    return f"workers {before}whose files are missing"
+
+
 def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+    plural = "" if count == 1 else "es" if what.endswith("batch") else "s"
+    return f"{count:,} {what}{plural}"

@@ -20,6 +20,8 @@ WHOLE, HOLED = "whole", "holed"  # of the same length: one is written over the o
 Ids: TypeAlias = list[int | tuple[int, int]]
 Generation: TypeAlias = tuple[int, int]
 """(lineage, number): ordered; what starts later is greater."""
+Entry: TypeAlias = tuple[int, int, int]
+"""(lineage, number, entry): the same, under the commit rule."""
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
@@ -121,13 +123,81 @@ class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
         return self.lineage, self.generation
 
 
+class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
+    """Under the commit rule: this worker is about to call the elastic function, and all members of the generation
+    have the state that commit number `commit` has made: what was written after it before they had is void.
+
+    entry     numbers the calls in one generation: a worker that is alone can begin again without a new one
+    samplers  those of the state: name, and samples of the data set
+    """
+
+    lineage: int
+    generation: int
+    entry: int
+    nonce: str
+    rank: int
+    size: int
+    commit: int
+    samplers: list[tuple[str, int]]
+
+    @property
+    def key(self) -> Entry:
+        return self.lineage, self.generation, self.entry
+
+
+class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
+    """Under the commit rule: this worker has told a sampler what it has trained.
+
+    commit             number of the last commit before
+    number             which call this is in the generation; where ranks share a batch it is the same on all of them
+    ids                samples of this rank
+    repeats            samples of it that another rank has among its `ids`: they fill up the end of an epoch
+    samples, ids_hash  of the `ids` of all ranks together; -1 and 0 where each rank knows its own only
+    """
+
+    lineage: int
+    generation: int
+    entry: int
+    commit: int
+    rank: int
+    sampler: str
+    number: int
+    epoch: int
+    ids: Ids
+    repeats: Ids
+    samples: int
+    ids_hash: int
+
+    @property
+    def key(self) -> Entry:
+        return self.lineage, self.generation, self.entry
+
+
+class EpochLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
+    """Under the commit rule: a sampler was told to begin another epoch, with `samples` of this one untrained; -1:
+    nobody knows, since each rank has recorded its own."""
+
+    lineage: int
+    generation: int
+    entry: int
+    commit: int
+    rank: int
+    sampler: str
+    epoch: int
+    samples: int
+
+    @property
+    def key(self) -> Entry:
+        return self.lineage, self.generation, self.entry
+
+
 class Missed(msgspec.Struct, frozen=True, array_like=True, tag="missed"):
     """So many lines before this one could not be written."""
 
     lines: int
 
 
-Record: TypeAlias = Opened | Started | Intent | Applied | EpochEnded | Missed
+Record: TypeAlias = Opened | Started | Intent | Applied | EpochEnded | Entered | Trained | EpochLeft | Missed
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)

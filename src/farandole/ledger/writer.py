@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from farandole.ledger.records import FORMAT, HOLED, WHOLE, Missed, Opened, Record, Started, encode
+from farandole.ledger.records import FORMAT, HOLED, WHOLE, Entered, Missed, Opened, Record, Started, encode
 
 PART_BYTES = 64 << 20  # a file that is larger is followed by another one
 
@@ -42,7 +42,7 @@ class Writer:
         self._bytes = self._part = 0
         self._is_torn = False  # the file may end in the middle of a line
         self._missed = 0
-        self._started: Started | None = None
+        self._started: Started | Entered | None = None
         self._has_warned = False
 
     def write(self, record: Record) -> None:
@@ -57,7 +57,7 @@ class Writer:
         except OSError as error:
             self._missed += 1
             self._give_warning(error)
-        if isinstance(record, Started):
+        if isinstance(record, Started | Entered):
             self._started = record  # for the parts to come
 
     def close(self) -> None:

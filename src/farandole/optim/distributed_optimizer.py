@@ -49,7 +49,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - `zero_grad()` does nothing while the micro-batches of a global batch are being accumulated.
     - Several backward passes before `step()` add up, as with DDP: each of them reduces. Not with micro-batches or
       loss="sum": there the second one raises StepError.
-    - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all.
+    - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all. Each batch
+      is trained with those that step in its body: a generator may step for every fifth batch only.
     - Of the arguments only `compression` and `loss` may differ from their defaults; else the first batch raises
       StepError. ConfigError: parameters that are not on the CPU. CollectiveMismatch: workers reduce different steps.
 

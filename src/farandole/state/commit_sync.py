@@ -68,6 +68,25 @@ class CommittedState:
 
     # Samplers --------------------------------------------------------------------------------------------
 
+    def samplers(self) -> dict[str, Any]:
+        """Those that record progress, by name."""
+        return {name: handler.value for name, handler in self._of(SamplerStateHandler).items()}
+
+    def tell_news(self) -> bytes:
+        """What this rank alone knows of its samplers' samples; nothing, mostly."""
+        news = {name: each.tell_news() for name, each in self._with_news()}
+        return pickle.dumps(news) if any(news.values()) else b""
+
+    def hear_news(self, told: bytes) -> None:
+        """What tell_news() has returned on another rank."""
+        if told:
+            news = pickle.loads(told)
+            for name, sampler in self._with_news():
+                sampler.hear_news(news.get(name, ()))
+
+    def _with_news(self) -> list[tuple[str, Any]]:
+        return [(name, each) for name, each in self.samplers().items() if hasattr(each, "tell_news")]
+
     def recorded(self) -> dict[str, dict[str, Any]]:
         """What this rank's samplers have recorded, by name."""
         return {name: dict(handler.value.state_dict()) for name, handler in self._of(SamplerStateHandler).items()}

@@ -70,6 +70,9 @@ class State:
             update = boundary.agreed_update()
         else:
             update = self._agree_on_messages()
+        self._raise_if_updated(update)
+
+    def _raise_if_updated(self, update: HostUpdateResult | None) -> None:
         if update is not None:
             raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from farandole.state.ticket import Batch
+
+Samples = NDArray[np.int64]
 
 
 class Recorder(Protocol):
@@ -17,7 +23,30 @@ class Recorder(Protocol):
     def apply(self, batch: Batch) -> None: ...
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a sampler was told in one call, of one epoch.
+
+    ids       this rank has trained them; without repeats
+    repeats   it has trained these, too, and another rank the same ones: they fill up the end of an epoch
+    everyone  what all ranks have trained in the same call; None: nobody knows
+    """
+
+    epoch: int
+    ids: Samples
+    repeats: Samples
+    everyone: Samples | None
+
+
+class SamplerRecorder(Protocol):
+    """Writes down what samplers were told, under the commit rule (worker/commit_records.py)."""
+
+    def trained(self, sampler: object, parts: Sequence[Part]) -> None: ...
+    def left(self, sampler: object, epoch: int, samples: int | None) -> None: ...
+
+
 _recorder: Recorder | None = None
+_sampler_recorder: SamplerRecorder | None = None
 
 
 def install(recorder: Recorder | None) -> None:
@@ -48,3 +77,29 @@ def apply(batch: Batch) -> None:
     """The step is decided on this rank; its number and the loader's cursor have not moved yet."""
     if _recorder is not None:
         _recorder.apply(batch)
+
+
+# Under the commit rule ---------------------------------------------------------------------------------------
+
+
+def install_for_samplers(recorder: SamplerRecorder | None) -> None:
+    """From here on `recorder` is told; with None nobody is."""
+    global _sampler_recorder
+    _sampler_recorder = recorder
+
+
+def hears_samplers() -> bool:
+    """Whether somebody wants to know: what to tell takes time to find out."""
+    return _sampler_recorder is not None
+
+
+def trained(sampler: object, parts: Sequence[Part]) -> None:
+    """A sampler was told what this rank has trained."""
+    if _sampler_recorder is not None:
+        _sampler_recorder.trained(sampler, parts)
+
+
+def left(sampler: object, epoch: int, samples: int | None) -> None:
+    """A sampler goes on to another epoch, with so many samples of this one untrained; None: nobody knows."""
+    if _sampler_recorder is not None:
+        _sampler_recorder.left(sampler, epoch, samples)

@@ -4,8 +4,8 @@
                          └───── aborted() ─────┴──────► aborted
 
 The loader opens it with a batch, the optimizer reduces and applies, and whoever sees a fault aborts it. With several
-optimizers (a GAN) they reduce and apply one after the other; the step is decided when the last of them has stepped,
-and until then it can be undone.
+optimizers (a GAN) they reduce and apply one after the other; the step is decided when the last of them has stepped, or
+when the loop body ends without the others (a generator that steps for every fifth batch); until then it can be undone.
 """
 
 from __future__ import annotations
@@ -139,6 +139,13 @@ def stepped(optimizer: object) -> None:
     """The optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
     _step.stepped.add(id(optimizer))
     if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
+        decided()
+
+
+def end_body() -> None:
+    """The loop body is over: what has stepped in it decides the step, if some of several optimizers have. Which ones
+    did is the same on all ranks, or the header of the next reduction differs. Nothing otherwise."""
+    if _step.phase is Phase.REDUCED and _step.stepped:
         decided()
 
 

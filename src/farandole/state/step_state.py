@@ -39,9 +39,11 @@ class StepState(TorchState):
     TorchState(model=..., optimizer=..., loader=..., after_step=[scheduler.step], scheduler=scheduler, best=0.0)
 
     model, optimizer, loader  the things to train with; `optimizer` a DistributedOptimizer
-    further optimizers  among the keywords (a GAN): a step is decided when the last of them has stepped; a fault
-                        between them takes back those that have, from a copy that is made for it
-    after_step  called without arguments right after each applied optimizer step, inside the atomic step
+    further optimizers  among the keywords (a GAN): a step is decided when the last of them has stepped, or when the
+                        loop body ends in which only some have; a fault before that takes back those that have, from
+                        a copy that is made for it
+    after_step  called without arguments when a step is decided, inside the atomic step: in the step() of the
+                optimizer, the last one of several, or at the next batch where not all of them step
     **tracked   every keyword becomes an attribute: objects with state_dict()/load_state_dict() (schedulers, a
                 GradScaler, further modules) and picklable values. On a regroup they come from the source rank;
                 when a step is done again they are put back to where they were before it.

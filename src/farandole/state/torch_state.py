@@ -61,7 +61,7 @@ class TorchState(ObjectState):
     ) -> None:
         self._handlers: dict[str, StateHandler] = {}
         self._copies = BackgroundCopy()
-        self._commits = 0
+        self._commits = self._remembered = 0  # commits made; those before what restore() returns to
         values = {}
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
             handler = handler_for(value)
@@ -78,14 +78,30 @@ class TorchState(ObjectState):
             handlers[name].set_value(value)
         super().__setattr__(name, value)
 
+    def commit(self) -> None:
+        """As State.commit(). Where each rank has recorded samples of its own, they tell each other first, so that
+        everybody's are in everybody's commit: else those of a worker that is lost would be lost with it."""
+        has_news = any(getattr(handler.value, "has_news", False) for handler in self._handlers.values())
+        if not (has_news and boundary.hears_of_updates()):
+            super().commit()
+            return
+        update = boundary.agreed_update()
+        self.save()
+        self._raise_if_updated(update)
+
     def save(self) -> None:
         """The commit. Its number tells on a regroup whose commit is the newest."""
         boundary.committing()
         self._remember()
-        self._commits += 1
+        self._commits = self._remembered = self._commits + 1
         boundary.committed()
 
+    def keep_live(self) -> None:
+        """What is live counts as a commit from now on, without a copy: a sync follows, which makes one."""
+        self._commits += 1
+
     def restore(self) -> None:
+        self._commits = self._remembered
         self._copies.finish()
         for handler in self._handlers.values():
             handler.restore()
@@ -114,6 +130,7 @@ class TorchState(ObjectState):
             else:
                 handler.save()
         super().save()
+        self._remembered = self._commits
         self._copies.begin(later)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ from farandole.errors import (
     RecoverableError,
 )
 from farandole.messages import Elastic, Synced
-from farandole.state import boundary, step
+from farandole.state import boundary, recording, step
 from farandole.state.background_copy import finish_all
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.host_updates import HostUpdateResult
@@ -29,6 +29,7 @@ from farandole.state.object_state import State
 from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
 from farandole.worker.checkpoints import Checkpoints, checkpoints
+from farandole.worker.commit_records import commit_records
 from farandole.worker.finish import all_have_finished
 from farandole.worker.host_updates import PlannedUpdates
 from farandole.worker.job import Job
@@ -50,11 +51,13 @@ class CommitLoop:
         self._state = state
         self._committed = CommittedState(state) if isinstance(state, TorchState) else None
         self._updates = PlannedUpdates(job, state)
+        self._records = commit_records(self._committed)
         self._checkpoints = _checkpoints(job, self._committed)
         self._is_torn = False  # neither the last commit nor the next one is whole
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         boundary.install(self)
+        recording.install_for_samplers(self._records)
         try:
             with leaving_on_sigterm(self._job, lambda: not self._is_torn), self._updates:
                 try:
@@ -67,12 +70,17 @@ class CommitLoop:
                         self._checkpoints.close()
         finally:
             boundary.install(None)
+            recording.install_for_samplers(None)
+            if self._records is not None:
+                self._records.close()
 
     def _run(self, call: Callable[[], ResultT]) -> ResultT:
         self._enter()
         if self._checkpoints is not None:
             self._checkpoints.entered()
         while True:
+            if self._records is not None:
+                self._records.entered()
             try:
                 result = call()
             except HostsUpdatedInterrupt as interrupt:
@@ -114,6 +122,8 @@ class CommitLoop:
     def _interrupted(self, interrupt: HostsUpdatedInterrupt) -> None:
         """A planned change: what is live stays."""
         logger.info("leaving the elastic function: %s", interrupt)
+        if isinstance(self._state, TorchState):
+            self._state.keep_live()
         self._ask_for_regroup("the script raised HostsUpdatedInterrupt")
 
     def _failed(self, error: HorovodInternalError) -> None:
@@ -217,7 +227,8 @@ class CommitLoop:
         return self._job is not None or world.current().placement.size > 1
 
     def agreed_update(self) -> HostUpdateResult | None:
-        """One small all_gather; nothing when alone, and nothing under a fixed-size launcher."""
+        """One small all_gather; nothing when alone, and nothing under a fixed-size launcher. What ranks alone know
+        of their samplers comes along."""
         job, transport = self._job, world.current().transport
         if job is None:
             return None
@@ -225,7 +236,15 @@ class CommitLoop:
             job.link.raise_if_over()  # alone there is no collective that would end
         number = job.link.prepared
         word = _WORD.pack(number, self._updates.update(number))
-        said = [_WORD.unpack(each) for each in (transport.all_gather(word) if transport.size > 1 else [word])]
+        if transport.size > 1:
+            word += self._committed.tell_news() if self._committed is not None else b""
+            words = transport.all_gather(word)
+            for rank, each in enumerate(words):
+                if self._committed is not None and rank != transport.rank:
+                    self._committed.hear_news(each[_WORD.size :])
+        else:
+            words = [word]
+        said = [_WORD.unpack_from(each) for each in words]
         job.agree([prepared for prepared, _ in said])
         if not job.has_to_regroup():
             return None

@@ -237,9 +237,17 @@ def _report_exceptions(job: Job) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, JobEnded):
             return  # Whoever ended the job says why; a traceback from each worker would only hide it.
-        summary = traceback.format_exception_only(kind, error)[-1].strip()
+        summary = _in_one_line(traceback.format_exception_only(kind, error)[-1].strip())
         text = "".join(traceback.format_exception(kind, error, trace))
-        job.link.send(Failed(summary[-1_000:], text[-_TRACEBACK_LIMIT:]))
+        job.link.send(Failed(summary[:1_000], text[-_TRACEBACK_LIMIT:]))
         show(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _in_one_line(summary: str) -> str:
+    """The first line; of what torch tells of a loader worker's exception the last one, which is the exception."""
+    lines = [line.strip() for line in summary.splitlines() if line.strip()]
+    if not lines:
+        return summary
+    return lines[-1] if any(line.startswith("Original Traceback") for line in lines) else lines[0]

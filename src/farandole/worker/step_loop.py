@@ -69,6 +69,7 @@ class StepLoop:
         while True:
             try:
                 result = call()
+                step.end_body()  # of a loop that was left by `break`
             except RecoverableError as error:
                 if self._job is None:
                     raise

@@ -294,3 +294,52 @@ def test_carrying_takes_horovods_states_of_both_forms_and_refuses_what_it_cannot
         sampler.record_indices([1])
     with pytest.raises(DataError, match="got False"):
         ElasticSampler(range(6), pad=False)
+
+
+def test_a_loop_that_begins_anew_without_a_reset_counts_its_samples_once_and_says_so() -> None:
+    sampler = ElasticSampler(range(20), shuffle=False)
+    for batch, _ in zip(range(3), iter(sampler), strict=False):
+        sampler.record_batch(batch, 4)
+    iter(sampler)
+    with pytest.warns(UserWarning, match="a second time"):
+        sampler.record_batch(0, 4)
+    for batch in (1, 2):
+        sampler.record_batch(batch, 4)
+    assert sampler.processed_num == 12
+    sampler.record_batch(3, 4)
+    assert sampler.processed_num == 16
+    sampler.reset()
+    assert list(sampler) == [16, 17, 18, 19]
+
+
+def test_an_evaluation_on_the_same_loader_in_the_middle_of_an_epoch_changes_nothing() -> None:
+    sampler = ElasticSampler(range(20), shuffle=False)
+    sampler.record_batch(0, 4)
+    list(sampler)
+    sampler.record_batch(1, 4)
+    assert sampler.processed_num == 8
+
+
+def test_ranks_tell_each_other_which_samples_each_has_recorded() -> None:
+    every = samplers(21, 3)
+    for sampler in every:
+        assert not sampler.has_news
+        for batch in range(4):
+            sampler.record_indices(sampler.get_indices(batch, 2))
+        assert sampler.has_news
+    told = [sampler.tell_news() for sampler in every]
+    for rank, sampler in enumerate(every):
+        for other in {0, 1, 2} - {rank}:
+            sampler.hear_news(told[other])
+        assert sampler.processed_indices == set(range(21))
+        assert sampler.tell_news() == []
+
+
+def test_what_cannot_be_a_state_or_a_batch_is_refused() -> None:
+    sampler = ElasticSampler(range(8))
+    for state in ({}, {"epoch": 0}, {"processed_num": 1}):
+        with pytest.raises(DataError, match="has epoch, and processed_num or processed_indices"):
+            sampler.load_state_dict(state)
+    with pytest.raises(DataError, match="got -1"):
+        sampler.record_batch(0, -1)
+    assert sampler.state_dict() == ElasticSampler(range(8)).state_dict()

@@ -122,14 +122,31 @@ def test_the_step_is_decided_by_the_last_of_them() -> None:
         assert (state.step, step.state()) == (before + 1, "decided")
 
 
-def test_a_body_that_steps_only_one_of_them_is_refused() -> None:
+def test_a_body_may_step_one_of_them_and_decides_the_step_when_it_is_over() -> None:
+    """As in a WGAN, whose generator steps for every n-th batch only."""
+    ours, plain = Gan(), Gan(wrap=lambda optimizer: optimizer)
+    state = ours.state()
+    for epoch in ours.loader.epochs(3):
+        for (x,) in ours.loader:
+            before = state.step
+            for gan in (ours, plain):
+                gan.discriminator_step(x)
+                if before % 3 == 0:
+                    gan.generator_step(x)
+            assert state.step == before + (before % 3 == 0)
+            assert ours.loader.cursor == 6 * (state.step - 2 * epoch)
+    assert state.step == 6
+    assert equal(ours.everything(), plain.everything())
+
+
+def test_a_body_that_steps_none_of_them_is_refused() -> None:
     gan = Gan()
     state = gan.state()
     batches = iter(gan.loader)
-    gan.generator_step(next(batches)[0])
+    gan.discriminator(next(batches)[0]).mean().backward()
     with pytest.raises(StepError, match=r"without optimizer\.step\(\)"):
         next(batches)
-    assert state.step == 0
+    assert (state.step, gan.loader.cursor) == (0, 0)
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
@@ -166,15 +183,28 @@ def test_a_fault_between_them_takes_back_the_one_that_has_stepped(steps_before: 
     assert equal(gan.everything(), undisturbed.everything())
 
 
-def test_leaving_the_loop_between_them_takes_back_the_one_that_has_stepped() -> None:
+def test_closing_the_step_between_them_takes_back_the_one_that_has_stepped() -> None:
+    """As the run loop does when an exception leaves the function."""
     gan = Gan()
     gan.state()
     before = gan.everything()
     for (x,) in gan.loader:
         gan.generator_step(x)
         break
+    step.close()
     iter(gan.loader)
     assert equal(gan.everything(), before)
+
+
+def test_break_after_one_of_them_has_stepped_ends_the_body() -> None:
+    gan = Gan()
+    state = gan.state()
+    for _ in gan.loader.epochs(2):
+        for (x,) in gan.loader:
+            gan.generator_step(x)
+            break
+        assert state.step == gan.loader.epoch
+    assert state.step == 2
 
 
 @pytest.mark.parametrize("generator_first", [True, False])

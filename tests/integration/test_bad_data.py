@@ -1,0 +1,24 @@
+"""Data that cannot be had, in real jobs: the original traceback, and the job goes on or stops as it should."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.jobs import SCRIPTS, farandole_run
+
+JOB = [sys.executable, str(SCRIPTS / "bad_data_job.py")]
+
+
+def test_a_data_set_that_raises_on_one_worker_costs_that_worker_and_shows_its_own_traceback(tmp_path: Path) -> None:
+    done = farandole_run("-np", "2", *JOB, "--marks", str(tmp_path / "raised"), "--once", "--num-workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert "in __getitem__" in done.stderr
+    assert "having raised OSError: picture 17 cannot be decoded\n" in done.stderr
+
+
+def test_a_data_set_that_raises_on_every_worker_ends_the_job_without_restarts(tmp_path: Path) -> None:
+    done = farandole_run("-np", "2", *JOB, "--marks", str(tmp_path / "raised"))
+    assert done.returncode == 1
+    assert "in __getitem__" in done.stderr
+    assert "raised the same: OSError: picture 17 cannot be decoded. Restarting" in done.stderr
