@@ -1,0 +1,141 @@
+"""What only the transport through shared memory has: tensors that are read where they are, no leaks, a way back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.shared_memory.tensors import shareable_zeros
+from farandole.collectives.shared_memory.transport import SharedMemoryTransport
+from farandole.collectives.transport_choice import choose
+from farandole.errors import ConfigError
+from farandole.membership import Placement
+from tests.rings import build, in_threads, listeners, ring
+
+
+def filled(rank: int, numel: int, *, is_shared: bool) -> torch.Tensor:
+    tensor = shareable_zeros(numel, torch.float32) if is_shared else torch.zeros(numel)
+    tensor += torch.arange(numel) % 7 + rank
+    return tensor
+
+
+@pytest.mark.parametrize("shared", ["all", "some", "none"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_are_reduced_and_passed_on_wherever_each_rank_has_its_own(size: int, shared: str) -> None:
+    """Twice in a row, and over several pieces of the staging area."""
+    with ring(size, choice="shm") as world:
+        for numel in (20_000, 300_001, 600_000, 20_000):
+            parts = [
+                filled(rank, numel, is_shared={"all": True, "some": rank % 2 == 1, "none": False}[shared])
+                for rank in range(size)
+            ]
+            expected = torch.stack(parts).sum(dim=0)
+            world.run(lambda transport, parts=parts: transport.all_reduce(parts[transport.rank]))
+            assert all(torch.equal(part, expected) for part in parts)
+            for source in range(size):
+                parts[source].fill_(source)
+                world.run(lambda t, parts=parts, source=source: t.broadcast(parts[t.rank], source))
+                assert all(bool((part == source).all()) for part in parts)
+
+
+def test_a_part_of_a_shared_tensor_is_reduced_alone() -> None:
+    whole = [filled(rank, 200_000, is_shared=True) for rank in range(2)]
+    before = [each.clone() for each in whole]
+    with ring(2, choice="shm") as world:
+        world.run(lambda transport: transport.all_reduce(whole[transport.rank][50_000:150_000]))
+    for mine, was in zip(whole, before, strict=True):
+        assert torch.equal(mine[50_000:150_000], (before[0] + before[1])[50_000:150_000])
+        assert torch.equal(mine[:50_000], was[:50_000])
+        assert torch.equal(mine[150_000:], was[150_000:])
+
+
+def test_a_rank_may_change_its_tensor_as_soon_as_its_own_call_is_over() -> None:
+    """Others may still be copying from it, unless the end of the call is a meeting."""
+    parts = [shareable_zeros(500_000, torch.float32) for _ in range(3)]
+
+    def sums(rank: int) -> list[float]:
+        seen = []
+        for number in range(30):
+            parts[rank].fill_(number)
+            world.transports[rank].all_reduce(parts[rank])
+            seen += [parts[rank].min().item(), parts[rank].max().item()]
+            parts[rank].fill_(-1000)
+        return seen
+
+    with ring(3, choice="shm") as world:
+        assert in_threads(3, sums) == [[3.0 * number for number in range(30) for _ in (0, 1)]] * 3
+
+
+def test_200_generations_leave_no_descriptor_and_no_mapping_behind() -> None:
+    buffers = [shareable_zeros(100_000, torch.float32) for _ in range(2)]
+
+    def one_generation() -> None:
+        world = build(opened, choice="shm")
+        world.run(lambda transport: transport.all_reduce(buffers[transport.rank]))
+        world.run(lambda transport: transport.all_reduce(torch.zeros(100_000)))
+        for transport in world.transports:
+            transport.close()
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        mappings = Path("/proc/self/maps").read_text().count("memfd:farandole")
+        return len(os.listdir("/proc/self/fd")), mappings
+
+    with listeners(2) as opened:
+        one_generation()
+        before = held()
+        for _ in range(200):
+            one_generation()
+        assert held() == before
+
+
+# The choice ------------------------------------------------------------------------------------------------
+
+ONE_HOST, TWO_HOSTS = Placement(0, 2, 0, 2, 0, 1), Placement(0, 2, 0, 1, 0, 2)
+
+
+def test_workers_of_one_host_get_shared_memory_and_those_of_two_the_ring() -> None:
+    for placement, choice, expected in (
+        (ONE_HOST, "auto", SharedMemoryTransport),
+        (ONE_HOST, "tcp", RingTransport),
+        (TWO_HOSTS, "auto", RingTransport),
+    ):
+        with ring(2) as world:
+            chosen = in_threads(2, lambda rank, w=world, p=placement, c=choice: choose(w.transports[rank], p, c))
+            assert [type(each) for each in chosen] == [expected] * 2
+
+
+def test_shared_memory_across_hosts_is_refused() -> None:
+    with ring(2) as world, pytest.raises(ConfigError, match="2: use auto or tcp"):
+        choose(world.transports[0], TWO_HOSTS, "shm")
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with ring(2) as world, pytest.raises(ConfigError, match="auto, shm, tcp, got 'infiniband'"):
+        choose(world.transports[0], ONE_HOST, "infiniband")
+
+
+def test_where_one_rank_has_no_shared_memory_all_take_the_ring_and_one_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Files of this process may not be larger than 4 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ring(2) as world, caplog.at_level(logging.WARNING, "farandole"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            chosen = in_threads(2, lambda rank: choose(world.transports[rank], ONE_HOST, "auto"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert chosen == world.transports
+        tensors = [torch.ones(100_000) for _ in range(2)]
+        world.run(lambda transport: transport.all_reduce(tensors[transport.rank]))
+        assert all(bool((tensor == 2).all()) for tensor in tensors)
+    assert len(caplog.messages) == 1
+    assert "tensors travel over TCP, not through shared memory: rank" in caplog.text
