@@ -9,6 +9,8 @@ from farandole.ledger.check import Line
 from farandole.ledger.hashing import ids_hash
 from farandole.ledger.records import FORMAT, WHOLE, Applied, EpochEnded, Intent, Opened, Record, Started, compact
 
+TWO_STREAMS = "streams-2"
+
 
 class WrittenJob:
     """A job whose members write one file each.
@@ -51,7 +53,7 @@ class WrittenJob:
                     self.step,
                     self.epoch,
                     self.cursor,
-                    self.samples,
+                    0 if self.order == TWO_STREAMS else self.samples,
                     self.order,
                 )
             )
@@ -97,6 +99,9 @@ class WrittenJob:
         """Any order will do, if it is another one in each epoch."""
         if position >= self.samples:
             return (position - self.samples + 17 * (self.epoch + 1)) % self.samples
+        if self.order == TWO_STREAMS:  # the first one is twice as long
+            turn, place = divmod(position, 3)
+            return 2 * (2 * turn + place) if place < 2 else 2 * turn + 1
         if self.order.startswith("weighted"):
             return position // 2
         return (position + 17 * self.epoch) % self.samples

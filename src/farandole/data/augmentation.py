@@ -1,9 +1,10 @@
 """Random numbers of a data set's items: a function of (seed, epoch, position in the epoch's order), so that an item
-that is fetched again, by whichever worker or loader process, is augmented in the same way. loader.py puts this around
+that is fetched again, by whichever worker or loader worker, is augmented in the same way. loader.py puts this around
 the data set and the batch sampler."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import struct
@@ -60,24 +61,20 @@ class SeededDataset:
         return getattr(self._dataset, name)
 
     def __getitems__(self, keyed: Keyed) -> list[Any]:
-        kept = _states() if get_worker_info() is None else None
-        try:
+        with generators_kept() if get_worker_info() is None else contextlib.nullcontext():
             return self._fetch(keyed)
-        finally:
-            if kept is not None:
-                _put_back(kept)
 
     def _fetch(self, keyed: Keyed) -> list[Any]:
         indices, seed, epoch, position = keyed.indices, keyed.seed, keyed.epoch, keyed.position
         fetch_all = getattr(self._dataset, "__getitems__", None)
         # A Subset has one that only goes through the items, unless what it is a subset of has one.
         if fetch_all is not None and hasattr(_innermost(self._dataset), "__getitems__"):
-            _seed_item(seed, epoch, position)
+            seed_item(seed, epoch, position)
             items: list[Any] = fetch_all(list(indices))
             return items
         items = []
         for place, index in enumerate(indices):
-            _seed_item(seed, epoch, position + place)
+            seed_item(seed, epoch, position + place)
             items.append(self._dataset[index])
         return items
 
@@ -90,13 +87,8 @@ def with_places(dataset: Any, dealer: Dealer, seed: int) -> tuple[Any, Iterable[
     return SeededDataset(dataset), KeyedSampler(dealer, seed)
 
 
-def _innermost(dataset: Any) -> Any:
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
-
-
-def _seed_item(seed: int, epoch: int, position: int) -> None:
+def seed_item(seed: int, epoch: int, position: int) -> None:
+    """Start the generators of torch, numpy and Python for the item at this position of the epoch."""
     packed = struct.pack("<qqq", seed & (2**63 - 1), epoch, position)
     value = int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"item").digest(), "little")
     torch.default_generator.manual_seed(value >> 1)
@@ -104,11 +96,19 @@ def _seed_item(seed: int, epoch: int, position: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
 
 
-def _states() -> tuple[torch.Tensor, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators of torch, numpy and Python back afterwards: in the training process the step owns them."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])
 
 
-def _put_back(states: tuple[torch.Tensor, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+def _innermost(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset

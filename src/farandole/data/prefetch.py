@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from farandole.data.dealer import Dealer, Dealt
+
+class OnWay(Protocol):
+    """What was asked for: `deal` numbers the restart it came from."""
+
+    @property
+    def deal(self) -> int: ...
 
 
-class Prefetch:
-    """Takes batches out of a torch DataLoader whose batch sampler is `dealer`.
+OnWayT = TypeVar("OnWayT", bound=OnWay)
+
+
+class Asking(Protocol[OnWayT]):
+    """Who says what to fetch next (dealer.py, stream_requests.py)."""
+
+    on_way: deque[OnWayT]
+
+    @property
+    def deal(self) -> int: ...
+
+
+class Prefetch(Generic[OnWayT]):
+    """Takes batches out of a torch DataLoader whose sampler is `dealer`.
 
     Its loader workers are started by the first take() and end with close(), or when this object is freed:
     nothing that the iterator holds leads back here.
     """
 
-    def __init__(self, loader: TorchDataLoader[Any], dealer: Dealer) -> None:
+    def __init__(self, loader: TorchDataLoader[Any], dealer: Asking[OnWayT]) -> None:
         self._loader, self._dealer = loader, dealer
         self._iterator: Iterator[Any] | None = None
 
-    def take(self) -> tuple[Dealt, Any]:
+    def take(self) -> tuple[OnWayT, Any]:
         """The next batch of the current deal, collated; those of older deals are dropped. Raises what the
         data set raised; then, as after any other error here, close() is needed before the next call."""
         if self._iterator is None:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections import deque
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_collate
 
+from farandole.data import torch_arguments
 from farandole.data.boundary import Boundary, SoloBoundary
+from farandole.data.by_value import SmallByValue
 from farandole.data.epoch import Epoch
-from farandole.data.partition import batches, delivered, micro_batches, share
+from farandole.data.padding import Padding
 from farandole.data.permutation import FORMAT_VERSION
-from farandole.data.stream_order import Place, walk
-from farandole.data.streams import Stream
+from farandole.data.prefetch import Prefetch
+from farandole.data.stream_order import Place
+from farandole.data.stream_reader import Reply, StreamReader
+from farandole.data.stream_requests import Deal, Requests, Sizes
+from farandole.data.streams import Mark, Source
 from farandole.errors import DataError, StepError
-from farandole.state import step
+from farandole.state import recording, step
 from farandole.state.ticket import Batch, Ticket
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
 
 
 class StreamLoader:
     """Hands out the samples of an IterableDataset in global batches, divided among the workers there are.
 
-        loader = StreamLoader(dataset, global_batch_size=256, streams=64, transform=decode)
+        loader = StreamLoader(dataset, global_batch_size=256, streams=64, transform=decode, num_workers=4)
         state = TorchState(model=model, optimizer=optimizer, loader=loader)
         for epoch in loader.epochs(10):
             for x, y in loader:
@@ -33,28 +43,39 @@ class StreamLoader:
         dataset.stream(v, V)                    an iterable, where the data set has this method
         dataset.shard(num_shards=V, index=v)    else, where it has that one, as Hugging Face's data sets do
         each V-th sample of the data set        else; the data set is read V times then, so that 1 stream is best
-    Opened again in one epoch, a stream has to give the same samples. set_epoch(epoch) is called before, where the data
-    set has it. A worker that joins opens them at their offsets: with skip(n) of the opened stream where it has that,
-    else by reading what lies before. Workers that were there read on.
+    Opened again in one epoch, or in another process, a stream has to give the same samples. set_epoch(epoch) is called
+    before, where the data set has it. A worker that joins opens them at their offsets: with skip(n) of the opened
+    stream where it has that, else by reading what lies before, or see `stateful`. Workers that were there read on.
 
-    Nobody knows where a stream ends before it is read, and all workers must know it. So every worker reads all
-    streams, and only `transform` and `collate_fn` are divided, unless the data set has
+    Nobody knows where a stream ends before it is read, and all workers must know it. So every worker, and each of its
+    loader workers, reads all streams, and only `transform` and `collate_fn` are divided, unless the data set has
         dataset.stream_length(v, V)             samples of a stream: a worker then reads only streams that it needs,
                                                 the same ones each time when global_batch_size is a multiple of V
 
     global_batch_size  samples of one optimizer step, over all workers; the last one of an epoch may be shorter
     streams            V, fixed for the life of the saved state
-    seed               of the steps' random numbers
+    seed               of random numbers: those of the steps, and those that `transform` draws, which follow from seed,
+                       epoch and position
+    stateful           the state says of each stream what its state_dict() said (torchdata's protocol Stateful), and it
+                       is opened with load_state_dict() instead of reading what lies before. It is the opened stream
+                       that has both methods, or its iterator. A stream must then go on with the very sample that
+                       came next: a shuffle buffer that its state leaves out would be lost. With stream_length() a
+                       worker knows the states of streams that it reads; others are opened as without `stateful`. A
+                       checkpoint takes states of plain values, containers and tensors
     transform          one sample -> what is collated: the costly part, done only by the worker that trains it
-    max_local_batch, min_share, and what a ghost is: as in DataLoader
+    micro_batch_size, max_local_batch, min_share, and what a ghost is: as in DataLoader
 
-    Samples are read in this process, when they are asked for: there are no loader workers, and nothing is prefetched.
+    num_workers, prefetch_factor, pin_memory, pin_memory_device, timeout, worker_init_fn, multiprocessing_context are
+    torch's. Loader workers are started once and live on when an epoch ends and when the world changes. They keep
+    the samples that are read and not trained, of about prefetch_factor * num_workers global batches each. While the
+    data set is read, get_worker_info() is None: it must not divide itself among them.
 
     epoch, cursor  where training is; they move with decided steps only
     batch          the batch that is out; None before the first and after the last one
     indices        its samples, as v + V * (number in stream v); none for a ghost
 
-    Raises DataError, with the values, for sizes that cannot work and for an iterator, which could be read only once.
+    Raises DataError, with the values, for sizes that cannot work and for an iterator, which could be read only once;
+    ConfigError for arguments of torch's DataLoader that cannot be followed.
     """
 
     def __init__(
@@ -64,27 +85,57 @@ class StreamLoader:
         *,
         streams: int = 1,
         seed: int = 0,
+        stateful: bool = False,
         transform: Callable[[Any], Any] | None = None,
+        num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        pin_memory_device: str = "",
+        timeout: float = 0,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
         max_local_batch: int | None = None,
+        micro_batch_size: int | None = None,
         min_share: int = 1,
+        **refused: object,
     ) -> None:
-        _check(dataset, global_batch_size, streams, max_local_batch, min_share)
+        torch_arguments.refuse(
+            refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", torch_arguments.OF_STREAMS
+        )
+        self._sizes = Sizes(global_batch_size, _most(max_local_batch, micro_batch_size), min_share)
+        _check(dataset, streams)
+        self._padding = Padding(is_allowed=micro_batch_size is not None)
+        self._is_ended = False  # the epoch is through, also where `break` has left samples
         self.dataset, self.seed = dataset, seed
         self.epoch = 0
         self.boundary: Boundary = SoloBoundary()
         self.batch: Batch | None = None
         self.indices: list[int] = []
-        self._global_batch_size, self._max_local_batch, self._min_share = global_batch_size, max_local_batch, min_share
-        self._transform, self._collate = transform, collate_fn or default_collate
         self._rank, self._world = 0, 1
-        self._place = Place((0,) * streams)
-        self._pending: Ticket | None = None  # its batch is out, or about to be, and its step not decided
-        self._taken: list[tuple[int, int]] = []  # its samples
-        self._behind = self._place  # where training is after its step
-        self._queue: deque[Batch] = deque()  # its micro-batches that were not handed out
-        self._open()
-        self._deal()
+        self._is_stateful = stateful
+        self._place = self._behind = Place((0,) * streams)  # before and after the step of the batch that is out
+        self._marks: list[Mark | None] = [None] * streams
+        self._marks_behind: dict[int, Mark] = {}
+        self._is_pending = False  # a batch is out whose ticket is not committed
+        self._requests = Requests(num_workers, Deal(0, 0, self._place, 0, 1, self._sizes))
+        source = Source(dataset, streams, stateful)
+        self._reader = StreamReader(source, seed, transform, collate_fn or default_collate)
+        inner: TorchDataLoader[Any] = TorchDataLoader(
+            self._reader,  # type: ignore[arg-type]  # it has no length
+            batch_size=None,
+            sampler=self._requests,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=SmallByValue(worker_init_fn),
+            multiprocessing_context=multiprocessing_context,
+            generator=torch.Generator(),
+            pin_memory_device=pin_memory_device,
+        )
+        self._prefetch = Prefetch(inner, self._requests)
 
     @property
     def cursor(self) -> int:
@@ -94,20 +145,20 @@ class StreamLoader:
     # Iterating -------------------------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[Epoch]:
-        """Numbers of the epochs from the current one to `total` - 1; as in DataLoader."""
+        """Numbers of the epochs from the current one to `total` - 1; as in DataLoader, also where `break` ends one."""
         while self.epoch < total:
-            yield Epoch.at(self.epoch, self.boundary)
+            epoch = self.epoch
+            yield Epoch.at(epoch, self.boundary)
             step.end_body()  # after `break`
+            self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self.boundary.reach_epoch_end():
-                self.epoch, self._place = self.epoch + 1, Place((0,) * len(self._streams))
-                self._open()
-                self._deal()
+                self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
                 step.close()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
         step.end_body()
-        if self._pending is not None:
+        if self._is_pending:
             self._deal()
             if step.state() != "aborted":  # the run loop has to see that
                 step.close()
@@ -117,27 +168,31 @@ class StreamLoader:
         """The next batch, collated. Raises StepError when the loop body made no step for the one before, and
         what the data set raised; epoch and cursor are as they were then."""
         step.end_body()
+        if self._padding.is_due(self.batch):
+            self.batch, self.indices, data = self._padding.next(self.batch)
+            return data
         self.boundary.reach()
-        try:
-            if not self._has_more_of_ticket() and not self._next_ticket():
-                self._deal()
-                step.close()
-                raise StopIteration
-            batch = self._queue.popleft()
-            taken, data = self._fetch(batch)
-        except (StepError, StopIteration):
-            raise
-        except BaseException:
-            self.close()
-            raise
-        self.batch = batch
-        self.indices = [] if batch.is_ghost else [stream + len(self._streams) * number for stream, number in taken]
-        step.open(batch)
+        goes_on = self._settle()
+        reply, data = self._take() if goes_on or not self._is_ended else (Reply(None, None), None)
+        if reply.batch is None or reply.behind is None:
+            self._deal()
+            step.close()
+            raise StopIteration
+        # The optimizer knows micro-batches of one step by their ticket, the very same object.
+        ticket = self.batch.ticket if goes_on and self.batch is not None else reply.batch.ticket
+        self.batch = Batch(ticket, reply.batch.low, reply.batch.high, reply.batch.index)
+        self._behind, self._is_pending = reply.behind, True
+        self._marks_behind = dict(reply.marks)
+        streams = len(self._marks)
+        self.indices = [] if self.batch.is_ghost else [stream + streams * number for stream, number in reply.taken]
+        step.open(self.batch)
+        self._padding.keep(data)
+        recording.delivered(self.batch, self.indices)
         return data
 
-    def _has_more_of_ticket(self) -> bool:
+    def _settle(self) -> bool:
         """Find out what became of the batch that is out. True: another micro-batch of its ticket follows."""
-        if self.batch is None or self._pending is None:
+        if self.batch is None or not self._is_pending:
             return False
         phase = step.state()
         if phase == "open" and not self.batch.is_last:
@@ -151,31 +206,18 @@ class StreamLoader:
         self._deal()
         return False
 
-    def _next_ticket(self) -> bool:
-        """Plan the global batch at the place where training is. False: the epoch has ended."""
-        count, streams = self._global_batch_size, self._streams
-        run = -(-count // len(streams))
-        self._taken, self._behind = walk(self._place, count, run, lambda stream, number: streams[stream].has(number))
-        if not self._taken:
-            return False
-        start, stop = self.cursor, self._behind.cursor
-        low, high = share(start, stop, self._rank, self._world, self._min_share)
-        parts = micro_batches(start, stop, self._world, self._max_local_batch, self._min_share)
-        self._pending = Ticket(self.epoch, start, stop, low, high, parts)
-        self._queue = deque(batches(self._pending, self._min_share))
-        return True
-
-    def _fetch(self, batch: Batch) -> tuple[list[tuple[int, int]], Any]:
-        low, high = delivered(batch, self._min_share)
-        start = batch.ticket.start
-        taken = self._taken[low - start : high - start]
+    def _take(self) -> tuple[Reply, Any]:
+        """The next batch; without one at the end of the epoch."""
         try:
-            samples = [self._streams[stream].get(number) for stream, number in taken]
-            if self._transform is not None:
-                samples = [self._transform(sample) for sample in samples]
-            return taken, self._collate(samples)
-        except StopIteration as error:  # would look like the end of the epoch
-            raise DataError("transform or collate_fn raised StopIteration") from error
+            while True:
+                _, (reply, data) = self._prefetch.take()
+                if reply.batch is not None or reply.behind is None:
+                    return reply, data
+        except BaseException as error:
+            self.close()  # what is on its way no longer matches what was asked for
+            if isinstance(error, StopIteration):  # would look like the end of the epoch
+                raise DataError("the data set raised StopIteration where it was opened") from error
+            raise
 
     # The batch that is out -------------------------------------------------------------------------------
 
@@ -187,20 +229,21 @@ class StreamLoader:
     def commit(self, ticket: Ticket) -> None:
         """The step of `ticket` is decided: the offsets move behind its samples. Raises DataError, with nothing
         changed, for any other than the ticket that is out: stale, or committed already."""
-        out = self._pending
+        out = self.ticket if self._is_pending else None
         if out is None or (ticket.epoch, ticket.start, ticket.stop) != (out.epoch, out.start, out.stop):
             raise DataError(
                 f"cannot commit samples [{ticket.start}, {ticket.stop}) of epoch {ticket.epoch}: training is at sample "
                 f"{self.cursor} of epoch {self.epoch}; commit each ticket once, while its batch is out"
             )
-        self._place, self._pending = self._behind, None
-        for stream, offset in zip(self._streams, self._place.offsets, strict=True):
-            stream.forget(offset)
+        self._place, self._is_pending = self._behind, False
+        for stream, mark in self._marks_behind.items():
+            self._marks[stream] = mark
+        self._requests.floor = self._place.offsets
 
     # What survives ---------------------------------------------------------------------------------------
 
     def set_world(self, rank: int, size: int) -> None:
-        """This worker is rank `rank` of `size` from the next batch on."""
+        """This worker is rank `rank` of `size` from the next batch on. What was fetched ahead is dropped."""
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world = rank, size
@@ -208,14 +251,21 @@ class StreamLoader:
 
     def limit_local_batch(self, world: int) -> None:
         """As in DataLoader: without max_local_batch, the largest share in a world of this size."""
-        if self._max_local_batch is None:
-            self._max_local_batch = max(-(-self._global_batch_size // world), 2 * self._min_share - 1)
-            self._deal()
+        sizes = self._sizes
+        if sizes.max_local_batch is None:
+            self._split_above(max(-(-sizes.global_batch_size // world), 2 * sizes.min_share - 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: one offset per stream and a few integers, the same on every worker."""
+        """Where training is: one offset per stream and a few integers, the same on every worker; with `stateful`
+        also what the streams have said of themselves."""
         place = {"epoch": self.epoch, "offsets": list(self._place.offsets), "turn": self._place.turn}
-        return {**self._identity(), **place, "max_local_batch": self._max_local_batch or 0}
+        state = {**self._identity(), **place, "max_local_batch": self._sizes.max_local_batch or 0}
+        state["order"] = f"streams-{len(self._marks)}"  # for the sample ledger
+        if self._is_ended:
+            state["ended"] = 1
+        if self._is_stateful:
+            state["marks"] = [None if mark is None else list(mark) for mark in self._marks]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises DataError, with nothing changed, for the state of other streams."""
@@ -226,39 +276,58 @@ class StreamLoader:
                     f"saved with, or without loading it"
                 )
         epoch, offsets, turn = state["epoch"], tuple(state["offsets"]), state["turn"]
-        streams = len(self._streams)
+        streams = len(self._marks)
         if epoch < 0 or len(offsets) != streams or min(offsets) < 0 or not 0 <= turn < streams:
             raise DataError(f"no such place: epoch {epoch}, offsets {offsets}, turn {turn} of {streams} streams")
-        is_other_epoch = epoch != self.epoch
-        self.epoch, self._place = epoch, Place(offsets, turn)
-        self._max_local_batch = state.get("max_local_batch") or self._max_local_batch
-        if is_other_epoch:
-            self._open()
-        self._deal()
+        self._begin(epoch, Place(offsets, turn), state.get("marks", ()))
+        self._is_ended = bool(state.get("ended"))
+        self._split_above(state.get("max_local_batch", 0))
 
     def close(self) -> None:
-        """Let go of the streams. Iterating again opens them again. Idempotent."""
-        for stream in self._streams:
-            stream.close()
+        """End the loader workers and let go of the streams. Iterating again starts anew. Idempotent."""
+        self._prefetch.close()
+        self._reader.close()
         self._deal()
 
     def _identity(self) -> dict[str, int]:
         """What the offsets' meaning hangs on."""
-        sizes = {"streams": len(self._streams), "global_batch_size": self._global_batch_size}
+        sizes = {"streams": len(self._marks), "global_batch_size": self._sizes.global_batch_size}
         return {"version": FORMAT_VERSION, "seed": self.seed, **sizes}
 
-    def _open(self) -> None:
-        streams = len(self._place.offsets)
-        self._streams = [Stream(self.dataset, stream, streams, self.epoch) for stream in range(streams)]
+    def _begin(self, epoch: int, place: Place, marks: Iterable[Any]) -> None:
+        """Training is there."""
+        self.epoch, self._place, self._is_ended = epoch, place, False
+        known = dict(enumerate(marks)) if self._is_stateful else {}
+        self._marks = [tuple(mark) if (mark := known.get(stream)) else None for stream in range(len(place.offsets))]
+        self._deal()
+
+    def _split_above(self, samples: int) -> None:
+        """Every rank has to split alike; 0 keeps what is."""
+        if samples:
+            self._sizes = dataclasses.replace(self._sizes, max_local_batch=samples)
+        self._deal()
 
     def _deal(self) -> None:
-        """What is out will be handed out again, for the world as it is now."""
-        self.batch, self.indices = None, []
-        self._pending, self._taken, self._behind = None, [], self._place
-        self._queue.clear()
+        """Read on from the place, for the world as it is now; what is out will be handed out again."""
+        self.batch, self.indices, self._is_pending = None, [], False
+        deal = Deal(self._requests.deal + 1, self.epoch, self._place, self._rank, self._world, self._sizes)
+        self._requests.restart(deal, tuple(self._marks))
 
 
-def _check(dataset: object, global_batch_size: int, streams: int, max_local_batch: int | None, min_share: int) -> None:
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _most(max_local_batch: int | None, micro_batch_size: int | None) -> int | None:
+    if max_local_batch is not None and micro_batch_size is not None:
+        raise DataError(
+            f"micro_batch_size={micro_batch_size} and max_local_batch={max_local_batch} both limit the samples of one "
+            f"loop body; give one"
+        )
+    return max_local_batch if micro_batch_size is None else micro_batch_size
+
+
+def _check(dataset: object, streams: int) -> None:
     if isinstance(dataset, Iterator):
         raise DataError(
             f"{type(dataset).__name__} is an iterator, which can be read only once; give an object whose __iter__ "
@@ -266,9 +335,5 @@ def _check(dataset: object, global_batch_size: int, streams: int, max_local_batc
         )
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "stream"):
         raise DataError(f"{type(dataset).__name__} needs __iter__ or stream(v, V) to be read in streams")
-    if streams < 1 or global_batch_size < 1:
-        raise DataError(f"streams and global_batch_size must be 1 or more, got {streams} and {global_batch_size}")
-    if not 1 <= min_share <= global_batch_size:
-        raise DataError(f"min_share must be in 1..{global_batch_size}, the global batch size, got {min_share}")
-    if max_local_batch is not None and max_local_batch < 2 * min_share - 1:
-        raise DataError(f"max_local_batch must be at least 2 * min_share - 1 = {2 * min_share - 1}")
+    if streams < 1:
+        raise DataError(f"streams must be 1 or more, got {streams}")

@@ -1,30 +1,77 @@
-"""A stream of a data set that can only be read from its beginning on, as the stream loader reads it: by number."""
+"""A stream of a data set that can only be read from its beginning on, as the stream reader reads it: by number."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from farandole.errors import DataError
+
+Mark: TypeAlias = tuple[int, Any]
+"""(number, what state_dict() said when the sample of this number was the next one)."""
 
 _ENDED = object()
 
 
+class Source:
+    """A data set as streams that can be opened again and again.
+
+    is_stateful  whether streams are to be opened by what their state_dict() has said (torchdata's protocol). Raises
+                 DataError when it is known already that they have none
+    """
+
+    def __init__(self, dataset: Iterable[Any], streams: int, is_stateful: bool) -> None:
+        self.dataset, self.streams, self.is_stateful = dataset, streams, is_stateful
+        self._is_split = hasattr(dataset, "stream") or hasattr(dataset, "shard")
+        self._beginning: Any = None
+        if not is_stateful or self._is_split:
+            return
+        if streams > 1:
+            raise DataError(
+                f"stateful=True: {type(dataset).__name__} has neither stream(v, V) nor shard(num_shards, index), and "
+                f"the one state of a data set that is read {streams} times is none of a stream; give one of these "
+                f"methods to it, or streams=1"
+            )
+        if has_state(dataset):  # it is opened itself, each time; so that the second one begins where the first one did
+            self._beginning = copy.deepcopy(dataset.state_dict())  # type: ignore[attr-defined]
+
+    def length(self, stream: int) -> int | None:
+        """Samples of a stream, where the data set tells."""
+        dataset: Any = self.dataset
+        return dataset.stream_length(stream, self.streams) if hasattr(dataset, "stream_length") else None
+
+    def open(self, stream: int, epoch: int) -> Any:
+        """A stream of an epoch from its beginning on, something to iterate over."""
+        dataset: Any = self.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        if hasattr(dataset, "stream"):
+            return dataset.stream(stream, self.streams)
+        if hasattr(dataset, "shard"):
+            return dataset.shard(num_shards=self.streams, index=stream)
+        if self.streams > 1:
+            return islice(dataset, stream, None, self.streams)
+        if self._beginning is not None:
+            dataset.load_state_dict(copy.deepcopy(self._beginning))
+        return dataset
+
+
 class Stream:
-    """Stream number `stream` of `streams`, in one epoch.
+    """Stream number `stream` of a source, in one epoch.
 
     Read samples are kept until forget(), so that a batch which is dealt anew is not read anew. What lies before them
     makes the stream be opened once more.
     """
 
-    def __init__(self, dataset: Iterable[Any], stream: int, streams: int, epoch: int) -> None:
-        self._dataset, self._stream, self._streams, self._epoch = dataset, stream, streams, epoch
-        length = getattr(dataset, "stream_length", None)
-        self._length: int | None = length(stream, streams) if length is not None else None
-        self._iterator: Iterator[Any] | None = None
-        self._start = self._next = 0  # numbers of the first kept sample, and of the next that the iterator gives
-        self._kept: dict[int, Any] = {}
+    def __init__(self, source: Source, stream: int, epoch: int) -> None:
+        self._source, self._stream, self._epoch = source, stream, epoch
+        self._length = source.length(stream)
+        self._floor = 0  # samples below this number are not kept
+        self._stateful: Any = None  # whose state_dict() says where the iterator is
+        self._marks: dict[int, Any] = {}
+        self._shut()
 
     def has(self, number: int) -> bool:
         """Whether there is a sample of this number. Reads up to it, unless the data set tells the stream's length."""
@@ -36,7 +83,7 @@ class Stream:
         """The sample of this number. Raises DataError when the stream has ended before it."""
         if not self._read(number):
             raise DataError(
-                f"stream {self._stream} of {self._streams} has ended after {self._next} samples in epoch "
+                f"stream {self._stream} of {self._source.streams} has ended after {self._next} samples in epoch "
                 f"{self._epoch}, but sample {number} was there before, or stream_length() says {self._length}: "
                 f"opened again in one epoch, a stream has to give the same samples"
             )
@@ -44,45 +91,92 @@ class Stream:
 
     def forget(self, below: int) -> None:
         """The samples below this number will not be asked for again, as far as anyone knows."""
-        for number in range(self._start, min(below, self._next)):
+        for number in range(self._floor, min(below, self._next)):
             self._kept.pop(number, None)
-        self._start = max(self._start, below)
+        self._floor = below
+        nearest = max((number for number in self._marks if number <= below), default=below)
+        self._marks = {number: state for number, state in self._marks.items() if number >= nearest}
+
+    # Where it could be opened without reading what lies before -------------------------------------------
+
+    def learn(self, mark: Mark) -> None:
+        """What mark() has said here or elsewhere."""
+        self._marks.setdefault(*mark)
+
+    def mark(self) -> None:
+        """Remember how to open the stream at the sample that is read next. Not at its end: many begin anew there."""
+        if self._stateful is not None and not self._is_ended and self._next not in self._marks:
+            self._marks[self._next] = copy.deepcopy(self._stateful.state_dict())
+
+    def nearest(self, number: int) -> Mark | None:
+        """The last mark that is not behind this number."""
+        return max(((at, state) for at, state in self._marks.items() if at <= number), key=_place, default=None)
+
+    # Reading ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Reading again opens it again."""
-        self._iterator, self._start, self._next, self._kept = None, 0, 0, {}
+        self._shut()
+
+    def _shut(self) -> None:
+        self._iterator: Iterator[Any] | None = None
+        self._stateful = None
+        self._next, self._is_ended = 0, False  # number of the sample that the iterator gives next
+        self._kept: dict[int, Any] = {}
 
     def _read(self, number: int) -> bool:
-        if number < self._start and number not in self._kept:
-            self.close()  # the state went back
         if number < self._next:
-            return number in self._kept
-        if self._iterator is None:
-            self._start = max(self._start, number)
-            self._iterator = self._open(self._start)
-            self._next = self._start
-        while self._next <= number:
-            sample = next(self._iterator, _ENDED)
-            if sample is _ENDED:
-                return False
-            if self._next >= self._start:
-                self._kept[self._next] = sample
-            self._next += 1
-        return True
+            if number in self._kept:
+                return True
+            self._shut()  # the state went back
+        try:
+            if self._iterator is None:
+                self._next = min(self._floor, number)
+                self._iterator = self._open(self._next)
+            while self._next <= number and not self._is_ended:
+                sample = next(self._iterator, _ENDED)
+                self._is_ended = sample is _ENDED
+                if not self._is_ended:
+                    self._kept[self._next] = sample
+                    self._next += 1
+        except BaseException:
+            self._shut()  # an iterator that has raised would look ended
+            raise
+        return number in self._kept
 
     def _open(self, at: int) -> Iterator[Any]:
-        """From sample number `at` on; skipped by the data set where it can, else by reading."""
-        samples = self._samples()
+        """From sample number `at` on; by a mark, else skipped by the data set where it can, else by reading."""
+        samples = self._source.open(self._stream, self._epoch)
+        if self._source.is_stateful:
+            return self._open_by_mark(samples, at)
         if at and hasattr(samples, "skip"):
             return iter(samples.skip(at))
         return islice(samples, at, None)
 
-    def _samples(self) -> Any:
-        dataset: Any = self._dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(self._epoch)
-        if hasattr(dataset, "stream"):
-            return dataset.stream(self._stream, self._streams)
-        if hasattr(dataset, "shard"):
-            return dataset.shard(num_shards=self._streams, index=self._stream)
-        return islice(dataset, self._stream, None, self._streams)
+    def _open_by_mark(self, samples: Any, at: int) -> Iterator[Any]:
+        mark = self.nearest(at)
+        is_loaded = mark is not None and has_state(samples)
+        if mark is not None and is_loaded:
+            samples.load_state_dict(copy.deepcopy(mark[1]))
+        iterator: Iterator[Any] = iter(samples)
+        self._stateful = samples if has_state(samples) else iterator
+        if not has_state(self._stateful):
+            raise DataError(
+                f"stateful=True, but neither stream {self._stream} of {type(self._source.dataset).__name__} (a "
+                f"{type(samples).__name__}) nor its iterator (a {type(iterator).__name__}) has state_dict() and "
+                f"load_state_dict()"
+            )
+        if mark is not None and not is_loaded:
+            self._stateful.load_state_dict(copy.deepcopy(mark[1]))
+        for _ in range(at - (mark[0] if mark is not None else 0)):
+            next(iterator, None)
+        return iterator
+
+
+def has_state(value: object) -> bool:
+    """Whether it follows torchdata's protocol `Stateful`."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _place(mark: Mark) -> int:
+    return mark[0]

@@ -17,6 +17,8 @@ _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "generator": (None,),
     "persistent_workers": (True,),
     "in_order": (True,),
+    "shuffle": (False, None),
+    "drop_last": (False,),
 }
 
 _REASONS: Mapping[str, str] = {
@@ -28,15 +30,31 @@ _REASONS: Mapping[str, str] = {
     "in_order": "batches come in the order of the epoch, for the cursor counts them so",
 }
 
+_ORDER_OF_STREAMS = "samples come in the order in which the data set's streams give them"
+OF_STREAMS: Mapping[str, str] = {
+    **_REASONS,
+    "sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
+    "batch_sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
+    "shuffle": f"{_ORDER_OF_STREAMS}; shuffle there, by the number that set_epoch() is called with",
+    "drop_last": "the last global batch of an epoch is a shorter one, for nobody knows before that it is the last",
+}
+"""Those of StreamLoader."""
 
-def refuse(given: Mapping[str, object], known: Iterable[str], num_workers: int) -> None:
+
+def refuse(
+    given: Mapping[str, object],
+    known: Iterable[str],
+    num_workers: int,
+    loader: str = "DataLoader",
+    reasons: Mapping[str, str] = _REASONS,
+) -> None:
     """Raises ConfigError for an argument of torch that cannot be followed, TypeError for an unknown one."""
     for name, value in given.items():
-        if name not in _REASONS:
-            close = difflib.get_close_matches(name, [*known, *_REASONS], n=1)
+        if name not in reasons:
+            close = difflib.get_close_matches(name, [*known, *reasons], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise TypeError(f"DataLoader has no argument {name!r}{hint}")
+            raise TypeError(f"{loader} has no argument {name!r}{hint}")
         is_harmless = any(value is each for each in _HARMLESS[name])
         # Without loader workers there is nothing that could live on.
         if not is_harmless and not (name == "persistent_workers" and num_workers == 0):
-            raise ConfigError(f"DataLoader: {name}={value!r} cannot be followed: {_REASONS[name]}")
+            raise ConfigError(f"{loader}: {name}={value!r} cannot be followed: {reasons[name]}")

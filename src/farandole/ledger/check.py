@@ -212,7 +212,7 @@ class _Count:
     def __init__(self, story: _Story) -> None:
         self._story = story
         newest = max(story.starts.items())[1]
-        self._size, self._has_each_once = newest.samples, newest.has_each_once
+        self._size, self._streams, self._has_each_once = newest.samples, newest.streams, newest.has_each_once
         self._left: dict[int, list[int]] = {}  # by step: samples and hash that no intent has accounted for
         self._epochs: dict[int, _Epoch] = {}
         for step, record in sorted(story.standing.items()):
@@ -241,7 +241,7 @@ class _Count:
         left[0] -= len(ids)
         left[1] = (left[1] - ids_hash(ids)) & MASK
         if self._has_each_once and len(ids):
-            of_this = max(0, self._size - intent.low)
+            of_this = len(ids) if self._streams else max(0, self._size - intent.low)
             self._add(intent.epoch, ids[:of_this])
             self._add(intent.epoch + 1, ids[of_this:])
 
@@ -249,11 +249,15 @@ class _Count:
         if not len(ids):
             return
         epoch = self._epochs.get(number)
-        is_known = (ids >= 0) & (ids < self._size)
         if epoch is None:  # positions that the global batch does not have
             self._story.problems.append(f"samples of epoch {number} in a step that is not of it: {ids.tolist()[:20]}")
             return
+        # No stream has more samples than all of them together.
+        is_known = (ids >= 0) & (ids < (self._streams * epoch.end or self._size))
         epoch.foreign += ids[~is_known].tolist()
+        missing = int(ids[is_known].max(initial=-1)) + 1 - len(epoch.counts)
+        if missing > 0:  # of streams
+            epoch.counts = np.concatenate([epoch.counts, np.zeros(missing + len(epoch.counts), dtype=np.uint16)])
         np.add.at(epoch.counts, ids[is_known], 1)
 
     def findings(self) -> Findings:
@@ -286,6 +290,7 @@ class _Count:
         return Findings(
             samples=self._size,
             first_step=min(story.standing, default=0),
+            streams=self._streams,
             steps=len(story.standing),
             redone=sum(1 for attempt in tried - stands if attempt[1] <= last),
             generations=len(story.starts),
@@ -301,8 +306,9 @@ class _Count:
         Shares that no file has are known by their sum, and are those that nobody else has trained, if that sum is
         right. That of shares which reach into the next epoch is of both together, and proves neither.
         """
-        never: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
-        is_whole = epoch.begin == 0 and epoch.end == self._size > 0
+        never = self._never(epoch)
+        # Of streams, also what is trained of an unfinished epoch has no gaps.
+        is_whole = epoch.begin == 0 and (self._streams > 0 or epoch.end == self._size > 0)
         proved = unproved = 0
         if epoch.unseen and self._has_each_once:
             if is_whole and not epoch.is_mixed and len(never) == epoch.unseen and ids_hash(never) == epoch.unseen_hash:
@@ -320,6 +326,18 @@ class _Count:
             proved_by_hash=proved,
             unproved=unproved,
         )
+
+    def _never(self, epoch: _Epoch) -> list[int]:
+        """Samples that no file has; of streams those before the last one that some file has."""
+        if not self._streams:
+            never: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
+            return never
+        gaps = []
+        for stream in range(min(self._streams, len(epoch.counts))):
+            counts = epoch.counts[stream :: self._streams]
+            length = int(np.flatnonzero(counts).max(initial=-1)) + 1
+            gaps += (stream + self._streams * np.flatnonzero(counts[:length] == 0)).tolist()
+        return sorted(gaps)
 
 
 def _name(key: Generation) -> str:

@@ -44,6 +44,7 @@ class Findings(msgspec.Struct, frozen=True):
     """What a ledger says of its job.
 
     samples   of one epoch; 0 where nobody knows. Under the commit rule, by the sampler's name
+    streams   how many streams they come from; 0 when from none
     steps     optimizer steps that stand, from first_step on; redone  attempts that had to be made again
     records   instead of steps, under the commit rule: what workers have recorded, and stands; redone was rolled back
     problems  what speaks against exactly once, beside what `epochs` say; remarks  what does not
@@ -59,6 +60,7 @@ class Findings(msgspec.Struct, frozen=True):
     problems: list[str]
     remarks: list[str]
     records: int | None = None
+    streams: int = 0
 
     def samples_of(self, sampler: str) -> int:
         return self.samples if isinstance(self.samples, int) else self.samples[sampler]
@@ -69,9 +71,11 @@ class Findings(msgspec.Struct, frozen=True):
         return not self.problems and all(epoch.is_exact for epoch in self.epochs)
 
     def whole_epochs(self, sampler: str = "") -> int:
-        """Epochs that were trained from the first position to the last one."""
+        """Epochs that were trained from the first position to the last one; of streams, to where all had ended."""
         samples = self.samples_of(sampler)
         epochs = [epoch for epoch in self.epochs if epoch.sampler == sampler]
+        if self.streams:
+            return sum(1 for epoch in epochs if epoch.begin == 0 and epoch.is_ended)
         return sum(1 for epoch in epochs if epoch.begin == 0 and epoch.end == samples > 0)
 
 
@@ -90,10 +94,16 @@ def in_words(findings: Findings) -> Iterator[str]:
         yield f"{_many(findings.records, 'recorded batch')} of {by}; {findings.redone:,} rolled back"
     if findings.first_step > 0:
         yield f"the ledger begins at step {findings.first_step}"
+    if findings.streams:
+        yield (
+            f"{_many(findings.whole_epochs(), 'ended epoch')} of {_many(findings.streams, 'stream')}; of each the "
+            f"first samples must have come once, without a gap. Where it ends is known to the data set alone"
+        )
     for sampler in [""] if isinstance(findings.samples, int) else findings.samples:
         samples = findings.samples_of(sampler)
         prefix = f"{sampler}: " if sampler else ""
-        yield f"{prefix}{_many(findings.whole_epochs(sampler), 'whole epoch')} of {_many(samples, 'sample')}"
+        if not findings.streams:
+            yield f"{prefix}{_many(findings.whole_epochs(sampler), 'whole epoch')} of {_many(samples, 'sample')}"
         epochs = [epoch for epoch in findings.epochs if epoch.sampler == sampler]
         told = ((epoch.epoch, line) for epoch in epochs for line in _of_epoch(epoch, samples))
         yield from (prefix + line for line in _gathered(told))

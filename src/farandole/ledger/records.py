@@ -61,10 +61,17 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
         return self.lineage, self.generation
 
     @property
+    def streams(self) -> int:
+        """How many streams the samples come from, sample n of stream v as id v + streams * n; 0 when from none. How
+        long they are is known to the data set alone."""
+        return int(self.order.removeprefix("streams-")) if self.order.startswith("streams-") else 0
+
+    @property
     def has_each_once(self) -> bool:
-        """Whether an epoch is to have each of the samples 0, 1, ..., samples - 1 once. Otherwise, as with drawing by
-        weights, it is only the positions of the order of which each has to come once."""
-        return self.samples > 0 and not self.order.startswith("weighted")
+        """Whether an epoch is to have each of the samples 0, 1, ..., samples - 1 once, or of each stream the first
+        ones, without a gap. Otherwise, as with drawing by weights, it is only the positions of the order of which each
+        has to come once."""
+        return self.streams > 0 or (self.samples > 0 and not self.order.startswith("weighted"))
 
 
 class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):

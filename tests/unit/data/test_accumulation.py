@@ -111,3 +111,23 @@ def test_a_body_that_never_steps_is_an_error_after_a_while(monkeypatch: pytest.M
 def test_two_limits_for_one_body_are_refused() -> None:
     with pytest.raises(DataError, match="micro_batch_size=3 and max_local_batch=4"):
         make(global_batch_size=12, micro_batch_size=3, max_local_batch=4)
+
+
+@pytest.mark.parametrize("period", [1, 3, 4, 5])
+def test_micro_batches_of_streams_make_the_steps_of_the_whole_batches(period: int) -> None:
+    results = []
+    for sizes in ({}, {"micro_batch_size": 3}):
+        model, optimizer, _ = make(global_batch_size=12)
+        loader = fd.elastic.StreamLoader([(row,) for row in DATA], 12, streams=5, **sizes)
+        state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+        trained: list[int] = []
+        for i, (x,) in enumerate(loader):
+            trained += loader.indices
+            model(x).square().mean().backward()
+            if not sizes or (i + 1) % period == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert state.step == 3
+        assert sorted(trained) == list(range(36))
+        results.append(model.weight.detach())
+    assert torch.allclose(*results, rtol=0, atol=1e-12)

@@ -14,6 +14,7 @@ from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.state import step
+from farandole.state.torch_state import TorchState
 
 
 @pytest.fixture(autouse=True)
@@ -503,3 +504,25 @@ def test_arguments_of_torch_that_cannot_be_followed_are_refused_with_a_reason(
 def test_an_unknown_argument_is_refused_and_a_likely_one_named() -> None:
     with pytest.raises(TypeError, match=r"no argument 'num_worker'; did you mean num_workers\?"):
         make(num_worker=2)
+
+
+def test_what_a_data_set_keeps_of_its_own_is_a_tracked_value_of_the_state() -> None:
+    """Which worker fetches a sample is not fixed, so that fetching cannot move it; what the script sets can be kept."""
+
+    class Curriculum(Numbers):
+        level = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"level": self.level}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.level = state["level"]
+
+    dataset = Curriculum(10)
+    model = torch.nn.Linear(1, 1)
+    state = TorchState(model=model, optimizer=None, loader=DataLoader(dataset, 2), dataset=dataset)
+    dataset.level = 3
+    state.capture()
+    dataset.level = 4
+    state.restore()
+    assert dataset.level == 3

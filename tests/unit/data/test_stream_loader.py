@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from farandole.data.boundary import SoloBoundary
 from farandole.data.stream_loader import StreamLoader
-from farandole.errors import DataError, StepError
+from farandole.errors import ConfigError, DataError, StepError
 from farandole.state import step
 
 
@@ -172,3 +173,140 @@ def test_what_cannot_work_is_refused() -> None:
         loader.load_state_dict(StreamLoader(Numbers(), 2, streams=3).state_dict())
     with pytest.raises(DataError, match="no such place"):
         loader.load_state_dict({**loader.state_dict(), "offsets": [1]})
+
+
+class Counting:
+    """torchdata's protocol on the stream itself: where it is, and how many samples were read in all."""
+
+    def __init__(self, length: int, read: list[int]) -> None:
+        self.length, self.read, self.number = length, read, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.number < self.length:
+            self.read.append(self.number)
+            self.number += 1
+            yield self.number - 1
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+class Streams:
+    """Opens as many streams as it is asked for, and keeps a record of what is read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.read: list[int] = []
+
+    def stream(self, stream: int, streams: int) -> Counting:
+        return Counting(self.length, self.read)
+
+
+def test_a_stateful_stream_goes_on_where_it_was_without_reading_what_lies_before() -> None:
+    old = StreamLoader(Streams(10), 4, streams=2, stateful=True, collate_fn=list)
+    train(old, 3)
+    dataset = Streams(10)
+    new = StreamLoader(dataset, 4, streams=2, stateful=True, collate_fn=list)
+    new.load_state_dict(old.state_dict())
+    assert train(new) == train(old) == [[6, 7, 6, 7], [8, 9, 8, 9]]
+    assert min(dataset.read) == 6
+
+
+def test_a_stateful_data_set_is_one_stream_that_begins_anew_in_each_epoch() -> None:
+    loader = StreamLoader(Counting(6, []), 4, stateful=True, collate_fn=list)
+    for _ in loader.epochs(2):
+        assert train(loader, 1) == [[0, 1, 2, 3]]  # and break
+    read: list[int] = []
+    train(loader, 1)
+    new = StreamLoader(Counting(6, read), 4, stateful=True, collate_fn=list)
+    new.load_state_dict(loader.state_dict())
+    assert train(new) == [[4, 5]]
+    assert read == [4, 5]
+    assert [train(new) for _ in new.epochs(4)] == [[], [[0, 1, 2, 3], [4, 5]]]
+
+
+def test_what_is_read_ahead_of_a_decided_step_is_not_in_the_state() -> None:
+    loader = StreamLoader(Counting(6, []), 2, stateful=True, collate_fn=list)
+    train(loader, 1)
+    before = loader.state_dict()
+    assert next(iter(loader)) == [2, 3]
+    assert loader.state_dict() == before
+    assert before["marks"] == [[2, {"number": 2}]]
+
+
+def test_stateful_is_refused_where_there_is_no_state_of_a_stream() -> None:
+    with pytest.raises(DataError, match="neither stream"):
+        next(iter(StreamLoader(Numbers(), 2, stateful=True)))
+    with pytest.raises(DataError, match="read 2 times"):
+        StreamLoader(Counting(6, []), 2, streams=2, stateful=True)
+
+
+def test_random_numbers_of_transform_follow_from_the_position_and_not_from_who_trains_it() -> None:
+    def draw(number: int) -> float:
+        return float(torch.rand(1)) + number
+
+    alone = StreamLoader(Numbers(), 5, seed=3, transform=draw, collate_fn=list)
+    second = StreamLoader(Numbers(), 5, seed=3, transform=draw, collate_fn=list)
+    second.set_world(1, 2)
+    torch.manual_seed(7)
+    whole, share = train(alone), train(second)
+    assert [batch[2:] for batch in whole] == share
+    assert len({number % 1 for batch in whole for number in batch}) == 10
+    drawn = torch.rand(1)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(1)), "reading has used up random numbers of the step"
+
+
+def test_micro_batches_of_one_global_batch_are_as_many_on_each_rank() -> None:
+    loader = StreamLoader(Numbers(), 6, micro_batch_size=2, collate_fn=list)
+    seen: list[tuple[list[int], int]] = []
+    for data in loader:
+        assert loader.batch is not None
+        seen.append((data, loader.batch.index))
+        if loader.batch.is_last:
+            loader.commit(loader.batch.ticket)
+            step.close()
+    assert seen == [([0, 1], 0), ([2, 3], 1), ([4, 5], 2), ([6, 7], 0), ([8, 9], 1)]
+    with pytest.raises(DataError, match="give one"):
+        StreamLoader(Numbers(), 6, micro_batch_size=2, max_local_batch=2)
+
+
+def test_break_ends_an_epoch_for_good_also_in_a_state_that_is_loaded() -> None:
+    loader = StreamLoader(Numbers(), 4, collate_fn=list)
+    for epoch in loader.epochs(2):
+        if epoch == 0:
+            assert train(loader, 1) == [[0, 1, 2, 3]]
+        else:
+            assert train(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    epochs = loader.epochs(4)
+    next(epochs)
+    train(loader, 1)
+    loader.boundary = Regroups(loader)
+    assert next(epochs) == 2  # its tail again
+    assert train(loader) == []
+    assert next(epochs) == 3
+    assert train(loader, 1) == [[0, 1, 2, 3]]
+
+
+class Regroups(SoloBoundary):
+    """A worker is lost in the tail of the epoch, once."""
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self.loader, self.is_over = loader, False
+
+    def reach_epoch_end(self) -> bool:
+        self.loader.load_state_dict(self.loader.state_dict())
+        is_over, self.is_over = self.is_over, True
+        return is_over
+
+
+def test_arguments_of_torchs_loader_that_cannot_be_followed_are_refused_with_the_reason() -> None:
+    for name, value in {"batch_size": 2, "shuffle": True, "drop_last": True, "sampler": [1]}.items():
+        with pytest.raises(ConfigError, match=f"StreamLoader: {name}="):
+            StreamLoader(Numbers(), 2, **{name: value})
+    with pytest.raises(TypeError, match="did you mean num_workers"):
+        StreamLoader(Numbers(), 2, num_worker=2)

@@ -11,7 +11,7 @@ from farandole.errors import ConfigError
 from farandole.ledger.check import Line, check
 from farandole.ledger.findings import Findings, as_json, in_words
 from farandole.ledger.records import HOLED, Intent, Missed, Opened, Record, compact, expand
-from tests.ledgers import WrittenJob
+from tests.ledgers import TWO_STREAMS, WrittenJob
 
 STEPS = 4  # of one epoch
 
@@ -331,3 +331,37 @@ def test_a_full_disk_is_said_and_disproves_nothing_that_is_proved_otherwise() ->
     findings = check([*lines, *(line for line in job.lines() if not line.file.startswith("b"))])
     assert findings.is_exact
     assert findings.remarks == ["b-0000.jsonl is incomplete: its worker could not write all lines (full disk?)"]
+
+
+def test_of_streams_the_first_samples_of_each_have_to_come_once_without_a_gap() -> None:
+    job = WrittenJob(order=TWO_STREAMS)
+    job.train(2 * STEPS)
+    job.end_epoch()
+    job.train()  # of a third epoch, which is unfinished
+    findings = findings_of(job)
+    assert findings.is_exact, findings
+    assert (findings.samples, findings.streams, findings.whole_epochs()) == (0, 2, 2)
+    assert "2 ended epochs of 2 streams" in "\n".join(in_words(findings))
+
+
+def test_a_gap_in_a_stream_is_named_also_in_an_unfinished_epoch() -> None:
+    job = WrittenJob(order=TWO_STREAMS)
+    job.train(2)
+    lost, *others = ids_of(job, "b", 1)
+    change(job, "b", 1, [others[0], *others])
+    (epoch,) = findings_of(job).epochs
+    assert (epoch.lost, epoch.repeated) == ([lost], [others[0]])
+    change(job, "b", 1, [10**12, *others])
+    (epoch,) = findings_of(job).epochs
+    assert epoch.foreign == [10**12]
+
+
+def test_what_a_missing_file_has_of_streams_is_proved_by_its_hash_where_it_left_gaps() -> None:
+    job = WrittenJob(order=TWO_STREAMS)
+    job.train(2)
+    job.regroup(["a", "b"])
+    job.train(2)
+    del job.files["c"]
+    findings = findings_of(job)
+    assert findings.is_exact, findings
+    assert findings.epochs[0].proved_by_hash == 8
