@@ -18,7 +18,7 @@ from farandole.env import (
 )
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
-from farandole.launch.checkpoints import checkpoint_settings
+from farandole.launch.checkpoint_settings import checkpoint_settings
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
