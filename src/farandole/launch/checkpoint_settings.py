@@ -1,4 +1,4 @@
-"""What a person asks of checkpoints, checked. Used by arguments.py and run_function.py; `--help` waits for nothing here."""
+"""What a person asks of checkpoints, checked. Used by arguments.py and run_function.py; it loads nothing heavy."""
 
 from __future__ import annotations
 
