@@ -318,6 +318,18 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True)
+class StateLost(Event):
+    """No worker that held the state is left. Newcomers go on from the newest checkpoint, in `lineage`."""
+
+    lineage: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"no worker that held the state is left ({self.reason}); going on from the newest checkpoint"
+
+
+@dataclass(frozen=True)
 class JobEnds(Event):
     exit_code: int
     reason: str

@@ -74,7 +74,9 @@ class Origin(msgspec.Struct, frozen=True):
 
     lineage     of this job
     generation  the highest number so far; the first generation gets the next one
+    has_checkpoint  there is one to go on from
     """
 
     lineage: int
     generation: int
+    has_checkpoint: bool = False

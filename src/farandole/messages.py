@@ -77,10 +77,14 @@ class Leaving(Message, frozen=True):
 
 
 class MayPublish(Message, frozen=True):
-    """All but the manifest of the checkpoint `name` is on the disk. Answer: PublishAnswer."""
+    """All but the manifest of the checkpoint `name` is on the disk. Answer: PublishAnswer.
+
+    file  not a checkpoint but a file of the script's own, by this path; `name` only tells one question from another
+    """
 
     name: str
     progress: Progress
+    file: str = ""
 
 
 class CheckpointEnded(Message, frozen=True):

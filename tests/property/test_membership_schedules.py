@@ -20,7 +20,7 @@ from farandole.coordinator import (
     new_job,
 )
 from farandole.coordinator.inputs import Input, ScaleRequested
-from farandole.membership import Address
+from farandole.membership import Address, Origin
 from farandole.messages import (
     AgentMessage,
     Beat,
@@ -88,6 +88,11 @@ def random_habits(dice: random.Random) -> Habits:
     )
 
 
+def random_origin(seed: int) -> Origin | None:
+    """Every third job may go on from a checkpoint when all who held its state are lost."""
+    return Origin(3, 0, has_checkpoint=True) if seed % 3 == 0 else None
+
+
 def hurt(world: SimulatedJob) -> None:
     """One random fault, or a planned change."""
     dice, alive = world.random, world.alive()
@@ -123,7 +128,7 @@ def hurt(world: SimulatedJob) -> None:
 
 def random_world(seed: int) -> SimulatedJob:
     dice = random.Random(seed)
-    world = SimulatedJob(random_config(dice), seed, random_habits(dice))
+    world = SimulatedJob(random_config(dice), seed, random_habits(dice), random_origin(seed))
     slots = world.job.config.num_proc + dice.randint(0, 2)
     if dice.random() < 0.3:
         world.connect("a", (slots + 1) // 2)
@@ -144,7 +149,7 @@ def random_world(seed: int) -> SimulatedJob:
 def random_hosts_world(seed: int) -> SimulatedJob:
     """Hosts come and go, and Horovod's policies hold."""
     dice = random.Random(seed)
-    world = SimulatedJob(random_horovod_config(dice), seed, random_habits(dice))
+    world = SimulatedJob(random_horovod_config(dice), seed, random_habits(dice), random_origin(seed))
     world.offer(random_hosts(dice) | {"a": dice.randint(1, 3)}, may_change=dice.random() < 0.8)
     for _ in range(dice.randint(0, 7)):
         at_s = dice.uniform(0.0, 4.0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from farandole.checkpoint.folder import Found, write_file
 from farandole.checkpoint.manifest import FileSum
+from farandole.checkpoint.store import Store
 from farandole.checkpoint.tensor_file import read_tensors, write_tensors
 from farandole.checkpoint.values import from_json
 from farandole.errors import ConfigError
@@ -19,23 +19,28 @@ STATE, TENSORS = "state.json", "tensors.safetensors"
 
 
 def write_files(
-    path: Path, plain: Any, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
+    store: Store,
+    name: str,
+    plain: Any,
+    tensors: Mapping[str, torch.Tensor],
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, FileSum]:
-    """What values.to_json() has made of a value, into the folder `path`; on the disk when this returns. `check` may
-    raise now and then to give up. Raises OSError."""
+    """What values.to_json() has made of a value, into the folder `name`; there, also after a power failure, when this
+    returns. `check` may raise now and then to give up. Raises OSError."""
     text = json.dumps(plain, indent=1, allow_nan=False).encode()
-    return {STATE: write_file(path / STATE, text), TENSORS: write_tensors(path / TENSORS, tensors, check)}
+    return {
+        STATE: write_file(store, f"{name}/{STATE}", text),
+        TENSORS: write_tensors(store, f"{name}/{TENSORS}", tensors, check),
+    }
 
 
 def read_files(found: Found) -> Any:
-    """The value. Raises ConfigError, saying what to do, when a file is missing or damaged."""
+    """The value. Raises ConfigError when a file is missing or damaged."""
+    store, name, files = found.store, found.name, found.manifest.files
     try:
-        text = (found.path / STATE).read_bytes()
-        if FileSum.of(text) != found.manifest.files[STATE]:
-            raise ConfigError(f"{found.path / STATE} is not as it was written")
-        tensors = read_tensors(found.path / TENSORS, found.manifest.files[TENSORS])
-        return from_json(json.loads(text), tensors)
+        text = store.read(f"{name}/{STATE}")
+        if FileSum.of(text) != files[STATE]:
+            raise ConfigError(f"{found.place}/{STATE} is not as it was written")
+        return from_json(json.loads(text), read_tensors(store, f"{name}/{TENSORS}", files[TENSORS]))
     except (ConfigError, OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"the checkpoint {found.path} cannot be read: {error}; move it away to go on from the one before"
-        ) from error
+        raise ConfigError(f"the checkpoint {found.place} cannot be read: {error}") from error

@@ -2,22 +2,22 @@
 
 DIR/step-000000000500-1f0c…/   one checkpoint, unique by step and nonce
     state.json  tensors.safetensors
-    manifest.json              written last, by a rename: without it there is no checkpoint
+    manifest.json              put last, in one go: without it there is no checkpoint
 DIR/job.lock, job.json         the job that uses the folder: see job_lock.py
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from farandole.checkpoint import manifest as manifests
+from farandole.checkpoint.local_store import LocalStore
 from farandole.checkpoint.manifest import FileSum, Manifest
+from farandole.checkpoint.store import Store, write_all
 from farandole.errors import ConfigError
 
 MANIFEST = "manifest.json"
@@ -28,115 +28,98 @@ _NAME = re.compile(r"step-\d{12}-[0-9a-f]{16}")
 class Found:
     """A complete checkpoint."""
 
-    path: Path
+    store: Store
+    name: str
     manifest: Manifest
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"{self.store.place}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A folder with a manifest that cannot be gone on from, and why."""
+    """A checkpoint with a manifest that cannot be gone on from, and why."""
 
-    path: Path
+    name: str
     why: str
 
 
 class CheckpointFolder:
     """Everything here may raise OSError. Folders that are no checkpoint of ours are never touched."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, store: Store | Path) -> None:
+        self.store: Store = LocalStore(store) if isinstance(store, Path) else store
 
     def complete(self) -> tuple[list[Found], list[Damaged]]:
         """The checkpoints, newest first, and those whose manifest or files are not as they were written (sizes
         only: checksums are compared when one is read)."""
         found, damaged = [], []
-        for path in self._folders():
+        for name in self._folders():
             try:
-                found.append(read_manifest(path))
+                found.append(self.read_manifest(name))
             except FileNotFoundError:
                 continue  # not published, or just being removed
             except ConfigError as error:
-                damaged.append(Damaged(path, str(error)))
+                damaged.append(Damaged(name, str(error)))
         found.sort(key=lambda each: each.manifest.progress, reverse=True)
         return found, damaged
 
-    def begin(self, step: int) -> Path:
-        """A new folder for a checkpoint; not one until it is published."""
-        path = self.path / f"step-{step:012d}-{secrets.token_hex(8)}"
-        path.mkdir()
-        return path
+    def begin(self, step: int) -> str:
+        """The name of a new checkpoint; not one until it is published."""
+        name = f"step-{step:012d}-{secrets.token_hex(8)}"
+        self.store.make_folder(name)
+        return name
 
-    def publish(self, path: Path, manifest: Manifest) -> None:
-        """From now on, and not before, `path` is a checkpoint. Its files are on the disk already."""
-        _sync_folder(path)
-        unfinished = path / f"{MANIFEST}.new"
-        with unfinished.open("xb") as file:
-            file.write(manifests.encode(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path / MANIFEST)
-        _sync_folder(path)
-        _sync_folder(self.path)
+    def publish(self, name: str, manifest: Manifest) -> None:
+        """From now on, and not before, `name` is a checkpoint. Its files are all there already."""
+        self.store.put(f"{name}/{MANIFEST}", manifests.encode(manifest), forced=True)
 
     def retain(self, keep: int) -> None:
         """Remove all but the newest `keep` checkpoints, and what was begun before the oldest of them and never
         published. The one that a slow writer still writes is newer, or of no use any more."""
         found, _ = self.complete()
         for each in found[keep:]:
-            discard(each.path)
+            self.discard(each.name)
         if kept := found[:keep]:
-            oldest = min(each.path.name for each in kept)  # names sort as their steps do
-            for path in self._folders():
-                if path.name < oldest and not (path / MANIFEST).exists():
-                    discard(path)
+            oldest = min(each.name for each in kept)  # names sort as their steps do
+            for name in self._folders():
+                if name < oldest and not self._is_published(name):
+                    self.discard(name)
 
     def remove_unpublished(self) -> None:
         """What earlier jobs have begun. Only while no other job uses the folder."""
-        for path in self._folders():
-            if not (path / MANIFEST).exists():
-                discard(path)
+        for name in self._folders():
+            if not self._is_published(name):
+                self.discard(name)
 
-    def _folders(self) -> list[Path]:
-        return [path for path in self.path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    def discard(self, name: str) -> None:
+        """Remove one checkpoint: its manifest first, so that a half-removed one is none. Nothing is raised: what is
+        left is no checkpoint, and is removed another time."""
+        with contextlib.suppress(OSError):
+            self.store.remove(f"{name}/{MANIFEST}")
+            self.store.remove_folder(name)
+
+    def read_manifest(self, name: str) -> Found:
+        """Raises FileNotFoundError where there is none, ConfigError when files are not as it says."""
+        here = f"{self.store.place}/{name}"
+        manifest = manifests.decode(self.store.read(f"{name}/{MANIFEST}"), f"{here}/{MANIFEST}")
+        for file, sum in manifest.files.items():
+            size = self.store.size(f"{name}/{file}")
+            if size != sum.size_bytes:
+                raise ConfigError(f"{here}/{file} has {size} bytes, and {sum.size_bytes} were written")
+        return Found(self.store, name, manifest)
+
+    def _folders(self) -> list[str]:
+        return [name for name in self.store.folders() if _NAME.fullmatch(name)]
+
+    def _is_published(self, name: str) -> bool:
+        return self.store.size(f"{name}/{MANIFEST}") is not None
 
 
-def read_manifest(path: Path) -> Found:
-    """Raises FileNotFoundError where there is none, ConfigError when files are not as it says."""
-    manifest = manifests.decode((path / MANIFEST).read_bytes(), str(path / MANIFEST))
-    for name, sum in manifest.files.items():
-        size = _size(path / name)
-        if size != sum.size_bytes:
-            raise ConfigError(f"{path / name} has {size} bytes, and {sum.size_bytes} were written")
-    return Found(path, manifest)
-
-
-def write_file(path: Path, data: bytes) -> FileSum:
-    """A new file, on the disk when this returns."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def write_file(store: Store, name: str, data: bytes) -> FileSum:
+    """A new file; there, also after a power failure, when this returns."""
+    with store.create(name) as file:
+        write_all(file, data)
     return FileSum.of(data)
-
-
-def discard(path: Path) -> None:
-    """Remove one checkpoint: its manifest first, so that a half-removed one is none. Nothing is raised: what is
-    left is no checkpoint, and is removed another time."""
-    with contextlib.suppress(OSError):
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

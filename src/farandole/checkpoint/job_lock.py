@@ -1,8 +1,11 @@
-"""One job at a time uses a folder of checkpoints, and each one knows what the one before has counted. Without torch.
+"""One job at a time uses a place for checkpoints, and each one knows what the one before has counted. Without torch.
 
-The lock is the kernel's and goes with the process that holds it, `farandole run`, also when that is killed. What is
-written down beside it is the fence: a job begins above every lineage and every generation that the folder has seen,
-so that records and checkpoints of two jobs can always be told apart.
+In a folder, the lock is the kernel's and goes with the process that holds it, also when that is killed: a second job
+is refused. An object store has no locks: there the later job has the place, and the earlier one publishes nothing any
+more (`has_lost_it`).
+
+What is written down in job.json is the fence: a job begins above every lineage and every generation that the place has
+seen, so that records and checkpoints of two jobs can always be told apart.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from farandole.checkpoint.local_store import LocalStore
+from farandole.checkpoint.store import Store
 from farandole.errors import ConfigError
 
 _JOB = "job.json"
@@ -22,70 +28,87 @@ _LOCK = "job.lock"
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """The highest numbers that were ever used with this folder; 0 for none."""
+    """The highest numbers that were ever used with this place, 0 for none, and by whom last."""
 
     lineage: int = 0
     generation: int = 0
+    owner: str = ""
 
 
 @dataclass
 class JobLock:
-    """The right to use a folder, and the numbers that this job has used."""
+    """The right to use a place, and the numbers that this job has used."""
 
-    folder: Path
+    store: Store
     counted: Counted
-    _handle: int
+    owner: str
+    _handle: int | None
 
     def count(self, lineage: int, generation: int) -> None:
         """Write down what is used from now on. Not forced onto the disk: that would hold up a regroup, and what a
         power failure takes here the manifests still have, up to the last one. Raises OSError."""
-        self.counted = Counted(max(lineage, self.counted.lineage), max(generation, self.counted.generation))
-        unfinished = self.folder / f"{_JOB}.new"
-        unfinished.write_bytes(msgspec.json.encode(self.counted))
-        unfinished.rename(self.folder / _JOB)
+        now = Counted(max(lineage, self.counted.lineage), max(generation, self.counted.generation), self.owner)
+        if now != self.counted and not has_lost_it(self.store, self.owner, self.counted.owner):
+            self.store.put(_JOB, msgspec.json.encode(now), forced=False)
+        self.counted = now
 
     def close(self) -> None:
         """Let another job use the folder."""
-        with contextlib.suppress(OSError):
-            os.close(self._handle)
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._handle)
+            self._handle = None
 
 
-def lock(folder: Path) -> JobLock:
-    """Make the folder if need be, and take it. Raises ConfigError, saying what to do, when another job has it and
+def lock(store: Store) -> JobLock:
+    """Make the place if need be, and take it. Raises ConfigError, saying what to do, when another job has it and
     when it cannot be made or written to."""
+    handle = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Close-on-exec, or workers would inherit the lock and hold it after this process.
-        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = JobLock(folder, _read(folder), handle)
+        store.make()
+        if isinstance(store, LocalStore):
+            handle = _lock_file(store.path / _LOCK)
+        taken = JobLock(store, _read(store), secrets.token_hex(8), handle)
         taken.count(0, 0)  # finds out now whether files can be written here
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(
-            f"--checkpoint {folder}: another job is using this folder; wait for its end, or give another one"
-        ) from None
-    except OSError as error:
-        os.close(handle)
-        raise _unusable(folder, error) from error
-    except BaseException:
-        os.close(handle)
+    except BaseException as error:
+        if handle is not None:
+            os.close(handle)
+        if isinstance(error, OSError):
+            raise _unusable(store, error) from error
         raise
     return taken
 
 
-def _read(folder: Path) -> Counted:
+def has_lost_it(store: Store, owner: str, before: str = "") -> bool:
+    """Whether a later job has taken the place. `before`: who had it when this job came. Raises OSError."""
+    return _read(store).owner not in ("", before, owner)
+
+
+def _lock_file(path: Path) -> int:
+    # Close-on-exec, or workers would inherit the lock and hold it after this process.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        return msgspec.json.decode((folder / _JOB).read_bytes(), type=Counted)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"--checkpoint {path.parent}: another job is using this folder; wait for its end, or give another one"
+        ) from None
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _read(store: Store) -> Counted:
+    try:
+        return msgspec.json.decode(store.read(_JOB), type=Counted)
     except (FileNotFoundError, ValueError):  # the first job here, or a power failure
         return Counted()
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
+def _unusable(store: Store, error: OSError) -> ConfigError:
     return ConfigError(
-        f"--checkpoint {folder}: no checkpoints can be written there ({error.strerror}); give a folder that this "
-        f"user may write to, on a disk with room"
+        f"--checkpoint {store.place}: no checkpoints can be written there ({error.strerror or error}); give a place "
+        f"that this user may write to, with room"
     )

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from farandole.checkpoint.file_format import read_files
-from farandole.checkpoint.folder import Found
+from farandole.checkpoint.folder import CheckpointFolder, Found
 from farandole.checkpoint.snapshot import Kept
 from farandole.errors import ConfigError, DataError
 from farandole.state.packing import unpack
 
 
-def restore(state: Kept, found: Found, lineage: int) -> None:
+def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[Found, Any]:
+    """The newest checkpoint whose files are as they were written, and what is in it; `warn` hears of those that had to
+    be passed over. Raises ConfigError when there is none, OSError when nobody can say."""
+    found, damaged = folder.complete()
+    why = [each.why for each in damaged]
+    for each in found:
+        try:
+            return each, read_files(each)
+        except ConfigError as error:
+            why.append(str(error))
+            warn(f"{error}; going on from the one before")
+    raise ConfigError(
+        f"{folder.store.place} has no checkpoint that can be read ({'; '.join(why) or 'it is empty'}); to start at the "
+        f"beginning, give an empty folder"
+    )
+
+
+def restore(state: Kept, found: Found, value: Any, lineage: int) -> None:
     """Make the state that of the checkpoint, in a new lineage. `state.capture()` was called before.
 
-    Raises ConfigError, naming the checkpoint's value and the script's, when they do not fit together, and when a
-    file is damaged. The checkpoint is never changed.
+    value  what read_files() has made of it
+
+    Raises ConfigError, naming the checkpoint's value and the script's, when they do not fit together.
     """
-    value = read_files(found)
     small, large = {**value["small"], "lineage": lineage}, value["large"]
     ours = unpack(state.captured())
     _check_parameters(found, state.large()["parameters"], large["parameters"])
@@ -34,7 +51,7 @@ def restore(state: Kept, found: Found, lineage: int) -> None:
     try:
         state.load_small(small)
     except DataError as error:
-        raise ConfigError(f"the checkpoint {found.path} belongs to other data: {error}") from error
+        raise ConfigError(f"the checkpoint {found.place} belongs to other data: {error}") from error
     state.load_large(large)
 
 
@@ -47,7 +64,7 @@ def _check_parameters(found: Found, ours: Mapping[str, Any], theirs: Mapping[str
 
 def _other(found: Found, what: str, saved: object, here: object) -> ConfigError:
     return ConfigError(
-        f"the checkpoint {found.path} is of another model or script. {what}: {saved} there, {here} here; go on "
+        f"the checkpoint {found.place} is of another model or script. {what}: {saved} there, {here} here; go on "
         f"with the script that wrote it, or give an empty folder to start at the beginning"
     )
 

@@ -7,16 +7,15 @@ the way, and it can be given up in the middle. https://github.com/huggingface/sa
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from farandole.checkpoint.manifest import FileSum
+from farandole.checkpoint.store import Store, write_all
 from farandole.errors import ConfigError
 
 _LENGTH = struct.Struct("<Q")
@@ -39,32 +38,35 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _EXACT = "farandole.dtype."  # + name: of a tensor whose dtype the format lacks; its bytes are there as U8
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None) -> FileSum:
-    """Write a new file and have it on the disk; contiguous tensors on the CPU are written as they lie there.
+def write_tensors(
+    store: Store, name: str, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
+) -> FileSum:
+    """Write a new file; contiguous tensors on the CPU are written as they lie there.
 
     check  called before each slice of 4 MB; may raise, to give up
 
     Raises OSError when there is no room; what was written until then is left behind.
     """
     # Large elements first: all of them are aligned then.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    with path.open("xb", buffering=0) as file:
+    keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    with store.create(name) as file:
         sum = _Sum(file)
-        sum.write(_header(tensors, names))
-        for name in names:
-            memory = memoryview(_bytes_of(tensors[name].detach().cpu().contiguous()))
+        sum.write(_header(tensors, keys))
+        for key in keys:
+            memory = memoryview(_bytes_of(tensors[key].detach().cpu().contiguous()))
             for start in range(0, len(memory), _SLICE_BYTES):
                 check()
                 sum.write(memory[start : start + _SLICE_BYTES])
-        os.fsync(file.fileno())
     return sum.result()
 
 
-def read_tensors(path: Path, expected: FileSum) -> dict[str, torch.Tensor]:
+def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.Tensor]:
     """All tensors of a file, each with memory of its own. Raises ConfigError when the file is not the one that was
     written, OSError when it cannot be read."""
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+    path, size = f"{store.place}/{name}", store.size(name)
+    if size is None:
+        raise FileNotFoundError(f"{path} is gone")
+    with store.open(name) as file:
         if size != expected.size_bytes:
             raise ConfigError(f"{path} has {size} bytes, and {expected.size_bytes} were written")
         crc = 0
@@ -72,16 +74,16 @@ def read_tensors(path: Path, expected: FileSum) -> dict[str, torch.Tensor]:
         (length,) = _LENGTH.unpack(prefix)
         if length > min(size, _HEADER_LIMIT):
             raise ConfigError(f"{path} is damaged: its header cannot have {length} bytes")
-        text = _read_exactly(file, bytearray(length))
+        text = _read_exactly(file, path, bytearray(length))
         crc = zlib.crc32(text, zlib.crc32(prefix))
         header = json.loads(bytes(text))
         exact = header.pop("__metadata__", {})
         tensors = {}
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype = getattr(torch, exact[_EXACT + name]) if _EXACT + name in exact else _DTYPES[entry["dtype"]]
-            shape = entry["shape"][:-1] if _EXACT + name in exact else entry["shape"]
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            crc = zlib.crc32(_read_exactly(file, _bytes_of(tensors[name])), crc)
+        for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype = getattr(torch, exact[_EXACT + key]) if _EXACT + key in exact else _DTYPES[entry["dtype"]]
+            shape = entry["shape"][:-1] if _EXACT + key in exact else entry["shape"]
+            tensors[key] = torch.empty(shape, dtype=dtype)
+            crc = zlib.crc32(_read_exactly(file, path, _bytes_of(tensors[key])), crc)
     if crc != expected.crc32:
         raise ConfigError(f"{path} is damaged: its checksum is {crc:08x}, and {expected.crc32:08x} was written")
     return tensors
@@ -96,9 +98,7 @@ class _Sum:
     def write(self, data: bytes | memoryview) -> None:
         self._crc32 = zlib.crc32(data, self._crc32)
         self._bytes += len(data)
-        rest = memoryview(data)
-        while len(rest):
-            rest = rest[self._file.write(rest) :]
+        write_all(self._file, data)
 
     def result(self) -> FileSum:
         return FileSum(self._bytes, self._crc32)
@@ -128,11 +128,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _read_exactly(file: BinaryIO, room: bytearray | memoryview) -> memoryview:
+def _read_exactly(file: BinaryIO, path: str, room: bytearray | memoryview) -> memoryview:
     rest = memoryview(room)
     while len(rest):
         count = file.readinto(rest)  # type: ignore[attr-defined]  # a raw file
         if not count:
-            raise ConfigError(f"{file.name} ends too early")
+            raise ConfigError(f"{path} ends too early")
         rest = rest[count:]
     return memoryview(room)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from farandole.checkpoint.file_format import write_files
-from farandole.checkpoint.folder import CheckpointFolder, discard
+from farandole.checkpoint.folder import CheckpointFolder
 from farandole.checkpoint.manifest import FORMAT, Manifest
 from farandole.checkpoint.snapshot import Snapshot
 from farandole.clock import now_s, wall_time_s
@@ -99,16 +99,16 @@ class Writer:
         except _GivenUp:
             return
         except OSError as failure:
-            error = f"{failure.strerror or failure} ({self._folder.path})"
+            error = f"{failure.strerror or failure} ({self._folder.store.place})"
         except Exception as failure:  # noqa: BLE001 - whatever it is, it is told, and training goes on
             error = str(failure) if isinstance(failure, FarandoleError) else f"{type(failure).__name__}: {failure}"
         self._tell(Written(name, step, now_s() - begun_s, error))
 
     def _write_one(self, snapshot: Snapshot, generation: int, workers: int) -> str:
-        path = self._folder.begin(snapshot.progress.step)
+        name = self._folder.begin(snapshot.progress.step)
         try:
-            files = write_files(path, snapshot.plain, snapshot.tensors, self._check)
-            if refusal := self._ask(path.name, snapshot.progress):
+            files = write_files(self._folder.store, name, snapshot.plain, snapshot.tensors, self._check)
+            if refusal := self._ask(name, snapshot.progress):
                 raise FarandoleError(f"it was not published: {refusal}")
             at = snapshot.progress
             manifest = Manifest(
@@ -124,13 +124,13 @@ class Writer:
                 written_s=wall_time_s(),
                 files=files,
             )
-            self._folder.publish(path, manifest)
+            self._folder.publish(name, manifest)
         except BaseException:
-            discard(path)
+            self._folder.discard(name)
             raise
         self.published = snapshot.progress
         self._folder.retain(self._keep)
-        return path.name
+        return name
 
     def _check(self) -> None:
         if self._is_given_up:

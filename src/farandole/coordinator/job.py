@@ -172,7 +172,9 @@ class Job:
     resets         generations started after the first one
     lineage        above that of every checkpoint there was when the job started
     saves          the job writes checkpoints
-    published      how far the newest checkpoint is that the coordinator has let pass
+    has_checkpoint there is one to go on from, of an earlier job, or of this one as far as the coordinator knows
+    published      how far the newest checkpoint is that the coordinator has let pass; by path, how far each file of
+                   the script's own is (save_once)
     workers        by name, in the order in which they were started; names are never used again
     spawned        workers started so far
     number         highest generation number announced so far; numbers are never used again
@@ -196,7 +198,8 @@ class Job:
     resets: int = 0
     lineage: int = 1
     saves: bool = False
-    published: Progress | None = None
+    has_checkpoint: bool = False
+    published: Mapping[str, Progress] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
     slots: Mapping[Slot, SlotUse] = field(default_factory=dict)
     workers: Mapping[str, Worker] = field(default_factory=dict)
@@ -282,4 +285,12 @@ def new_job(config: JobConfig, job_id: str, incarnation: int = 1, origin: Origin
     """A job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints."""
     target = 0 if config.fills_slots else config.num_proc
     job = Job(config=config, job_id=job_id, incarnation=incarnation, target=target, most=config.max_np)
-    return job if origin is None else replace(job, lineage=origin.lineage, number=origin.generation, saves=True)
+    if origin is None:
+        return job
+    return replace(
+        job,
+        lineage=origin.lineage,
+        number=origin.generation,
+        saves=True,
+        has_checkpoint=origin.has_checkpoint,
+    )

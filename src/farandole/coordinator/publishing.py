@@ -13,7 +13,10 @@ def may_publish(draft: Draft, worker: Worker, asked: MayPublish) -> None:
     the source rank was never behind it. So its generation does not matter, only that it is a member now."""
     refusal = _why_not(draft.job, worker, asked)
     if not refusal:
-        draft.change(published=asked.progress)
+        draft.change(published={**draft.job.published, asked.file: asked.progress})
+        if not asked.file:
+            # From now on there may be one, whether its writer lives to say so or not.
+            draft.change(has_checkpoint=draft.job.saves)
     draft.tell([worker.name], PublishAnswer(asked.name, refusal))
 
 
@@ -30,6 +33,7 @@ def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
         return "this worker is no member of the current generation"
     if not worker.synced:
         return "this worker has not confirmed that it holds the state"
-    if job.published is not None and asked.progress < job.published:
-        return f"a newer one, of step {job.published.step}, is published already"
+    newest = job.published.get(asked.file)
+    if newest is not None and asked.progress < newest:
+        return f"a newer one, of step {newest.step}, is published already"
     return ""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from farandole.coordinator import assignment, rooms, slots, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
+from farandole.coordinator.resuming import is_state_lost, resume
 from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
 from farandole.membership import GenerationId
 from farandole.messages import Abort, Left, Prepare, Start, StartWorkers
@@ -37,6 +38,8 @@ def abort(draft: Draft, reason: str) -> None:
 
 def end_if_hopeless(draft: Draft) -> None:
     """End a job in which no further generation can ever start."""
+    if is_state_lost(draft.job) and draft.job.has_checkpoint and not _is_end_of_all(draft.job):
+        resume(draft)
     reason = _why_hopeless(draft.job)
     if reason is not None:
         draft.end(1, reason)
@@ -199,16 +202,21 @@ def _note_shortage(draft: Draft, change: Change) -> None:
         )
 
 
+def _is_end_of_all(job: Job) -> bool:
+    """The code raised, and nobody is left whom it spared."""
+    return not job.survivors() and any(loss.raised for loss in job.losses)
+
+
 def _why_hopeless(job: Job) -> str | None:
     """Why no further generation can ever start, if so. A job never silently starts again at step 0."""
     survivors = job.survivors()
     raised = [loss for loss in job.losses if loss.raised]
     how = "; ".join(loss.sentence for loss in job.losses)
-    if not survivors and raised:
+    if _is_end_of_all(job):
         if len({loss.raised for loss in job.losses}) == 1:
             return f"All remaining workers raised the same: {raised[0].raised}. Restarting them would not help."
         return f"No worker is left: {how}."
-    if job.was_synced and not any(worker.synced for worker in survivors):
+    if is_state_lost(job):
         return f"The state of the job is lost: no worker that held it is left ({how})."
     if not survivors and not job.newcomers() and not job.may_get_slots():
         return f"No worker is left ({how}), and none can be started: {words.why_not_refilled(job)}."

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from farandole.env.agent import (
-    CheckpointEnv,
     WorkerEnv,
-    checkpoint_environment,
-    read_checkpoint_env,
     read_sample_ledger,
     read_scratch_folder,
     read_transport,
@@ -16,6 +13,7 @@ from farandole.env.agent import (
     transport_environment,
     worker_environment,
 )
+from farandole.env.checkpoints import CheckpointEnv, checkpoint_environment, read_checkpoint_env
 from farandole.env.horovod import (
     HorovodSettings,
     horovod_environment,

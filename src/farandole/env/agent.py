@@ -20,21 +20,6 @@ class WorkerEnv:
     slot: int
 
 
-@dataclass(frozen=True)
-class CheckpointEnv:
-    """What a job's launcher tells its workers of checkpoints.
-
-    folder  where they are     keep    how many of them
-    every   how often: the text of --checkpoint-every
-    resume  name of the one to begin with; empty: at the beginning
-    """
-
-    folder: str
-    every: str
-    keep: int
-    resume: str = ""
-
-
 def worker_environment(agent_address: str, worker: str, secret: str, slot: int) -> dict[str, str]:
     """The variables that read_worker_env() reads."""
     return {
@@ -85,25 +70,3 @@ def transport_environment(transport: str) -> dict[str, str]:
 def read_transport(environ: Mapping[str, str] = os.environ) -> str:
     """How tensors shall travel between workers: one of transport_choice.CHOICES, or a word that is none."""
     return environ.get("FARANDOLE_TRANSPORT") or "auto"
-
-
-def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
-    """The variables that read_checkpoint_env() reads."""
-    return {
-        "FARANDOLE_CHECKPOINT": settings.folder,
-        "FARANDOLE_CHECKPOINT_EVERY": settings.every,
-        "FARANDOLE_CHECKPOINT_KEEP": str(settings.keep),
-        "FARANDOLE_CHECKPOINT_RESUME": settings.resume,
-    }
-
-
-def read_checkpoint_env(environ: Mapping[str, str] = os.environ) -> CheckpointEnv | None:
-    """None when the job writes no checkpoints."""
-    if "FARANDOLE_CHECKPOINT" not in environ:
-        return None
-    return CheckpointEnv(
-        folder=environ["FARANDOLE_CHECKPOINT"],
-        every=environ["FARANDOLE_CHECKPOINT_EVERY"],
-        keep=whole_number(environ, "FARANDOLE_CHECKPOINT_KEEP"),
-        resume=environ["FARANDOLE_CHECKPOINT_RESUME"],
-    )

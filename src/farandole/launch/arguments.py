@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farandole.checkpoint.schedule import parse_every
 from farandole.config import JobConfig
 from farandole.env import (
     CheckpointEnv,
@@ -19,6 +18,7 @@ from farandole.env import (
 )
 from farandole.errors import ConfigError
 from farandole.launch.alias import alias_environment
+from farandole.launch.checkpoint_settings import checkpoint_settings
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
@@ -192,12 +192,7 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
 
 
 def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
-    parse_every(options.checkpoint_every)
-    if options.checkpoint_keep < 1:
-        raise ConfigError(f"--checkpoint-keep must be at least 1, got {options.checkpoint_keep}")
-    if options.checkpoint is None:
-        return None
-    return CheckpointEnv(str(options.checkpoint.absolute()), options.checkpoint_every, options.checkpoint_keep)
+    return checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep)
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:

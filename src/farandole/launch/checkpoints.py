@@ -1,19 +1,21 @@
-"""The folder of a job's checkpoints, from the side of the launcher: taken, looked into, kept up to date. Used by
-cli.py."""
+"""The place of a job's checkpoints, from the side of the launcher: taken for as long as the job runs, and kept up to
+date. Used by cli.py and in_thread.py."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from farandole.checkpoint.folder import CheckpointFolder
-from farandole.checkpoint.job_lock import JobLock, lock
+from farandole.checkpoint.beginning import begin
+from farandole.checkpoint.job_lock import JobLock
+from farandole.checkpoint.local_store import LocalStore
 from farandole.env import CheckpointEnv, checkpoint_environment
-from farandole.errors import ConfigError
-from farandole.events import Event, GenerationStarted
+from farandole.events import Event, GenerationStarted, StateLost
 from farandole.membership import Origin
+
+_CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Beginning:
     origin       where its numbers begin
     environment  what its workers have to know
     notes        what a person has to know
+    watch        to be told of all events
     """
 
     origin: Origin | None = None
@@ -33,44 +36,65 @@ class Beginning:
 
 @contextlib.contextmanager
 def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
-    """Take the folder for as long as the job runs. Raises ConfigError when another job has it, when it cannot be
-    written to, and when there is no checkpoint in it but damaged ones."""
+    """Take the place for as long as the job runs. Raises what begin() raises."""
     if settings is None:
         yield Beginning()
         return
-    taken = lock(Path(settings.folder))
+    begun = begin(settings)
+    counting = _Counting(begun.lock, begun.origin)
     try:
-        yield _begin(settings, taken)
+        yield Beginning(begun.origin, checkpoint_environment(begun.settings), begun.notes, counting.watch)
     finally:
-        taken.close()
+        counting.close()
+        begun.lock.close()
 
 
-def _begin(settings: CheckpointEnv, taken: JobLock) -> Beginning:
-    folder = CheckpointFolder(Path(settings.folder))
-    try:
-        folder.remove_unpublished()
-        found, damaged = folder.complete()
-        notes = [f"a checkpoint was passed over: {each.why}" for each in damaged]
-        if damaged and not found:
-            raise ConfigError(
-                f"--checkpoint {settings.folder}: no checkpoint there can be read ({damaged[0].why}); to start at "
-                f"the beginning, give an empty folder"
-            )
-        lineage, generation = taken.counted.lineage, taken.counted.generation
-        if found:
-            newest = found[0].manifest
-            lineage, generation = max(lineage, newest.lineage), max(generation, newest.generation)
-            settings = replace(settings, resume=found[0].path.name)
-            notes.append(f"resuming from {found[0].path}: epoch {newest.epoch}, step {newest.step}")
-        origin = Origin(lineage + 1, generation)
-        taken.count(origin.lineage, generation)
-    except OSError as error:
-        raise ConfigError(f"--checkpoint {settings.folder}: {error}") from error
+class _Counting:
+    """Writes down each generation and each lineage. A disk that is full must not end the job: the manifests count, too.
 
-    def watch(event: Event) -> None:
-        """Count each generation. A disk that is full must not end the job: the manifests count, too."""
-        if isinstance(event, GenerationStarted):
-            with contextlib.suppress(OSError):
-                taken.count(origin.lineage, event.number)
+    In a folder, at once. For an object store, which may take seconds, in a thread of its own, the newest numbers only.
+    """
 
-    return Beginning(origin, checkpoint_environment(settings), tuple(notes), watch)
+    def __init__(self, lock: JobLock, origin: Origin) -> None:
+        self._lock = lock
+        self._lineage, self._generation = origin.lineage, origin.generation
+        self._changed = threading.Condition()
+        self._is_behind = self._is_closing = False
+        self._thread: threading.Thread | None = None
+        if not isinstance(lock.store, LocalStore):
+            self._thread = threading.Thread(target=self._run, name="farandole-counting", daemon=True)
+            self._thread.start()
+
+    def watch(self, event: Event) -> None:
+        with self._changed:
+            if isinstance(event, StateLost):
+                self._lineage = event.lineage
+            elif isinstance(event, GenerationStarted):
+                self._generation = event.number
+            else:
+                return
+            self._is_behind = True
+            self._changed.notify()
+        if self._thread is None:
+            self._write()
+
+    def close(self) -> None:
+        """What is known is written down first, if that takes no longer than a store should."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_behind or self._is_closing)
+                if not self._is_behind:
+                    return
+                self._is_behind = False
+            self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            self._lock.count(self._lineage, self._generation)

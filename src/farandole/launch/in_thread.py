@@ -11,6 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
+from farandole.env import CheckpointEnv
+from farandole.events import Event
+from farandole.launch.checkpoints import Beginning, beginning
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.hosts import HostSlots
 from farandole.launch.local import run_local
@@ -30,15 +33,21 @@ def run_job(
     output: OutputOptions | None = None,
     is_verbose: bool = False,
     environment: Mapping[str, str] | None = None,
+    checkpoint: CheckpointEnv | None = None,
 ) -> Outcome:
     """Run `command` as the workers of a job, and wait until it has ended. What workers print goes to sys.stdout and
     sys.stderr; what the launcher itself says, only when `is_verbose` or when it is a warning.
 
-    Raises what run_local raises. A KeyboardInterrupt ends the job first, with the workers' grace.
+    Raises what run_local and, with a `checkpoint`, beginning() raise. A KeyboardInterrupt ends the job first, with the
+    workers' grace.
     """
     report = Report(sys.stderr, Loudness.VERBOSE if is_verbose else Loudness.QUIET)
 
-    def job() -> Coroutine[Any, Any, Outcome]:
+    def job(begun: Beginning) -> Coroutine[Any, Any, Outcome]:
+        def on_event(event: Event) -> None:
+            report.on_event(event)
+            begun.watch(event)
+
         return run_local(
             config,
             command,
@@ -46,12 +55,16 @@ def run_job(
             host="127.0.0.1",
             port=0,
             output=output or OutputOptions(),
-            on_event=report.on_event,
-            extra_environment=environment,
+            on_event=on_event,
+            extra_environment={**(environment or {}), **begun.environment},
+            origin=begun.origin,
         )
 
     try:
-        return in_thread(job)
+        with beginning(checkpoint) as begun:
+            for note in begun.notes:
+                report.note(note)
+            return in_thread(lambda: job(begun))
     finally:
         report.close()
 

@@ -15,8 +15,9 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
-from farandole.env import read_start_timeout_s
+from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
+from farandole.launch.checkpoint_settings import checkpoint_settings
 from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.in_thread import run_job
@@ -72,6 +73,9 @@ def run(
     elastic_timeout: float | None = None,
     prefix_output_with_timestamp: bool = False,
     env: Mapping[str, str] | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: str = "10m",
+    checkpoint_keep: int = 2,
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each of `num_proc` workers, and give what they returned, by rank.
 
@@ -88,6 +92,8 @@ def run(
     output_filename, prefix_output_with_timestamp, verbose    as the flags of the same names
     executable         another Python for the workers
     env                what the workers' environment has beside this process's
+    checkpoint, checkpoint_every, checkpoint_keep    as --checkpoint DIR and its kin: the state of an elastic function
+                       is written there, and the next call goes on from it
     np, min_np, max_np other names of the three numbers
     use_gloo           asks for what happens anyway
     The others are Horovod's and change nothing; giving one is a warning.
@@ -128,6 +134,7 @@ def run(
         is_verbose=bool(verbose),
         environment=env,
         executable=executable,
+        checkpoint=checkpoint_settings(checkpoint, checkpoint_every, checkpoint_keep),
     )
 
 
@@ -140,6 +147,7 @@ def run_function(
     is_verbose: bool = False,
     environment: Mapping[str, str] | None = None,
     executable: str | None = None,
+    checkpoint: CheckpointEnv | None = None,
 ) -> list[T]:
     """As run(), for a job as `config` has it: the results of the first `config.min_np` ranks."""
     with tempfile.TemporaryDirectory(prefix="farandole-run-") as name:  # only this user can look into it
@@ -153,6 +161,7 @@ def run_function(
             output=output,
             is_verbose=is_verbose,
             environment=environment,
+            checkpoint=checkpoint,
         )
         if outcome.exit_code != 0:
             raise FunctionFailed(outcome.reason, _first_traceback(folder))

@@ -179,9 +179,9 @@ def _checkpoints(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("when the whole job may be lost").add_argument
     add(
         "--checkpoint",
-        type=Path,
         metavar="DIR",
-        help="write the state to DIR now and then, and begin with the newest that is there",
+        help="write the state to DIR, or to an address such as s3://bucket/job, now and then, and begin with the "
+        "newest that is there",
     )
     add(
         "--checkpoint-every",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from farandole.errors import HostsUpdatedInterrupt
+from farandole.membership import Progress
 from farandole.state import boundary
 from farandole.state.deep_copy import deep_copy
 from farandole.state.host_updates import HostUpdateResult
+from farandole.state.save_once import save_once
 
 
 class State:
@@ -91,6 +94,14 @@ class State:
     def reset(self) -> None:
         """The world has changed; what depends on rank() and size() may be made anew here."""
 
+    def save_once(self, write: Callable[..., object], path: str | os.PathLike[str] | None = None) -> bool:
+        """Have one worker write a file of the script's own: see save_once.py. True on the one that has written it."""
+        return save_once(write, path, self._how_far())
+
+    def _how_far(self) -> Progress:
+        """What save_once() compares; alike on all ranks. Who counts nothing is never older than a file."""
+        return Progress()
+
     def _agree_on_messages(self) -> HostUpdateResult | None:
         """Without a run loop that knows: rank 0's messages decide for all."""
         previous = newest = self._last_updated_timestamp
@@ -119,7 +130,9 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def save(self) -> None:
-        self._saved_state = deep_copy(self._values(), "state")
+        boundary.committing()
+        self._keep()
+        boundary.committed()
 
     def restore(self) -> None:
         for name, value in deep_copy(self._saved_state, "state").items():
@@ -129,7 +142,10 @@ class ObjectState(State):
         if self._saved_state:
             for name, value in self._bcast_object(self._values()).items():
                 setattr(self, name, value)
-            ObjectState.save(self)
+            self._keep()
+
+    def _keep(self) -> None:
+        self._saved_state = deep_copy(self._values(), "state")
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}

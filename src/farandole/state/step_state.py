@@ -109,6 +109,9 @@ class StepState(TorchState):
         epoch, cursor = (self.loader.epoch, self.loader.cursor) if self.loader is not None else (0, 0)
         return Progress(self.lineage, self.step, epoch, cursor, self.boundary)
 
+    def _how_far(self) -> Progress:
+        return self.progress
+
     def _on_decided(self, batch: Batch | None) -> None:
         """The rest of the atomic step; runs inside optimizer.step()."""
         for callback in self.after_step:

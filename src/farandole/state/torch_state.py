@@ -12,6 +12,7 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.named.objects import broadcast_object
 from farandole.errors import ConfigError
+from farandole.membership import Progress
 from farandole.state import boundary
 from farandole.state.background_copy import BackgroundCopy, finish_all
 from farandole.state.deep_copy import TensorPair
@@ -115,6 +116,9 @@ class TorchState(ObjectState):
         self._commits = self._bcast_object(self._commits)
         super().sync()
 
+    def _how_far(self) -> Progress:
+        return Progress(step=self._commits)
+
     def _remember(self) -> None:
         finish_all()
         optimized = {
@@ -129,7 +133,7 @@ class TorchState(ObjectState):
                 later += handler.begin_save(optimized)
             else:
                 handler.save()
-        super().save()
+        self._keep()
         self._remembered = self._commits
         self._copies.begin(later)
 

@@ -20,7 +20,7 @@ from farandole.coordinator import (
     ScaleRequested,
     SendAgent,
 )
-from farandole.events import HostBlacklisted, JobEnds
+from farandole.events import HostBlacklisted, JobEnds, StateLost
 from farandole.messages import (
     Abort,
     Dismissed,
@@ -100,6 +100,10 @@ class MembershipInvariants:
                         assert worker in self.slot_of, f"killing {worker}, which is gone"
                     case Dismissed():
                         self._check_dismissed(action.agent)
+            elif isinstance(action, Log) and isinstance(action.event, StateLost):
+                assert self._was_synced, "a state was lost that nobody had"
+                assert self._holders.intersection(self.members) <= self._left, "there is a holder"
+                self._was_synced = False
             elif isinstance(action, Log) and isinstance(action.event, HostBlacklisted):
                 self._check_ban(action.event)
             elif isinstance(action, EndJob):

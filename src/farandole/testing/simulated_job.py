@@ -29,6 +29,7 @@ from farandole.coordinator import (
     new_job,
     next_deadline,
 )
+from farandole.membership import Origin
 from farandole.messages import (
     AgentMessage,
     Dismissed,
@@ -72,10 +73,12 @@ class Habits:
 class SimulatedJob:
     """`connect()` agents, schedule faults with `after(delay_s, ...)`, then `run()` until nothing moves."""
 
-    def __init__(self, config: JobConfig, seed: int, habits: Habits | None = None) -> None:
+    def __init__(
+        self, config: JobConfig, seed: int, habits: Habits | None = None, origin: Origin | None = None
+    ) -> None:
         self.random = random.Random(seed)
         self.habits = habits or Habits()
-        self.job: Job = new_job(config, f"job{seed}")
+        self.job: Job = new_job(config, f"job{seed}", origin=origin)
         self.invariants = MembershipInvariants(config)
         self.now_s = 0.0
         self.history: list[tuple[float, Input]] = []

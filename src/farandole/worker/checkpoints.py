@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
 from typing import Literal
 
 import msgspec
 
-from farandole.checkpoint.folder import CheckpointFolder, read_manifest
-from farandole.checkpoint.restore import restore
+from farandole.checkpoint.folder import CheckpointFolder
+from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
 from farandole.checkpoint.snapshot import Kept, Staging, live
-from farandole.checkpoint.writer import Writer, Written
+from farandole.checkpoint.store import open_store
+from farandole.checkpoint.writer import Writer
 from farandole.clock import now_s
 from farandole.collectives import world
-from farandole.env import CheckpointEnv, read_checkpoint_env
+from farandole.env import read_checkpoint_env
 from farandole.errors import ConfigError
 from farandole.membership import Progress
-from farandole.messages import CheckpointEnded
+from farandole.worker.checkpoint_office import JobOffice, Office, OwnOffice
 from farandole.worker.job import Job
-
-_ANSWER_S = 30.0  # for the coordinator to say whether a checkpoint counts; it is busy for milliseconds at most
 
 Rule = Literal["step", "commit"]
 
+logger = logging.getLogger("farandole")
+
 
 def checkpoints(job: Job | None, state: Kept, rule: Rule) -> Checkpoints | None:
-    """None for a job that writes none."""
+    """None for a job that writes none. Raises ConfigError where none can be written."""
     settings = read_checkpoint_env()
-    return Checkpoints(job, state, rule, settings) if job is not None and settings is not None else None
+    if settings is None:
+        return None
+    office = OwnOffice(settings, world.current().placement.rank) if job is None else JobOffice(job, settings)
+    return Checkpoints(office, state, rule)
 
 
 class Checkpoints:
@@ -38,33 +42,39 @@ class Checkpoints:
     it may have died while it wrote.
     """
 
-    def __init__(self, job: Job, state: Kept, rule: Rule, settings: CheckpointEnv) -> None:
-        self._job, self._state, self._rule, self._settings = job, state, rule, settings
+    def __init__(self, office: Office, state: Kept, rule: Rule) -> None:
+        self._office, self._state, self._rule = office, state, rule
         self._staging = Staging()
+        settings = office.settings
         self._due = Due(parse_every(settings.every), now_s(), 0)
-        self._is_restored = not settings.resume
-        folder = CheckpointFolder(Path(settings.folder))
-        self._writer = Writer(folder, rule, settings.keep, self._ask, self._tell)
+        self._restored = 0  # the lineage that this worker has begun from a checkpoint
+        self._folder = CheckpointFolder(open_store(settings.folder))
+        self._writer = Writer(self._folder, rule, settings.keep, office.ask, office.tell)
 
     def before_sync(self, rank: int, founding: bool) -> None:
-        """Before a state is copied to others, or another one is taken over. At the start of the job the source,
-        rank 0, begins where the checkpoint is. Raises ConfigError when that is not possible."""
+        """Before a state is copied to others, or another one is taken over. At the start of the job, and when all who
+        held its state are lost, the source, rank 0, begins where the newest checkpoint is. Raises ConfigError when
+        that is not possible."""
         self._staging.copies.finish()
-        if founding and rank == 0 and not self._is_restored:
-            state = self._state
-            path = Path(self._settings.folder) / self._settings.resume
-            try:
-                found = read_manifest(path)
-            except OSError as error:
-                raise ConfigError(f"the checkpoint {path} was there when the job started: {error}") from error
-            if found.manifest.rule != self._rule:
-                raise ConfigError(
-                    f"the checkpoint {found.path} was written under the {found.manifest.rule} rule, and this script "
-                    f"follows the {self._rule} rule: with a loader of Farandole a TorchState follows the step rule"
-                )
-            restore(state, found, world.current().id.lineage)
-            state.capture()
-            self._is_restored = True
+        lineage = self._office.lineage()
+        if founding and rank == 0 and lineage != self._restored:
+            if self._office.settings.resume or lineage > self._office.settings.lineage:
+                self._restore(lineage)
+            self._restored = lineage
+
+    def _restore(self, lineage: int) -> None:
+        try:
+            found, value = read_newest(self._folder, logger.warning)
+        except OSError as error:
+            raise ConfigError(f"the checkpoints in {self._folder.store.place} cannot be read: {error}") from error
+        if found.manifest.rule != self._rule:
+            raise ConfigError(
+                f"the checkpoint {found.place} was written under the {found.manifest.rule} rule, and this script "
+                f"follows the {self._rule} rule: with a loader of Farandole a TorchState follows the step rule"
+            )
+        restore(self._state, found, value, lineage)
+        self._state.capture()
+        logger.info("begun from %s: step %d", found.place, found.manifest.step)
 
     def entered(self) -> None:
         """This worker has the state of the job for the first time. Raises ConfigError for one that cannot be saved."""
@@ -99,7 +109,7 @@ class Checkpoints:
 
     def is_keeper(self) -> bool:
         """Whether the job has ended, and this worker is to save what there is."""
-        return self._job.link.is_keeper and self._state.is_holder
+        return self._office.is_keeper() and self._state.is_holder
 
     def in_emergency(self, is_captured: bool) -> None:
         """The job ends before it is finished: save what there is, if this worker is the one to do so.
@@ -116,6 +126,7 @@ class Checkpoints:
     def close(self) -> None:
         """Nothing is left running; what was begun and is not published is removed."""
         self._writer.give_up()
+        self._office.close()
 
     def _write_now(self) -> None:
         here, progress = world.current(), self._progress()
@@ -123,10 +134,4 @@ class Checkpoints:
             self._writer.write(lambda: live(self._state, progress), progress.step, here.id.number, here.placement.size)
 
     def _progress(self) -> Progress:
-        return msgspec.structs.replace(self._state.progress, lineage=world.current().id.lineage)
-
-    def _ask(self, name: str, progress: Progress) -> str:
-        return self._job.link.may_publish(name, progress, _ANSWER_S)
-
-    def _tell(self, written: Written) -> None:
-        self._job.link.send(CheckpointEnded(written.name, written.step, written.took_s, written.error))
+        return msgspec.structs.replace(self._state.progress, lineage=self._office.lineage())

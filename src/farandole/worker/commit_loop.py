@@ -25,7 +25,8 @@ from farandole.state import boundary, recording, step
 from farandole.state.background_copy import finish_all
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.host_updates import HostUpdateResult
-from farandole.state.object_state import State
+from farandole.state.kept_values import KeptValues, can_be_kept
+from farandole.state.object_state import ObjectState, State
 from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
 from farandole.worker.checkpoints import Checkpoints, checkpoints
@@ -52,7 +53,8 @@ class CommitLoop:
         self._committed = CommittedState(state) if isinstance(state, TorchState) else None
         self._updates = PlannedUpdates(job, state)
         self._records = commit_records(self._committed)
-        self._checkpoints = _checkpoints(job, self._committed)
+        self._values = KeptValues(state) if isinstance(state, ObjectState) and can_be_kept(state) else None
+        self._checkpoints = _checkpoints(job, self._committed, self._values)
         self._is_torn = False  # neither the last commit nor the next one is whole
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -196,7 +198,11 @@ class CommitLoop:
                 self._checkpoints.before_sync(transport.rank, founding)
             return synchronize_commits(self._committed, transport, founding)
         try:
+            if self._values is not None and self._checkpoints is not None:
+                self._checkpoints.before_sync(transport.rank, founding)
             self._state.sync()
+            if self._values is not None and self._checkpoints is not None:
+                self._values.agree(transport)
         except CollectiveMismatch:
             raise
         except RecoverableError:
@@ -257,18 +263,23 @@ class CommitLoop:
         self._is_torn = True
 
     def committed(self) -> None:
+        if self._values is not None:
+            self._values.committed()
         if self._checkpoints is not None:
             self._checkpoints.at_boundary(is_captured=False)
         self._is_torn = False
 
 
-def _checkpoints(job: Job | None, committed: CommittedState | None) -> Checkpoints | None:
+def _checkpoints(job: Job | None, committed: CommittedState | None, values: KeptValues | None) -> Checkpoints | None:
     """Raises ConfigError for a state that cannot be taken apart, in a job that is to write checkpoints."""
     if committed is not None and can_be_staged(committed.state):
         return checkpoints(job, committed, "commit")
-    if job is not None and read_checkpoint_env() is not None:
+    if values is not None:
+        return checkpoints(job, values, "commit")
+    if read_checkpoint_env() is not None:
         raise ConfigError(
-            "--checkpoint needs a TorchState without a sync() or handlers of your own: from others only they know "
-            "what would have to be written"
+            "--checkpoint needs a TorchState or an ObjectState without a save(), restore() or sync() of your own, and "
+            "without handlers of your own: from others only they know what would have to be written; without "
+            "--checkpoint, state.save_once() lets one worker write a file"
         )
     return None

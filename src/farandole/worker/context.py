@@ -22,6 +22,7 @@ from farandole.env import read_fixed_env, read_horovod_settings, read_scratch_fo
 from farandole.errors import JobEnded
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
+from farandole.state import save_once
 from farandole.worker import logs, scratch
 from farandole.worker.fixed_job import FixedJob
 from farandole.worker.job import Job
@@ -106,6 +107,7 @@ def _join() -> None:
         _job = Job(worker_env, _settings)
         atexit.register(_end)
         _report_exceptions(_job)
+        save_once.install(_job.may_publish)
         if not _job.meet():
             _enter_alone()
     elif fixed_env is not None and fixed_env.size > 1:
@@ -121,6 +123,7 @@ def _end() -> None:
     """At exit: nothing may follow."""
     global _job, _fixed
     shutdown()
+    save_once.install(None)
     for each in (_job, _fixed):
         if each is not None:
             each.close()

@@ -16,13 +16,16 @@ from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
 from farandole.env import WorkerEnv
 from farandole.errors import GenerationEnded, PeerLost, RecoverableError
-from farandole.messages import LinkBroken, Ready, Start
+from farandole.membership import Progress
+from farandole.messages import LinkBroken, MayPublish, Ready, Start
 from farandole.worker.link import Link
 from farandole.worker.world_builder import Abortable, WorldBuilder
 
 # From START, when everybody is quiescent, until the data connections stand. A peer that died meanwhile is
 # reported by its agent much sooner; this bounds what nobody reports.
 CONNECT_TIMEOUT_S = 5.0
+
+_ANSWER_S = 30.0  # for the coordinator to say whether a checkpoint counts; it is busy for milliseconds at most
 
 # For all members to call init() again after a shutdown(): scripts may do much in between.
 MEET_TIMEOUT_S = 120.0
@@ -98,6 +101,10 @@ class Job:
         self._session = 0
         self._enter(start, CONNECT_TIMEOUT_S)
         return world.current().transport
+
+    def may_publish(self, name: str, progress: Progress, file: str = "") -> str:
+        """Whether a checkpoint, or a file of the script's own, counts; "", or why not. From any thread."""
+        return self.link.may_publish(MayPublish(name, progress, file), _ANSWER_S)
 
     def quiesce(self) -> None:
         """End what still runs in the background of the old generation: no collective touches a tensor afterwards."""

@@ -17,7 +17,7 @@ from farandole.clock import now_s
 from farandole.env import WorkerEnv
 from farandole.errors import JobEnded
 from farandole.fork_safety import close_at_fork
-from farandole.membership import Address, Progress
+from farandole.membership import Address
 from farandole.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -140,9 +140,10 @@ class Link:
                     return False
                 self._changed.wait(_SLICE_S)
 
-    def may_publish(self, name: str, progress: Progress, timeout_s: float) -> str:
+    def may_publish(self, asked: MayPublish, timeout_s: float) -> str:
         """Ask the coordinator whether a checkpoint counts; "", or why not. From any thread."""
-        self.send(MayPublish(name, progress))
+        self.send(asked)
+        name = asked.name
         deadline_s = now_s() + timeout_s
         with self._changed:
             while name not in self._answers:

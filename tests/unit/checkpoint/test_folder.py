@@ -11,10 +11,10 @@ from farandole.checkpoint.manifest import FORMAT, Manifest
 
 
 def publish(folder: CheckpointFolder, step: int, lineage: int = 1) -> Path:
-    path = folder.begin(step)
-    files = {"state.json": write_file(path / "state.json", b"{}")}
-    folder.publish(path, manifest(step, lineage, files=files))
-    return path
+    name = folder.begin(step)
+    files = {"state.json": write_file(folder.store, f"{name}/state.json", b"{}")}
+    folder.publish(name, manifest(step, lineage, files=files))
+    return Path(folder.store.place) / name
 
 
 def manifest(step: int, lineage: int = 1, **more: object) -> Manifest:
@@ -23,16 +23,16 @@ def manifest(step: int, lineage: int = 1, **more: object) -> Manifest:
 
 
 def newest(folder: CheckpointFolder) -> Path:
-    return folder.complete()[0][0].path
+    return Path(folder.complete()[0][0].place)
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     older = publish(folder, 5)
     begun = folder.begin(9)
-    write_file(begun / "state.json", b"{}")
-    (begun / f"{MANIFEST}.new").write_bytes(b"{}")
-    assert [each.path for each in folder.complete()[0]] == [older]
+    write_file(folder.store, f"{begun}/state.json", b"{}")
+    (tmp_path / begun / f"{MANIFEST}.new").write_bytes(b"{}")
+    assert [each.name for each in folder.complete()[0]] == [older.name]
 
 
 def test_two_of_one_step_are_two(tmp_path: Path) -> None:
@@ -52,9 +52,9 @@ def test_the_newest_has_the_highest_progress_and_a_later_lineage_wins(tmp_path: 
 
 def test_the_newest_ones_are_kept_and_what_was_never_published_before_them_is_removed(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    abandoned = folder.begin(1)
+    abandoned = tmp_path / folder.begin(1)
     paths = [publish(folder, step) for step in (10, 20, 30)]
-    being_written = folder.begin(40)
+    being_written = tmp_path / folder.begin(40)
     own = tmp_path / "step-by-step"
     own.mkdir()
     folder.retain(2)
@@ -79,8 +79,8 @@ def test_a_damaged_manifest_is_named_and_never_removed(tmp_path: Path, text: byt
     good, bad = publish(folder, 5), publish(folder, 9)
     (bad / MANIFEST).write_bytes(text)
     found, damaged = folder.complete()
-    assert [each.path for each in found] == [good]
-    assert [each.path for each in damaged] == [bad]
+    assert [each.name for each in found] == [good.name]
+    assert [each.name for each in damaged] == [bad.name]
     assert why in damaged[0].why
     folder.retain(1)
     folder.remove_unpublished()
@@ -94,5 +94,5 @@ def test_a_checkpoint_with_a_file_that_is_missing_or_cut_short_is_damaged(tmp_pa
     (short / "state.json").write_bytes(b"{")
     found, damaged = folder.complete()
     assert found == []
-    assert {each.path for each in damaged} == {missing, short}
+    assert {each.name for each in damaged} == {missing.name, short.name}
     assert all("2 were written" in each.why for each in damaged)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from farandole.checkpoint.local_store import LocalStore
 from farandole.checkpoint.manifest import FileSum
 from farandole.checkpoint.tensor_file import read_tensors, write_tensors
 from farandole.errors import ConfigError
@@ -33,8 +34,8 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 def test_every_tensor_comes_back_bit_by_bit(tmp_path: Path) -> None:
     tensors = some_tensors()
-    written = write_tensors(tmp_path / "file", tensors)
-    back = read_tensors(tmp_path / "file", written)
+    written = write_tensors(LocalStore(tmp_path), "file", tensors)
+    back = read_tensors(LocalStore(tmp_path), "file", written)
     assert set(back) == set(tensors)
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype
@@ -42,7 +43,7 @@ def test_every_tensor_comes_back_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_the_file_is_laid_out_as_the_format_says(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "file", {"b": torch.tensor([1, 2], dtype=torch.int8), "a": torch.tensor([1.5])})
+    write_tensors(LocalStore(tmp_path), "file", {"b": torch.tensor([1, 2], dtype=torch.int8), "a": torch.tensor([1.5])})
     data = (tmp_path / "file").read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     assert length % 8 == 0
@@ -55,23 +56,23 @@ def test_the_file_is_laid_out_as_the_format_says(tmp_path: Path) -> None:
 
 def test_a_changed_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    written = write_tensors(path, some_tensors())
+    written = write_tensors(LocalStore(path.parent), path.name, some_tensors())
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="is damaged: its checksum"):
-        read_tensors(path, written)
+        read_tensors(LocalStore(path.parent), path.name, written)
 
 
 def test_a_file_that_is_too_short_is_found(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    written = write_tensors(path, some_tensors())
+    written = write_tensors(LocalStore(path.parent), path.name, some_tensors())
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="were written"):
-        read_tensors(path, written)
+        read_tensors(LocalStore(path.parent), path.name, written)
     path.write_bytes(b"\xff" * 8)
     with pytest.raises(ConfigError, match="header cannot have"):
-        read_tensors(path, FileSum(8, 0))
+        read_tensors(LocalStore(path.parent), path.name, FileSum(8, 0))
 
 
 def test_a_writer_that_is_told_to_give_up_does_so_between_two_slices(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_a_writer_that_is_told_to_give_up_does_so_between_two_slices(tmp_path: P
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        write_tensors(tmp_path / "file", {"large": torch.zeros(5 << 20)}, check)
+        write_tensors(LocalStore(tmp_path), "file", {"large": torch.zeros(5 << 20)}, check)
     assert (tmp_path / "file").stat().st_size < 9 << 20
 
 
@@ -99,4 +100,4 @@ def small_disk() -> Iterator[None]:
 @pytest.mark.usefixtures("small_disk")
 def test_no_room_is_an_error_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="large"):
-        write_tensors(tmp_path / "file", {"large": torch.zeros(1 << 16)})
+        write_tensors(LocalStore(tmp_path), "file", {"large": torch.zeros(1 << 16)})

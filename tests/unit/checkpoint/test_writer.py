@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from farandole import elastic
-from farandole.checkpoint.folder import CheckpointFolder
-from farandole.checkpoint.restore import restore
+from farandole.checkpoint.file_format import read_files
+from farandole.checkpoint.folder import CheckpointFolder, Found
+from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.snapshot import Staging, live
 from farandole.checkpoint.writer import Writer, Written
 from farandole.errors import ConfigError
@@ -83,7 +84,7 @@ class Heard(list[Written]):
         self.writer = Writer(self.folder, "step", keep, self._ask, self.append)
 
     def _ask(self, name: str, progress: Progress) -> str:
-        assert not (self.folder.path / name / "manifest.json").exists()
+        assert not (Path(self.folder.store.place) / name / "manifest.json").exists()
         self.asked.append(progress)
         return self.refusal
 
@@ -97,11 +98,11 @@ def test_another_state_becomes_the_one_that_was_saved_with_all_that_belongs_to_i
     heard.write(state)
     (found,) = heard.folder.complete()[0]
     assert (found.manifest.step, found.manifest.cursor, found.manifest.generation) == (4, 32, 3)
-    assert [(each.step, each.error, each.name) for each in heard] == [(4, "", found.path.name)]
+    assert [(each.step, each.error, each.name) for each in heard] == [(4, "", found.name)]
     other = make(seed=1, best=9.0)
     other.capture()
     assert contents(other) != contents(state)
-    restore(other, found, lineage=2)
+    restore(other, found, read_files(found), lineage=2)
     assert contents(other) == contents(state)
     assert (other.lineage, other.loader.cursor, other.best) == (2, 32, 1.5)
 
@@ -123,7 +124,7 @@ def test_what_is_written_is_the_state_of_the_boundary_though_training_goes_on(tm
     heard.writer.wait()
     other = make(seed=1, width=100_000)
     other.capture()
-    restore(other, heard.folder.complete()[0][0], 2)
+    restore(other, heard.folder.complete()[0][0], read_files(heard.folder.complete()[0][0]), 2)
     assert contents(other) == at_boundary
 
 
@@ -219,8 +220,8 @@ def test_another_model_or_data_set_is_refused_with_both_values(
     different.capture()
     (found,) = heard.folder.complete()[0]
     with pytest.raises(ConfigError, match=message) as raised:
-        restore(different, found, 2)
-    assert str(found.path) in str(raised.value)
+        restore(different, found, read_files(found), 2)
+    assert found.place in str(raised.value)
     assert found == heard.folder.complete()[0][0]
 
 
@@ -232,20 +233,43 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     different.optimizer = torch.optim.SGD(different.model.parameters(), lr=0.1)
     different.capture()
     with pytest.raises(ConfigError, match=r"optimizer options: .*betas.* there, .*momentum.* here"):
-        restore(different, heard.folder.complete()[0][0], 2)
+        restore(different, heard.folder.complete()[0][0], read_files(heard.folder.complete()[0][0]), 2)
 
 
-def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+def damage(found: Found) -> None:
+    """One bit, so that only the checksum tells."""
+    file = Path(found.place) / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_newest_one_falls_back_to_the_one_before_with_a_warning(tmp_path: Path) -> None:
+    state, heard, warnings = make(), Heard(tmp_path), []
+    train(state, 1)
+    heard.write(state)
+    first = contents(state)
+    train(state, 1)
+    heard.write(state)
+    newest, before = heard.folder.complete()[0]
+    damage(newest)
+    found, value = read_newest(heard.folder, warnings.append)
+    assert found == before
+    restore(state, found, value, 2)
+    assert contents(state) == first
+    assert len(warnings) == 1
+    assert f"{newest.place}/tensors.safetensors is damaged" in warnings[0]
+
+
+def test_with_damaged_ones_only_there_is_nothing_to_go_on_from_and_nothing_is_removed(tmp_path: Path) -> None:
     state, heard = make(), Heard(tmp_path)
     train(state, 1)
     heard.write(state)
     (found,) = heard.folder.complete()[0]
-    file = found.path / "tensors.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"tensors\.safetensors is damaged.*move it away"):
-        restore(state, found, 2)
+    damage(found)
+    with pytest.raises(ConfigError, match=r"no checkpoint that can be read .*tensors\.safetensors is damaged"):
+        read_newest(heard.folder, lambda _: None)
+    assert Path(found.place).exists()
 
 
 def test_a_value_that_cannot_be_saved_is_named_before_anything_is_written(tmp_path: Path) -> None:

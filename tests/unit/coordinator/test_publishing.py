@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.coordinator import StopRequested, new_job
-from farandole.events import CheckpointFailed, CheckpointSaved
+from farandole.events import CheckpointFailed, CheckpointSaved, StateLost
 from farandole.membership import Origin, Progress
 from farandole.messages import CheckpointEnded, MayPublish, PublishAnswer, Stop, TellWorkers
 from farandole.testing.told_job import ToldJob
@@ -98,3 +98,64 @@ def test_lineage_and_generations_go_on_from_where_earlier_jobs_were() -> None:
     told.connect("a", 2).hello("w0", "w1")
     start = told.starts()["w0"]
     assert (start.id.lineage, start.id.number, start.founding) == (4, 18, True)
+
+
+def test_a_file_of_the_scripts_own_is_nothing_to_go_on_from() -> None:
+    told = saving(1).training().says("w0", MayPublish("x", Progress(1, 4), "best.pt"))
+    assert "The state of the job is lost" in told.exited("w0").ending[1]
+
+
+def lost_with_all_holders(has_checkpoint: bool) -> ToldJob:
+    told = saving(2).training()
+    if has_checkpoint:
+        asks(told, "w0", 12)  # and who asked has no time to say how it went
+    told.exited("w0").exited("w1")
+    return told
+
+
+def test_when_all_holders_are_lost_newcomers_go_on_from_the_newest_checkpoint_in_a_new_lineage() -> None:
+    told = lost_with_all_holders(has_checkpoint=True)
+    (event,) = told.logged(StateLost)
+    assert (event.lineage, event.level) == (2, "warning")
+    assert "w0 (slot 0) was killed by SIGKILL" in event.line()
+    told.hello("w2", "w3").elastic("w2")
+    start = told.starts()["w2"]
+    assert (start.founding, start.id.lineage) == (True, 2)
+    assert start.id.number > 1
+
+
+def test_in_the_new_lineage_a_checkpoint_of_the_old_one_never_counts_again() -> None:
+    told = lost_with_all_holders(has_checkpoint=True).hello("w2", "w3").elastic("w2", "w3")
+    told.synced(*told.members)
+    said = told.says(told.members[0], MayPublish("late", Progress(2, 5)))
+    assert refusals(said) == [""]
+    said = told.says(told.members[0], MayPublish("late", Progress(1, 900)))
+    assert refusals(said) == ["a newer one, of step 5, is published already"]
+
+
+def test_a_state_that_is_lost_before_the_first_checkpoint_ends_the_job() -> None:
+    told = lost_with_all_holders(has_checkpoint=False)
+    assert told.ending[0] == 1
+    assert "The state of the job is lost" in told.ending[1]
+
+
+def test_a_job_that_began_from_a_checkpoint_has_one_to_go_on_from() -> None:
+    told = ToldJob(1, slots=0)
+    told.job = new_job(told.config, "job", origin=Origin(4, 17, has_checkpoint=True))
+    told.connect("a", 1).training().exited("w0")
+    assert [event.lineage for event in told.logged(StateLost)] == [5]
+
+
+def test_code_that_raises_on_all_workers_is_not_started_again_from_a_checkpoint() -> None:
+    told = saving(2).training()
+    asks(told, "w0", 12)
+    told.raised("w0", "ValueError: no").raised("w1", "ValueError: no")
+    assert "All remaining workers raised the same" in told.ending[1]
+
+
+def test_a_file_of_the_scripts_own_is_older_or_newer_than_others_of_its_path_only() -> None:
+    told = saving(2).training()
+    assert asks(told, "w0", 10) == [""]
+    for step, file, refusal in ((5, "best.pt", ""), (4, "best.pt", "a newer one, of step 5, is published already")):
+        assert refusals(told.says("w0", MayPublish(f"{step}", Progress(1, step), file))) == [refusal]
+    assert refusals(told.says("w1", MayPublish("x", Progress(1, 4), "last.pt"))) == [""]

@@ -10,17 +10,17 @@ from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, write_file
 from farandole.checkpoint.manifest import FORMAT, Manifest
 from farandole.env import CheckpointEnv, read_checkpoint_env
 from farandole.errors import ConfigError
-from farandole.events import GenerationStarted
+from farandole.events import GenerationStarted, StateLost
 from farandole.launch.checkpoints import beginning
 from farandole.membership import Origin
 
 
 def publish(folder: Path, step: int, lineage: int, generation: int) -> Path:
     checkpoints = CheckpointFolder(folder)
-    path = checkpoints.begin(step)
-    files = {"state.json": write_file(path / "state.json", b"{}")}
-    checkpoints.publish(path, Manifest(FORMAT, "step", lineage, step, 1, 2, 3, generation, 4, 0.0, files))
-    return path
+    name = checkpoints.begin(step)
+    files = {"state.json": write_file(checkpoints.store, f"{name}/state.json", b"{}")}
+    checkpoints.publish(name, Manifest(FORMAT, "step", lineage, step, 1, 2, 3, generation, 4, 0.0, files))
+    return folder / name
 
 
 def test_without_checkpoints_nothing_is_known_and_nothing_is_said() -> None:
@@ -32,15 +32,23 @@ def test_an_empty_folder_is_a_beginning(tmp_path: Path) -> None:
     with beginning(CheckpointEnv(str(tmp_path / "new"), "10m", 3)) as begun:
         assert begun.origin == Origin(1, 0)
         assert begun.notes == ()
-        assert read_checkpoint_env(begun.environment) == CheckpointEnv(str(tmp_path / "new"), "10m", 3, "")
+        told = read_checkpoint_env(begun.environment)
+        assert told is not None
+        assert (told.folder, told.every, told.keep, told.resume, told.lineage) == (
+            str(tmp_path / "new"),
+            "10m",
+            3,
+            "",
+            1,
+        )
 
 
 def test_the_newest_is_gone_on_from_and_what_was_never_published_is_removed(tmp_path: Path) -> None:
     publish(tmp_path, 5, 1, 1)
     newest = publish(tmp_path, 9, 2, 6)
-    begun_only = CheckpointFolder(tmp_path).begin(20)
+    begun_only = tmp_path / CheckpointFolder(tmp_path).begin(20)
     with beginning(CheckpointEnv(str(tmp_path), "10m", 2)) as begun:
-        assert begun.origin == Origin(3, 6)
+        assert begun.origin == Origin(3, 6, has_checkpoint=True)
         assert begun.notes == (f"resuming from {newest}: epoch 1, step 9",)
         told = read_checkpoint_env(begun.environment)
         assert told is not None
@@ -52,11 +60,12 @@ def test_each_start_has_a_lineage_of_its_own_and_generations_are_never_used_twic
     publish(tmp_path, 9, 2, 6)
     settings = CheckpointEnv(str(tmp_path), "10m", 2)
     with beginning(settings) as begun:
-        assert begun.origin == Origin(3, 6)
+        assert begun.origin == Origin(3, 6, has_checkpoint=True)
         for number in (7, 8):
             begun.watch(GenerationStarted(number, ("w0",), False, 0.0))
+        begun.watch(StateLost(4, "w0 was killed"))
     with beginning(settings) as begun:
-        assert begun.origin == Origin(4, 8)
+        assert begun.origin == Origin(5, 8, has_checkpoint=True)
 
 
 def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path) -> None:

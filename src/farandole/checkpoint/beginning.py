@@ -1,0 +1,66 @@
+"""Where a job begins, from what lies in its place for checkpoints: taken, looked into, counted. Without torch.
+
+The launcher does it for the jobs it starts; rank 0 where there is no launcher of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from farandole.checkpoint.folder import CheckpointFolder
+from farandole.checkpoint.job_lock import JobLock, lock
+from farandole.checkpoint.store import open_store
+from farandole.env import CheckpointEnv
+from farandole.errors import ConfigError
+from farandole.membership import Origin
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A place that this job has taken.
+
+    origin    where its numbers begin
+    settings  what its workers have to know
+    notes     what a person has to know
+    lock      to be closed at the job's end
+    """
+
+    origin: Origin
+    settings: CheckpointEnv
+    notes: tuple[str, ...]
+    lock: JobLock
+
+
+def begin(settings: CheckpointEnv) -> Begun:
+    """Raises ConfigError when another job has the place, when it cannot be reached or written to, and when there is
+    no checkpoint in it but damaged ones."""
+    taken = lock(open_store(settings.folder))
+    try:
+        return _begin(settings, taken)
+    except OSError as error:
+        taken.close()
+        raise ConfigError(f"--checkpoint {settings.folder}: {error}") from error
+    except BaseException:
+        taken.close()
+        raise
+
+
+def _begin(settings: CheckpointEnv, taken: JobLock) -> Begun:
+    folder = CheckpointFolder(taken.store)
+    folder.remove_unpublished()
+    found, damaged = folder.complete()
+    notes = [f"a checkpoint was passed over: {each.why}" for each in damaged]
+    if damaged and not found:
+        raise ConfigError(
+            f"--checkpoint {settings.folder}: no checkpoint there can be read ({damaged[0].why}); to start at "
+            f"the beginning, give an empty folder"
+        )
+    lineage, generation = taken.counted.lineage, taken.counted.generation
+    if found:
+        newest = found[0].manifest
+        lineage, generation = max(lineage, newest.lineage), max(generation, newest.generation)
+        notes.append(f"resuming from {found[0].place}: epoch {newest.epoch}, step {newest.step}")
+    origin = Origin(lineage + 1, generation, has_checkpoint=bool(found))
+    taken.count(origin.lineage, generation)
+    settings = replace(settings, resume=found[0].name if found else "", lineage=origin.lineage, owner=taken.owner)
+    return Begun(origin, settings, tuple(notes), taken)

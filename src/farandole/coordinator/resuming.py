@@ -1,0 +1,22 @@
+"""All who held the state are lost, and the job lives: newcomers go on from the newest checkpoint, as at a job's start.
+
+A lineage of its own begins, so that nothing of the old one is mistaken for it (protocol, rule 4). The next generation
+is a founding one: whoever gets rank 0 reads the checkpoint, and the others copy it from there.
+"""
+
+from __future__ import annotations
+
+from farandole.coordinator.draft import Draft
+from farandole.coordinator.job import Job
+from farandole.events import StateLost
+
+
+def is_state_lost(job: Job) -> bool:
+    return job.was_synced and not any(worker.synced for worker in job.survivors())
+
+
+def resume(draft: Draft) -> None:
+    """Forget that there was a state; only for a job with a checkpoint."""
+    job = draft.job
+    draft.change(lineage=job.lineage + 1, was_synced=False, is_finishing=False)
+    draft.log(StateLost(job.lineage + 1, "; ".join(loss.sentence for loss in job.losses)))
