@@ -121,7 +121,9 @@ class DisturbedJob:
     def _workers(self) -> Iterator[int]:
         for entry in Path("/proc").iterdir():
             try:
-                is_worker = entry.name.isdigit() and str(SCRIPT).encode() in (entry / "cmdline").read_bytes()
+                # Not what the launcher forks and has not become another program yet: there the script comes later.
+                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                is_worker = words[1:2] == [str(SCRIPT).encode()]
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1] if is_worker else ""
             except OSError:  # it has ended meanwhile
                 continue
