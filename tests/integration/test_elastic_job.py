@@ -182,7 +182,8 @@ def shared_memory_files() -> set[str]:
 
 def test_killed_workers_leave_no_files_behind(tmp_path: Path, temp_folder: Path) -> None:
     before = shared_memory_files()
-    with EndlessJob(tmp_path, ["-np", "2"], "--num-workers", "2") as running:
+    large = ["--samples", "3000", "--global-batch-size", "1500"]  # small tensors come without a file
+    with EndlessJob(tmp_path, ["-np", "2"], "--num-workers", "2", *large) as running:
         latest = running.wait_until(all_training(2), 60)
         for _ in range(2):
             running.kill(latest[1]["pid"])
