@@ -45,7 +45,13 @@ class Job:
         self.has_finished = False  # an elastic function has returned on all workers
         self.link = Link(env, self._abort_below)
         self._builder = WorldBuilder(
-            self._listener, env.worker, settings, self._report_broken, self.link.raise_if_over, self._watch
+            self._listener,
+            env.worker,
+            env.agent_address,  # random, and one on each host
+            settings,
+            self._report_broken,
+            self.link.raise_if_over,
+            self._watch,
         )
         self.link.open(env, self._listener.address)
 
