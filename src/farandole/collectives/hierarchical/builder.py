@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from farandole.collectives.hierarchical.layout import Layout
+from farandole.collectives.hierarchical.rings import Rings
 from farandole.collectives.hierarchical.transport import HierarchicalTransport
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory.builder import share_pages
@@ -36,4 +37,4 @@ def share_memory_within_hosts(ring: RingTransport, layout: Layout, connect: Conn
                 cleanup.callback(connected.close)
         cleanup.pop_all()
     local, across = rings
-    return HierarchicalTransport(ring, local, across, layout, pages)
+    return HierarchicalTransport(Rings(ring, local, across, layout.across), layout, pages)

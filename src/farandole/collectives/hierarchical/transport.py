@@ -6,15 +6,13 @@ rings, then copied by the others from shared memory. Each ring takes a part: the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Sequence
 
 import torch
 
 from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
-from farandole.collectives.duplex import Broken, Called, Interruption
 from farandole.collectives.hierarchical.layout import Layout, pack_notes, unpack_notes
+from farandole.collectives.hierarchical.rings import Rings
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
@@ -25,53 +23,39 @@ from farandole.collectives.shared_memory.page import DATA_BYTES, Page, Slot
 # All hosts cut alike, whatever each has to copy: a ring's operation is about one piece.
 _PIECE_BYTES = 4 << 20
 
-_LOOK_AROUND_S = 0.002  # as whoever waits in shared memory
-
 
 class HierarchicalTransport:
     """A Transport (transport.py). close() closes the rings.
 
-    ring    connects all ranks. It carries what has no tensor, and tells who is in another operation
-    local   connects the ranks of this host, if there are others: what breaks it is a rank that is gone. The ring of
-            all cannot tell that in the middle of an operation: ranks of another host may have finished, and gone
-    across  connects one rank of each host, if this rank is in such a ring (Layout.across)
     pages   the control pages of the ranks of this host; new ones for each generation
     """
 
-    def __init__(
-        self,
-        ring: RingTransport,
-        local: RingTransport | None,
-        across: RingTransport | None,
-        layout: Layout,
-        pages: Sequence[Page],
-    ) -> None:
-        self._ring, self._local, self._across, self._layout = ring, local, across, layout
-        self._rings = [each for each in (ring, local, across) if each is not None]
+    # The group must not know the transport: memory that only a cycle holds is not given back with the generation.
+    def __init__(self, rings: Rings, layout: Layout, pages: Sequence[Page]) -> None:
+        self._rings, self._layout = rings, layout
         self._group = Group(
-            layout.place, layout.mates, pages, self._interruption, self._end_by, _PIECE_BYTES, is_always_in_pieces=True
+            layout.place, layout.mates, pages, rings.interruption, rings.end_by, _PIECE_BYTES, is_always_in_pieces=True
         )
-        if across is not None:
-            across.serve(layout.across, self._look_around, _LOOK_AROUND_S)
-        self._header: Header | None = None
 
     @property
     def rank(self) -> int:
-        return self._ring.rank
+        return self._rings.whole.rank
 
     @property
     def size(self) -> int:
-        return self._ring.size
+        return self._rings.whole.size
 
     def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
         notes_bytes = len(note) * self.size
         if flat.numel() == 0 or len(note) > MOST_WORDS_BYTES or notes_bytes > DATA_BYTES:
-            with self._together():
-                return self._ring.all_reduce(flat, note, op)
+            with self._rings.together():
+                return self._rings.whole.all_reduce(flat, note, op)
         nbytes = flat.numel() * flat.element_size()
-        header = Header(Operation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(note))
-        with self._running(header):
+        header = Header(
+            Operation.ALL_REDUCE, self._rings.whole.next_sequence, dtype_code(flat.dtype), op, nbytes, len(note)
+        )
+        with self._rings.running(header):
             if nbytes + notes_bytes <= DATA_BYTES:
                 return self._reduce_small(header, note, flat, combine)
             return self._reduce(header, note, flat, combine)
@@ -81,14 +65,14 @@ class HierarchicalTransport:
             raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
         flat = flat_view(tensor)
         if flat.numel() == 0:
-            with self._together():
-                self._ring.broadcast(flat, source)
+            with self._rings.together():
+                self._rings.whole.broadcast(flat, source)
             return
         nbytes = flat.numel() * flat.element_size()
-        header = Header(Operation.BROADCAST, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
+        header = Header(Operation.BROADCAST, self._rings.whole.next_sequence, dtype_code(flat.dtype), source, nbytes)
         host, place = self._layout.find(source)
         is_here, is_alone = host == self._layout.host, self._group.size == 1
-        with self._running(header):
+        with self._rings.running(header):
             if is_here and not is_alone:
                 self._group.broadcast(header, flat, place)
             if self._layout.place == 0:
@@ -97,34 +81,32 @@ class HierarchicalTransport:
                 self._group.broadcast(header, flat, 0)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        with self._together():
-            return self._ring.all_gather(payload)
+        with self._rings.together():
+            return self._rings.whole.all_gather(payload)
 
     def barrier(self) -> None:
-        with self._together():
-            self._ring.barrier()
+        with self._rings.together():
+            self._rings.whole.barrier()
 
     def wait_until_called(self, wake: int) -> bool | None:
-        with self._together():
-            return self._ring.wait_until_called(wake)
+        with self._rings.together():
+            return self._rings.whole.wait_until_called(wake)
 
     def abort(self, reason: str) -> None:
-        for ring in self._rings:
-            ring.abort(reason)
+        self._rings.abort(reason)
         self._group.wake()
 
     def close(self) -> None:
         """Only while no collective runs. Later calls raise GenerationEnded."""
-        for ring in self._rings:
-            ring.close()
+        self._rings.close()
         self._group.close()
 
     # Tensors -----------------------------------------------------------------------------------------------
 
     @property
     def _leaders(self) -> RingTransport:
-        assert self._across is not None, "every host has a leader"
-        return self._across
+        assert self._rings.across is not None, "every host has a leader"
+        return self._rings.across
 
     def _reduce_small(self, header: Header, note: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
         """The leader reduces all tensors of its host, then over the hosts; the others copy what it has then."""
@@ -147,8 +129,8 @@ class HierarchicalTransport:
         def finish(part: torch.Tensor, number: int, slots: list[Slot]) -> None:
             if number == 0 and self._layout.place == 0:
                 slots[0].data[: len(note) * self.size] = self._across_leaders(header, part, slots, combine)
-            elif self._across is not None:
-                self._across.reduce_as(header, part, b"", combine)
+            elif self._rings.across is not None:
+                self._rings.across.reduce_as(header, part, b"", combine)
 
         slots = self._group.reduce(header, note, flat, combine, self._layout.rings, finish)
         return self._notes(slots[0].data, len(note))
@@ -163,39 +145,3 @@ class HierarchicalTransport:
     def _notes(self, data: torch.Tensor, note_bytes: int) -> list[bytes]:
         joined = bytes(byte_view(data[: note_bytes * self.size]))
         return [joined[rank * note_bytes :][:note_bytes] for rank in range(self.size)]
-
-    # Endings -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _running(self, header: Header) -> Iterator[None]:
-        """Around an operation on a tensor."""
-        with self._together(), self._ring.running(header):
-            self._header = header
-            yield
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """What ends one ring ends all: whoever waits for this rank anywhere learns of it."""
-        try:
-            yield
-        except BaseException as error:
-            for ring in self._rings:
-                ring.end(error)
-            raise
-
-    def _interruption(self) -> Interruption | None:
-        """Why this rank should not go on with its operation: a rank of this host is gone, or another one is in another
-        operation. Raises CollectiveMismatch if one of them says so."""
-        broken = self._local.interruption() if self._local is not None else None
-        called = self._ring.interruption()
-        return broken or (called if isinstance(called, Called) else None)
-
-    def _end_by(self, interruption: Interruption, header: Header) -> NoReturn:
-        ring = self._local if isinstance(interruption, Broken) and self._local is not None else self._ring
-        ring.end_by(interruption, header)
-
-    def _look_around(self) -> None:
-        """While this rank waits for other hosts."""
-        interruption = self._interruption()
-        if interruption is not None and self._header is not None:
-            self._end_by(interruption, self._header)
