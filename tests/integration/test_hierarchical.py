@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch
 from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import RunningJob, all_training
+from tests.jobs import ELASTIC_JOB, check_job
 from tests.rings import DEADLINE_S, Ring, build, listeners
 
 SHAPES = [[0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 1, 2, 1, 0], [0, 1, 1, 1]]
@@ -115,3 +119,26 @@ def test_100_generations_leave_no_descriptor_behind() -> None:
             del world
             counts.append(len(os.listdir("/dev/fd")))
     assert counts[-1] <= counts[0] + 1, counts
+
+
+# Whole jobs: two names of this machine are two hosts ---------------------------------------------------------
+
+TWO_HOSTS = ["-np", "4", "-H", "localhost:2,127.0.0.1:2"]
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["another worker", "a leader"])
+def test_survivors_of_a_kill_go_on_and_the_replacement_joins(tmp_path: Path, victim: int) -> None:
+    stop = tmp_path / "stop"
+    arguments = ["--epochs", "1000000", "--stop", str(stop)]
+    flags = [*TWO_HOSTS, "--log-level", "info"]
+    with RunningJob(flags, ELASTIC_JOB, arguments, tmp_path, tmp_path / "output") as running:
+        latest = running.wait_until(all_training(4), 60)
+        generation = latest[0]["generation"]
+        running.kill(latest[victim]["pid"])
+        running.wait_until(lambda latest: all_training(4)(latest) and latest[0]["generation"] > generation, 60)
+        stop.touch()
+        assert running.wait(60) == 0, (tmp_path / "output").read_text()
+    check_job(Proof(tmp_path), samples=600, workers_at_end=4)
+    assert Proof(tmp_path).redone() <= 1
+    said = (tmp_path / "output").read_text()
+    assert "generation 1: tensors move through shared memory on each host, over TCP between the hosts" in said

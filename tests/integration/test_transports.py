@@ -375,6 +375,23 @@ def test_a_lost_rank_ends_the_call_of_everybody_else(size: int, name: str) -> No
         assert {hint[0][0] for hint in world.hints if hint} >= {f"w{lost}"}
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_source_of_a_broadcast_may_go_before_the_others_have_read_it(size: int) -> None:
+    """They have it, or learn that it is lost; nothing else."""
+
+    def call(transport: Transport) -> float:
+        tensor = torch.full((100_000,), float(transport.rank))
+        transport.broadcast(tensor, 0)
+        if transport.rank == 0:
+            transport.close()
+        return tensor[-1].item()
+
+    for _ in range(20):
+        with ring(size) as world:
+            outcomes = world.outcomes(call)
+            assert all(outcome == 0.0 or isinstance(outcome, PeerLost) for outcome in outcomes), outcomes
+
+
 def test_an_abort_after_a_loss_is_what_later_calls_report() -> None:
     with ring(2) as world:
         world.transports[1].close()

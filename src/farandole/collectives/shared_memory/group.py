@@ -9,10 +9,12 @@ those who have reduced them. Between the two, and at the end, all ranks meet (me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from threading import Event
 from typing import NoReturn, TypeVar
 
 import torch
 
+from farandole.clock import now_s
 from farandole.collectives.chunks import blocks, chunk_bounds
 from farandole.collectives.duplex import Interruption
 from farandole.collectives.ring_header import HEADER_BYTES, Header
@@ -27,6 +29,9 @@ MOST_WORDS_BYTES = WORDS_BYTES - HEADER_BYTES - OFFER_BYTES
 
 # A block is combined with those of all ranks before the next one: it stays in the cache between.
 _BLOCK_BYTES = 256 * 1024
+
+_LOSS_S = 5.0  # from the loss of a rank's memory to the end of its connections: both are its kernel's business
+_LOOK_AGAIN_S = 0.002
 
 T = TypeVar("T")
 
@@ -59,7 +64,8 @@ class Group:
         is_always_in_pieces: bool = False,
     ) -> None:
         self.place, self.size = place, len(pages)
-        self._names, self._pages, self._end_by = names, pages, end_by
+        self._names, self._pages = names, pages
+        self._look_around, self._end_by = look_around, end_by
         self._meeting: Meeting[Interruption] = Meeting(place, pages, look_around)
         self._others = OtherTensors()
         self._stage = Stage(piece_bytes)
@@ -107,7 +113,7 @@ class Group:
             if number:
                 ready = self._stage.put(mine, piece)
                 self.meet(header)
-            regions = [ready[: stop - start], *(self._read(each, number, start, piece) for each in offers[1:])]
+            regions = [ready[: stop - start], *(self._read(header, each, number, start, piece) for each in offers[1:])]
             parts = self._from_mine([*chunk_bounds(stop - start, owners), *[(0, 0)] * (self.size - owners)])
             for low, high in blocks(*parts[0], _BLOCK_BYTES // flat.element_size()):
                 reduced = regions[0][low:high]
@@ -153,9 +159,8 @@ class Group:
                     self._stage.put(offer, piece)
                 self.meet(header)
             if not is_source:
-                piece.copy_(self._read(offer, number, start, piece))
-        if not offer.is_staged:
-            self.meet(header)  # as in reduce()
+                piece.copy_(self._read(header, offer, number, start, piece))
+        self.meet(header)  # as in reduce(); nor does the source go before all have opened its memory
 
     def _offer(self, flat: torch.Tensor) -> tuple[Offer, torch.Tensor]:
         """What others read of this tensor, and the memory of its first piece, or of all if it need not be staged."""
@@ -164,11 +169,25 @@ class Group:
             return offer, flat
         return offer, self._stage.put(offer, flat[: self._piece_bytes // flat.element_size()])
 
-    def _read(self, offer: Offer, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
+    def _read(self, header: Header, offer: Offer, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
         """Piece `number` of another rank, which begins at element `start` and has the length and dtype of `like`."""
         item_bytes = like.element_size()
         where = offer.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
-        return self._others.find(offer.place)[where].view(like.dtype)
+        try:
+            whole = self._others.find(offer.place)
+        except OSError:
+            self._end_by_loss(header)
+            raise
+        return whole[where].view(like.dtype)
+
+    def _end_by_loss(self, header: Header) -> None:
+        """Memory that is not there any more is that of a rank which is gone, as will be known in a moment."""
+        deadline_s = now_s() + _LOSS_S
+        while now_s() < deadline_s:
+            interruption = self._look_around()
+            if interruption is not None:
+                self._end_by(interruption, header)
+            Event().wait(_LOOK_AGAIN_S)
 
     def _pieces(self, flat: torch.Tensor, is_staged: bool) -> Iterator[tuple[int, int]]:
         """Elements [start, stop) of each."""
