@@ -70,6 +70,8 @@ class WorldBuilder:
     check      called at least once a second while something waits; may raise
     watch      called with a generation's number and each builder and transport of it, before they can block: an
                abort must reach them. May raise when the abort came first
+    on_way     called on rank 0 with a generation's number and how tensors move in it, when that is another way than in
+               the one before
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class WorldBuilder:
         on_broken: Callable[[int, str, str, str], None] | None = None,
         check: Callable[[], None] | None = None,
         watch: Callable[[int, Abortable], None] = lambda _number, _abortable: None,
+        on_way: Callable[[int, str], None] = lambda _number, _way: None,
     ) -> None:
         self._listener, self._worker, self._host, self._settings = listener, worker, host, settings
-        self._said: Way | None = None
+        self._on_way = on_way
+        self._last_way: Way | None = None
         self._on_broken, self._check, self._watch = on_broken, check, watch
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
@@ -142,9 +146,10 @@ class WorldBuilder:
 
     def _say(self, way: Way, start: Start) -> None:
         """Once, and when it has become another one."""
-        if way is not self._said and start.placement.rank == 0:
+        if way is not self._last_way and start.placement.rank == 0:
             logger.info("generation %s: tensors move %s", start.id, way.value)
-        self._said = way
+            self._on_way(start.id.number, way.value)
+        self._last_way = way
 
     def _reporter(self, number: int) -> OnBroken | None:
         on_broken = self._on_broken
