@@ -1,15 +1,19 @@
-"""How long one all-reduce takes: each of our transports, torch's Gloo, and a copy of as many bytes, in turns."""
+"""How long one all-reduce takes: each of our transports, torch's Gloo, and a copy of as many bytes, in turns.
+The hierarchical one and its Gloo are measured between two hosts (two_hosts.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import two_hosts
 from benchmarks.jobs import TRANSPORTS, run_worker, why_not
 
 Row = dict[str, Any]
 
 SIZES = (4, 4096, 102_400, 1 << 20, 4 << 20, 25 << 20, 100 << 20)  # bytes
+
+_FEWEST_ON_TWO_HOSTS = 3  # with one on each, the ring is all there is
 
 
 def table(ranks: Sequence[int], transports: Sequence[str], turns: int, seconds: float) -> list[Row]:
@@ -23,12 +27,16 @@ def table(ranks: Sequence[int], transports: Sequence[str], turns: int, seconds: 
     for transport in transports:
         if transport == "gloo":
             continue  # it is what the others are compared with
-        if (reason := why_not(transport)) is not None:
+        across = transport == "hierarchical"
+        if (reason := two_hosts.why_not() if across else why_not(transport)) is not None:
             print(f"{'':>5} {TRANSPORTS[transport]:>13}: left out, {reason}", flush=True)
             continue
         for count in ranks:
+            if across and count < _FEWEST_ON_TWO_HOSTS:
+                continue
             arguments = ["--sizes", *map(str, SIZES), "--turns", str(turns), "--seconds", str(seconds)]
-            said = run_worker("all_reduce_worker", count, transport, arguments)
+            run = two_hosts.run_worker if across else run_worker
+            said = run("all_reduce_worker", count, transport, arguments)
             for times in said["rows"]:
                 place = {"ranks": count, "transport": transport, "transport_class": said["transport_class"]}
                 rows.append({**place, "bytes": times.pop("bytes"), "ms": times})

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
+from farandole.collectives.hierarchical.builder import share_memory_within_hosts
+from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.listener import DataListener
+from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import choose
@@ -18,6 +23,9 @@ from farandole.messages import Start
 
 DEADLINE_S = 20.0
 KEY = secrets.token_bytes(32)
+
+HOSTS = {1: [0], 2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1]}
+"""For a hierarchical transport: where each rank is, for each size."""
 
 T = TypeVar("T")
 
@@ -91,20 +99,43 @@ def listeners(size: int) -> Iterator[list[DataListener]]:
 
 
 def build(
-    opened: list[DataListener], number: int = 1, check: Callable[[], None] | None = None, choice: str = "tcp"
+    opened: list[DataListener],
+    number: int = 1,
+    check: Callable[[], None] | None = None,
+    choice: str = "tcp",
+    on_hosts: dict[int, list[int]] | None = None,
 ) -> Ring:
-    """A ring of one rank for each listener, or the transport of this choice upon it."""
+    """A ring of one rank for each listener, or the transport of this choice upon it; for a hierarchical one, `on_hosts`
+    says where each rank is, for each size."""
     size = len(opened)
     addresses = [listener.address for listener in opened]
+    peers = [Peer(f"w{rank}", rank, address) for rank, address in enumerate(addresses)]
     hints: list[list[tuple[str, str, str]]] = [[] for _ in range(size)]
 
     def connect(rank: int) -> Transport:
         def hint(peer: str, direction: str, detail: str) -> None:
             hints[rank].append((peer, direction, detail))
 
+        def among(ranks: Sequence[int], number: int) -> RingTransport:
+            subset = msgspec.structs.replace(
+                start,
+                placement=Placement(place := ranks.index(rank), len(ranks), 0, 1, place, len(ranks)),
+                previous=peers[ranks[place - 1]],
+                next=peers[ranks[(place + 1) % len(ranks)]],
+            )
+            connected = RingBuilder(opened[rank], subset, f"w{rank}", DEADLINE_S, hint, check, 1 + number).build()
+            assert isinstance(connected, RingTransport)
+            return connected
+
         start = make_start(rank, addresses, number)
         built = RingBuilder(opened[rank], start, f"w{rank}", DEADLINE_S, hint, check).build()
-        return choose(built, start.placement, choice)
+        hosts = (on_hosts or HOSTS)[size] if choice == "hierarchical" else [0] * size
+        if choice == "hierarchical" and isinstance(built, RingTransport):
+            # Also where nobody shares a host: what is special about that must hold, too.
+            hierarchical = share_memory_within_hosts(built, layout(hosts, rank), among)
+            assert not isinstance(hierarchical, str), hierarchical
+            return hierarchical
+        return choose(built, hosts, choice, among)[0]
 
     return Ring(in_threads(size, connect), hints)
 

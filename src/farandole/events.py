@@ -218,6 +218,17 @@ class GenerationStarted(Event):
 
 
 @dataclass(frozen=True)
+class TransportChosen(Event):
+    """`way` says how, to a person; generations that follow have the same unless they say so."""
+
+    number: int
+    way: str
+
+    def line(self) -> str:
+        return f"in generation {self.number} tensors move {self.way}"
+
+
+@dataclass(frozen=True)
 class TooFewWorkers(Event):
     """Survivors wait, ready to go on, until enough others have come."""
 

@@ -59,6 +59,13 @@ class LinkBroken(Message, frozen=True):
     detail: str
 
 
+class Connected(Message, frozen=True):
+    """In generation `number` tensors move this way, unlike before. From rank 0, for the log only."""
+
+    number: int
+    way: str
+
+
 class Failed(Message, frozen=True):
     """User code raised. `summary` is the exception's last line, `traceback` the whole text."""
 
@@ -97,7 +104,17 @@ class CheckpointEnded(Message, frozen=True):
 
 
 WorkerMessage: TypeAlias = (
-    Hello | Elastic | Ready | Synced | LinkBroken | Failed | Finished | Leaving | MayPublish | CheckpointEnded
+    Hello
+    | Elastic
+    | Ready
+    | Synced
+    | LinkBroken
+    | Connected
+    | Failed
+    | Finished
+    | Leaving
+    | MayPublish
+    | CheckpointEnded
 )
 
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,8 @@ import torch
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.shared_memory.transport import SharedMemoryTransport
-from farandole.collectives.transport_choice import choose
+from farandole.collectives.transport_choice import Way, choose
 from farandole.errors import ConfigError
-from farandole.membership import Placement
 from tests.rings import build, in_threads, listeners, ring
 
 
@@ -98,44 +98,53 @@ def test_200_generations_leave_no_descriptor_and_no_mapping_behind() -> None:
 
 # The choice ------------------------------------------------------------------------------------------------
 
-ONE_HOST, TWO_HOSTS = Placement(0, 2, 0, 2, 0, 1), Placement(0, 2, 0, 1, 0, 2)
+ONE_HOST, TWO_HOSTS = [0, 0], [0, 1]
+
+
+def no_ring(ranks: Sequence[int], number: int) -> RingTransport:
+    raise AssertionError(f"asked for a ring of {ranks}")
 
 
 def test_workers_of_one_host_get_shared_memory_and_those_of_two_the_ring() -> None:
-    for placement, choice, expected in (
+    for hosts, choice, expected in (
         (ONE_HOST, "auto", SharedMemoryTransport),
         (ONE_HOST, "tcp", RingTransport),
         (TWO_HOSTS, "auto", RingTransport),
     ):
         with ring(2) as world:
-            chosen = in_threads(2, lambda rank, w=world, p=placement, c=choice: choose(w.transports[rank], p, c))
-            assert [type(each) for each in chosen] == [expected] * 2
+            chosen = in_threads(2, lambda rank, w=world, h=hosts, c=choice: choose(w.transports[rank], h, c, no_ring))
+            assert [type(transport) for transport, _ in chosen] == [expected] * 2
 
 
-def test_shared_memory_across_hosts_is_refused() -> None:
-    with ring(2) as world, pytest.raises(ConfigError, match="2: use auto or tcp"):
-        choose(world.transports[0], TWO_HOSTS, "shm")
-
-
-def test_an_unknown_transport_is_refused() -> None:
-    with ring(2) as world, pytest.raises(ConfigError, match="auto, shm, tcp, got 'infiniband'"):
-        choose(world.transports[0], ONE_HOST, "infiniband")
-
-
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1]], ids=["one host", "two hosts"])
 def test_where_one_rank_has_no_shared_memory_all_take_the_ring_and_one_says_so(
-    caplog: pytest.LogCaptureFixture,
+    hosts: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Files of this process may not be larger than 4 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with ring(2) as world, caplog.at_level(logging.WARNING, "farandole"):
+    with ring(3) as world, caplog.at_level(logging.WARNING, "farandole"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         try:
-            chosen = in_threads(2, lambda rank: choose(world.transports[rank], ONE_HOST, "auto"))
+            chosen = in_threads(3, lambda rank: choose(world.transports[rank], hosts, "auto", no_ring))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert chosen == world.transports
-        tensors = [torch.ones(100_000) for _ in range(2)]
+        assert chosen == [(transport, Way.TCP) for transport in world.transports]
+        tensors = [torch.ones(100_000) for _ in range(3)]
         world.run(lambda transport: transport.all_reduce(tensors[transport.rank]))
-        assert all(bool((tensor == 2).all()) for tensor in tensors)
+        assert all(bool((tensor == 3).all()) for tensor in tensors)
     assert len(caplog.messages) == 1
     assert "tensors travel over TCP, not through shared memory: rank" in caplog.text
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1, 1]], ids=["one host", "two hosts"])
+def test_shared_memory_that_is_asked_for_and_cannot_be_had_is_an_error(hosts: list[int]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    choice = "shm" if len(set(hosts)) == 1 else "hierarchical"
+    with ring(len(hosts)) as world:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            outcomes = world.outcomes(lambda transport: choose(transport, hosts, choice, no_ring))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [type(outcome) for outcome in outcomes] == [ConfigError] * len(hosts)
+    assert all(f"--transport {choice}: no shared memory: rank" in str(outcome) for outcome in outcomes)

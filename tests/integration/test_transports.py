@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from farandole.collectives.buffers import DTYPES
+from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from tests import rings
-from tests.rings import DEADLINE_S, Ring, listeners
+from tests.rings import DEADLINE_S, HOSTS, Ring, listeners
 
 SIZES = [1, 2, 3, 4]
 Call = Callable[[Transport], object]
@@ -30,7 +31,7 @@ class Kind:
     choice = "tcp"
 
 
-@pytest.fixture(params=["tcp", "shm"], autouse=True)
+@pytest.fixture(params=["tcp", "shm", "hierarchical"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kind, "choice", request.param)
 
@@ -338,6 +339,15 @@ def test_the_first_reason_of_an_abort_stands() -> None:
             world.transports[0].barrier()
 
 
+def connected(rank: int, size: int) -> set[int]:
+    """The ranks that it has connections to."""
+    neighbours = {(rank - 1) % size, (rank + 1) % size}
+    if Kind.choice == "hierarchical":
+        here = layout(HOSTS[size], rank)
+        neighbours |= {*here.mates, *here.across}
+    return neighbours - {rank}
+
+
 @pytest.mark.parametrize("name", BLOCKING)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_lost_rank_ends_the_call_of_everybody_else(size: int, name: str) -> None:
@@ -358,11 +368,28 @@ def test_a_lost_rank_ends_the_call_of_everybody_else(size: int, name: str) -> No
             error = outcomes[rank]
             assert isinstance(error, PeerLost), error
             assert error.generation == 1
-            assert error.rank in {(rank - 1) % size, (rank + 1) % size}
+            assert error.rank in connected(rank, size)
             with pytest.raises(PeerLost):
                 world.transports[rank].barrier()
         assert [len(world.hints[rank]) for rank in survivors] == [1] * len(survivors)
         assert {hint[0][0] for hint in world.hints if hint} >= {f"w{lost}"}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_source_of_a_broadcast_may_go_before_the_others_have_read_it(size: int) -> None:
+    """They have it, or learn that it is lost; nothing else."""
+
+    def call(transport: Transport) -> float:
+        tensor = torch.full((100_000,), float(transport.rank))
+        transport.broadcast(tensor, 0)
+        if transport.rank == 0:
+            transport.close()
+        return tensor[-1].item()
+
+    for _ in range(20):
+        with ring(size) as world:
+            outcomes = world.outcomes(call)
+            assert all(outcome == 0.0 or isinstance(outcome, PeerLost) for outcome in outcomes), outcomes
 
 
 def test_an_abort_after_a_loss_is_what_later_calls_report() -> None:

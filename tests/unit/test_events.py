@@ -16,6 +16,7 @@ SAMPLES = [
     events.RegroupBegan(2, "w1 exited", ()),
     events.ChangePlanned(3, "w4 join"),
     events.GenerationStarted(2, ("w0", "w2"), False, 0.012),
+    events.TransportChosen(2, "over TCP"),
     events.TooFewWorkers(2, 1, 2, 600.0),
     events.LinksDistrusted(2, ("w0-w1",), ("w1",)),
     events.WorkerLeaves("w1", 1),

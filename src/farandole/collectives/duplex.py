@@ -46,7 +46,7 @@ class Duplex:
     def __init__(self, to_next: socket.socket, from_previous: socket.socket, check: Callable[[], None] | None) -> None:
         self._to_next, self._from_previous = to_next, from_previous
         self._next_fd, self._previous_fd = to_next.fileno(), from_previous.fileno()
-        self._check = check
+        self._check, self._slice_ms = check, _SLICE_MS
         self._poll = select.poll()
         self._cannot_send: str | None = None
         self._has_lost_previous = False
@@ -57,6 +57,16 @@ class Duplex:
     def cannot_send(self) -> str | None:
         """Why the next rank cannot be reached any more; None while it can."""
         return self._cannot_send
+
+    def look_around(self, check: Callable[[], None], every_s: float) -> None:
+        """Have `check` called more often, instead of the one that there was."""
+        self._check, self._slice_ms = check, max(1, int(every_s * 1000))
+
+    def peek(self, nbytes: int) -> bytes:
+        """What the previous rank has sent and nobody has taken yet; not more than `nbytes`, maybe less."""
+        with contextlib.suppress(OSError):
+            return self._from_previous.recv(nbytes, socket.MSG_PEEK)
+        return b""
 
     def move(self, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool) -> Broken | None:
         """Run a schedule to its end: None, or what failed.
@@ -118,9 +128,8 @@ class Duplex:
 
     def _has_data(self) -> bool:
         """Whether the previous rank has sent something; otherwise it has gone."""
-        with contextlib.suppress(OSError):
-            if self._from_previous.recv(1, socket.MSG_PEEK):
-                return True
+        if self.peek(1):
+            return True
         self._has_lost_previous = True
         return False
 
@@ -179,7 +188,7 @@ class Duplex:
                 self._poll.unregister(self._next_fd)
         else:
             self._poll.register(self._next_fd, select.POLLIN | (select.POLLOUT if wants_to_send else 0))
-        events = self._poll.poll(_SLICE_MS)
+        events = self._poll.poll(self._slice_ms)
         if not events and self._check is not None:
             self._check()
         for descriptor, event in events:

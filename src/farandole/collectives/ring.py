@@ -5,17 +5,18 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
 
 from farandole.clock import now_s
+from farandole.collectives.algorithm import Algorithm, algorithm
 from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.duplex import Broken, Called, Duplex, Interruption
 from farandole.collectives.reduction import Reduction
-from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, sequence_of
 from farandole.collectives.ring_schedules import (
     Agreement,
     Combine,
@@ -31,10 +32,6 @@ from farandole.membership import Peer
 
 OnBroken = Callable[[str, str, str], None]
 """on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""
-
-# Up to here every rank gathers all tensors and sums them itself: half as many hops as reduce-scatter and
-# all-gather. It pays while a hop (some 50 us) costs more than sending the whole tensor instead of its parts.
-_SMALL_BYTES = 64 * 1024
 
 _CHECK_EVERY_S = 1.0
 
@@ -64,6 +61,7 @@ class RingTransport:
         check: Callable[[], None] | None = None,
     ) -> None:
         self._rank, self._size, self._generation = rank, size, generation
+        self._names: Sequence[int] = range(size)
         self._duplex = Duplex(to_next, from_previous, check)
         self._check, self._next_check_s = check, now_s() + _CHECK_EVERY_S
         self._peers = {"send": next_peer, "receive": previous_peer}
@@ -86,15 +84,7 @@ class RingTransport:
         flat, combine = flat_view(tensor), combiner(op)
         total_bytes = flat.numel() * flat.element_size()
         header = Header(Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(note))
-        if total_bytes <= _SMALL_BYTES:
-            blobs = self._gather(header, bytes(byte_view(flat)) + note, [total_bytes + len(note)] * self._size)
-            _combine_into(flat, blobs, combine)
-            return [bytes(blob[total_bytes:]) for blob in blobs]
-        notes = [bytearray(len(note)) for _ in range(self._size)]
-        notes[self._rank][:] = note
-        outgoing: Outgoing = deque()
-        self._run(header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, notes, combine))
-        return [bytes(each) for each in notes]
+        return self.reduce_as(header, flat, note, combine)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         header = Header(Operation.ALL_GATHER, self._sequence + 1, note_bytes=8)
@@ -106,12 +96,10 @@ class RingTransport:
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self._size:
             raise ValueError(f"broadcast: source must be a rank from 0 to {self._size - 1}, got {source}")
-        data = byte_view(flat := flat_view(tensor))
-        header = Header(Operation.BROADCAST, self._sequence + 1, dtype_code(flat.dtype), source, len(data))
-        outgoing: Outgoing = deque()
-        schedule = broadcast_around(outgoing, self._agreement(header), self._rank, data, source, self._size)
-        # The source receives nothing but a header; its part is done when everything is on its way.
-        self._run(header, outgoing, schedule, is_done_when_received=self._rank != source)
+        flat = flat_view(tensor)
+        total_bytes = flat.numel() * flat.element_size()
+        header = Header(Operation.BROADCAST, self._sequence + 1, dtype_code(flat.dtype), source, total_bytes)
+        self.broadcast_as(header, flat, source)
 
     def barrier(self) -> None:
         header = Header(Operation.BARRIER, self._sequence + 1, note_bytes=1)
@@ -139,7 +127,35 @@ class RingTransport:
             self._is_closed = True
             self._duplex.close()
 
-    # For a transport that moves tensors in another way, in turn with the operations above -----------------------
+    # For a transport that moves tensors in another way, in turn with the operations above, or that has several
+    # rings --------------------------------------------------------------------------------------------------
+
+    def serve(self, names: Sequence[int], look_around: Callable[[], None], every_s: float) -> None:
+        """Be a part of another transport, in which the ranks have other `names`. While nothing moves, `look_around` is
+        called instead of `check`, and may raise."""
+        self._names = names
+        self._duplex.look_around(look_around, every_s)
+
+    def reduce_as(self, header: Header, flat: torch.Tensor, note: bytes, combine: Combine) -> list[bytes]:
+        """Reduce a flat tensor, which may be a part of what the header is about, as all_reduce() does."""
+        total_bytes = flat.numel() * flat.element_size()
+        if algorithm(total_bytes, self._size) is Algorithm.GATHER:
+            blobs = self._gather(header, bytes(byte_view(flat)) + note, [total_bytes + len(note)] * self._size)
+            _combine_into(flat, blobs, combine)
+            return [bytes(blob[total_bytes:]) for blob in blobs]
+        notes = [bytearray(len(note)) for _ in range(self._size)]
+        notes[self._rank][:] = note
+        outgoing: Outgoing = deque()
+        self._run(header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, notes, combine))
+        return [bytes(each) for each in notes]
+
+    def broadcast_as(self, header: Header, flat: torch.Tensor, source: int) -> None:
+        """Overwrite a flat tensor with that of the rank at place `source` of this ring, as broadcast() does."""
+        outgoing: Outgoing = deque()
+        agreement = self._agreement(header)
+        schedule = broadcast_around(outgoing, agreement, self._rank, byte_view(flat), source, self._size)
+        # The source receives nothing but a header; its part is done when everything is on its way.
+        self._run(header, outgoing, schedule, is_done_when_received=self._rank != source)
 
     @property
     def next_sequence(self) -> int:
@@ -154,18 +170,33 @@ class RingTransport:
         self._sequence = header.sequence
         try:
             yield
-        except (PeerLost, GenerationEnded):
-            raise
-        except CollectiveMismatch as error:
-            self._end_by_mismatch(str(error))
-            raise
         except BaseException as error:
-            self._end_by_interruption(error)
+            self.end(error)
             raise
 
+    def end(self, error: BaseException) -> None:
+        """This error has ended what the ring is a part of, so it ends the ring, too. Nobody is told of it anew."""
+        if self._failure is not None:
+            return
+        if isinstance(error, CollectiveMismatch):
+            self._end_by_mismatch(str(error))
+        elif isinstance(error, GenerationEnded):
+            self.abort(error.reason)
+        elif isinstance(error, PeerLost):
+            rank, detail = error.rank, error.detail
+            self._failure = lambda later_op: PeerLost(later_op, self._generation, rank, detail)
+            self._duplex.shut_down()
+        else:
+            self._end_by_interruption(error)
+
     def interruption(self) -> Interruption | None:
-        """Why somebody who waits for all ranks in such an operation should wait no longer. Raises what `check` does."""
+        """Why somebody who waits for all ranks in such an operation should wait no longer: a connection has failed, or
+        the previous rank is in an operation of the ring, which is not a later one. Raises what `check` does."""
         interruption = self._duplex.interruption()
+        if isinstance(interruption, Called):
+            packed = self._duplex.peek(HEADER_BYTES)
+            if len(packed) < HEADER_BYTES or (sequence_of(packed) or 0) > self._sequence:
+                interruption = None
         if interruption is None and self._check is not None and now_s() >= self._next_check_s:
             self._next_check_s = now_s() + _CHECK_EVERY_S
             self._check()
@@ -187,7 +218,7 @@ class RingTransport:
         raise AssertionError(f"{op} was interrupted by nothing")
 
     def _agreement(self, header: Header) -> Agreement:
-        return Agreement(header, self._rank, self._size)
+        return Agreement(header, self._rank, self._names)
 
     def _gather(self, header: Header, own: bytes, lengths: list[int]) -> list[bytearray]:
         """The blobs of all ranks, by rank."""

@@ -66,6 +66,14 @@ class Header(NamedTuple):
         return f"{text} (operation {self.sequence})"
 
 
+def sequence_of(packed: bytes) -> int | None:
+    """The sequence number in a header; None for what is none."""
+    if len(packed) != HEADER_BYTES:
+        return None
+    magic, _, _, _, sequence, _, _ = _LAYOUT.unpack(packed)
+    return int(sequence) if magic == _MAGIC else None
+
+
 def describe_packed(packed: bytes) -> str:
     """What a neighbour's header says, or that it is none."""
     magic, operation, dtype_code, source, sequence, total_bytes, note_bytes = _LAYOUT.unpack(packed)

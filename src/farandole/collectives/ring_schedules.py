@@ -8,7 +8,7 @@ what is passed on, so a schedule never waits to send and no rank ever stands sti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -29,18 +29,21 @@ Schedule = Iterator[memoryview]
 
 
 class Agreement:
-    """The header of one operation, which must be the previous rank's as well."""
+    """The header of one operation, which must be the previous rank's as well.
 
-    def __init__(self, header: Header, rank: int, size: int) -> None:
+    ranks  what the ranks are called in error messages, in their order; `rank` is this one's place among them
+    """
+
+    def __init__(self, header: Header, rank: int, ranks: Sequence[int]) -> None:
         self.packed = header.pack()
-        self._header, self._rank, self._size = header, rank, size
+        self._header, self._rank, self._ranks = header, rank, ranks
 
     def check(self, theirs: memoryview, back: int = 1) -> None:
         """Raises CollectiveMismatch unless the previous rank, or the one `back` ranks before, has the same header."""
         if theirs != self.packed:
-            previous = (self._rank - back) % self._size
+            previous = self._ranks[self._rank - back]
             raise CollectiveMismatch(
-                f"rank {self._rank} is in {self._header.describe()}, but rank {previous} is in "
+                f"rank {self._ranks[self._rank]} is in {self._header.describe()}, but rank {previous} is in "
                 f"{describe_packed(bytes(theirs))}; all ranks must make the same calls in the same order"
             )
 

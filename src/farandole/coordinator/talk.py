@@ -7,10 +7,11 @@ from dataclasses import replace
 from farandole.coordinator import finish, links, publishing, regroup, slots
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Worker
-from farandole.events import UserCodeFailed, WorkerLeaves
+from farandole.events import TransportChosen, UserCodeFailed, WorkerLeaves
 from farandole.membership import Address
 from farandole.messages import (
     CheckpointEnded,
+    Connected,
     Elastic,
     Failed,
     Finished,
@@ -42,6 +43,8 @@ def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
                 _synced(draft, worker, number)
             case LinkBroken():
                 links.link_broken(draft, worker, said)
+            case Connected(number, way):
+                draft.log(TransportChosen(number, way))
             case Failed():
                 _failed(draft, worker, said)
             case Finished(number):

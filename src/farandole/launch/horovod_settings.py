@@ -105,7 +105,7 @@ def _reason(setting: Setting, given: Mapping[str, Given]) -> str:
 
 
 _AT_ONCE = "operations are carried out as soon as all ranks have asked for them"
-_ONE_RING = "tensors always travel on one ring of all workers"
+_TRANSPORT = "how tensors travel is the business of --transport, which is hierarchical where that helps"
 _NO_TUNING = "nothing is tuned while a job runs"
 _NO_MPI = "MPI is not used"
 _NO_TIMES = "the workers' own log lines have no time; --prefix-timestamp puts one before every line"
@@ -152,16 +152,16 @@ SETTINGS = (
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
         ("params", "hierarchical_allreduce"),
         "",
-        _ONE_RING,
+        _TRANSPORT,
     ),
     _switch(
         "hierarchical_allgather",
         "HOROVOD_HIERARCHICAL_ALLGATHER",
         ("params", "hierarchical_allgather"),
         "",
-        _ONE_RING,
+        _TRANSPORT,
     ),
-    _switch("torus_allreduce", "HOROVOD_TORUS_ALLREDUCE", ("params", "torus_allreduce"), "", _ONE_RING),
+    _switch("torus_allreduce", "HOROVOD_TORUS_ALLREDUCE", ("params", "torus_allreduce"), "", _TRANSPORT),
     _switch("autotune", "HOROVOD_AUTOTUNE", ("autotune", "enabled"), "", _NO_TUNING),
     _tuning("log_file", str),
     _tuning("warmup_samples", int),

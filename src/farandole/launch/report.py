@@ -18,6 +18,7 @@ from farandole.events import (
     GenerationStarted,
     JobEnds,
     TrainingFinished,
+    TransportChosen,
     UserCodeFailed,
     WorkerEnded,
     WorkerLost,
@@ -28,7 +29,7 @@ from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, wr
 _LAST_LINES = 5  # of a lost worker's stderr; all that there are when verbose
 _TRACEBACK = "Traceback (most recent call last):"
 # Only when verbose; of the end, `ended` tells.
-_DETAILS = (AgentJoined, WorkerSpawned, WorkerEnded, ChangePlanned, TrainingFinished, JobEnds)
+_DETAILS = (AgentJoined, WorkerSpawned, WorkerEnded, ChangePlanned, TransportChosen, TrainingFinished, JobEnds)
 
 
 class Loudness(IntEnum):

@@ -19,7 +19,7 @@ class FixedJob:
     def __init__(self, env: FixedEnv, settings: Callable[[], NamedSettings], timeout_s: float) -> None:
         self._env, self._timeout_s = env, timeout_s
         self._listener = DataListener()
-        self._builder = WorldBuilder(self._listener, f"rank{env.rank}", settings)
+        self._builder = WorldBuilder(self._listener, f"rank{env.rank}", str(env.cross_rank), settings)
         self._start: Start | None = None
         self._session = 0
 

@@ -17,7 +17,7 @@ from farandole.collectives.world import World
 from farandole.env import WorkerEnv
 from farandole.errors import GenerationEnded, PeerLost, RecoverableError
 from farandole.membership import Progress
-from farandole.messages import LinkBroken, MayPublish, Ready, Start
+from farandole.messages import Connected, LinkBroken, MayPublish, Ready, Start
 from farandole.worker.link import Link
 from farandole.worker.world_builder import Abortable, WorldBuilder
 
@@ -45,7 +45,14 @@ class Job:
         self.has_finished = False  # an elastic function has returned on all workers
         self.link = Link(env, self._abort_below)
         self._builder = WorldBuilder(
-            self._listener, env.worker, settings, self._report_broken, self.link.raise_if_over, self._watch
+            self._listener,
+            env.worker,
+            env.agent_address,  # random, and one on each host
+            settings,
+            self._report_broken,
+            self.link.raise_if_over,
+            self._watch,
+            lambda number, way: self.link.send(Connected(number, way)),
         )
         self.link.open(env, self._listener.address)
 

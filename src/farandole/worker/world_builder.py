@@ -1,30 +1,36 @@
-"""From a START to this worker's world: one ring for the steps, one for the named collectives, and one for each
+"""From a START to this worker's world: one transport for the steps, one for the named collectives, and one for each
 process set. Used by job.py and fixed_job.py."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from farandole.collectives.hierarchical.builder import RINGS
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.settings import NamedSettings
-from farandole.collectives.ring import OnBroken
+from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
-from farandole.collectives.transport_choice import choose
+from farandole.collectives.transport_choice import Way, choose
 from farandole.collectives.world import World
 from farandole.env import read_transport
 from farandole.membership import Address, Peer, Placement
 from farandole.messages import Start
 
+logger = logging.getLogger("farandole")
+
 # Channels of one generation. A session is the time from init() to shutdown(): its rings have channels of their own.
-_CHANNELS_PER_SESSION = 1 << 16
+# A transport has one for the ring of all its ranks, and those for rings of some of them.
+_CHANNELS_PER_SESSION = 1 << 20
+_CHANNELS_PER_TRANSPORT = 1 + RINGS
 _STEPS, _NAMED, _FIRST_PROCESS_SET = 0, 1, 2
 
 SUBSET_TIMEOUT_S = 5.0
@@ -42,7 +48,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     worker: str
     address: Address
-    host: int  # Placement.cross_rank
+    host: str  # Placement.cross_rank does not tell hosts apart: it counts only those that have this local rank
     has_process_sets: bool
 
 
@@ -58,47 +64,61 @@ class WorldBuilder:
     """Builds worlds one after the other, always by the same listener.
 
     worker     this worker's id
+    host       the same for all workers of this host, and only for them
     settings   asked for each world, since scripts change them between shutdown() and init()
     on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
     check      called at least once a second while something waits; may raise
     watch      called with a generation's number and each builder and transport of it, before they can block: an
                abort must reach them. May raise when the abort came first
+    on_way     called on rank 0 with a generation's number and how tensors move in it, when that is another way than in
+               the one before
     """
 
     def __init__(
         self,
         listener: DataListener,
         worker: str,
+        host: str,
         settings: Callable[[], NamedSettings],
         on_broken: Callable[[int, str, str, str], None] | None = None,
         check: Callable[[], None] | None = None,
         watch: Callable[[int, Abortable], None] = lambda _number, _abortable: None,
+        on_way: Callable[[int, str], None] = lambda _number, _way: None,
     ) -> None:
-        self._listener, self._worker, self._settings = listener, worker, settings
+        self._listener, self._worker, self._host, self._settings = listener, worker, host, settings
+        self._on_way = on_way
+        self._last_way: Way | None = None
         self._on_broken, self._check, self._watch = on_broken, check, watch
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
         """The world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
         first. Raises PeerLost, GenerationEnded, and what `check` and `watch` raise."""
         channel = session * _CHANNELS_PER_SESSION
-        steps = self._transport(start, channel + _STEPS, timeout_s)
-        ring = self._transport(start, channel + _NAMED, timeout_s)
-        directory = _directory(ring, self._member(start))
+        ring = self._ring(start, channel + _STEPS, timeout_s)
+        directory = _directory(ring, self._member())
+        steps, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s)
+        named_channel = channel + _NAMED * _CHANNELS_PER_TRANSPORT
+        for_names = self._ring(start, named_channel, timeout_s)
+        for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s)
 
         def connect(ranks: tuple[int, ...], process_set: int) -> Transport:
-            subset = _among(start, [directory[rank] for rank in ranks], ranks.index(start.placement.rank))
-            return self._transport(subset, channel + _FIRST_PROCESS_SET + process_set, SUBSET_TIMEOUT_S)
+            members = [directory[rank] for rank in ranks]
+            subset = _among(start, members, ranks.index(start.placement.rank), range(len(ranks)))
+            set_channel = channel + (_FIRST_PROCESS_SET + process_set) * _CHANNELS_PER_TRANSPORT
+            ring = self._ring(subset, set_channel, SUBSET_TIMEOUT_S)
+            return self._upon(ring, subset, members, set_channel, SUBSET_TIMEOUT_S)[0]
 
-        named = NamedCollectives(ring, placement=start.placement, connect=connect, settings=self._settings())
+        named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=self._settings())
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
         entered = World(start.id, start.placement, steps, named, is_homogeneous)
+        self._say(way, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
-    def _member(self, start: Start) -> Member:
-        return Member(self._worker, self._listener.address, start.placement.cross_rank, process_sets.has_added())
+    def _member(self) -> Member:
+        return Member(self._worker, self._listener.address, self._host, process_sets.has_added())
 
-    def _transport(self, start: Start, channel: int, timeout_s: float) -> Transport:
-        """A ring, and what can be built upon it."""
+    def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
+        """Of all members of `start`."""
         number = start.id.number
         builder = RingBuilder(
             self._listener, start, self._worker, timeout_s, self._reporter(number), self._check, channel
@@ -106,10 +126,30 @@ class WorldBuilder:
         self._watch(number, builder)
         ring = builder.build()
         self._watch(number, ring)
-        transport = choose(ring, start.placement, read_transport())
+        return ring
+
+    def _upon(
+        self, ring: Transport, start: Start, members: list[Member], channel: int, timeout_s: float
+    ) -> tuple[Transport, Way]:
+        """The fastest transport that can be built upon the ring of these members."""
+
+        def connect(ranks: Sequence[int], number: int) -> RingTransport:
+            subset = _among(start, [members[rank] for rank in ranks], ranks.index(start.placement.rank), ranks)
+            connected = self._ring(subset, channel + 1 + number, timeout_s)
+            assert isinstance(connected, RingTransport), "there are two ranks at least"
+            return connected
+
+        transport, way = choose(ring, [member.host for member in members], read_transport(), connect)
         if transport is not ring:
-            self._watch(number, transport)
-        return transport
+            self._watch(start.id.number, transport)
+        return transport, way
+
+    def _say(self, way: Way, start: Start) -> None:
+        """Once, and when it has become another one."""
+        if way is not self._last_way and start.placement.rank == 0:
+            logger.info("generation %s: tensors move %s", start.id, way.value)
+            self._on_way(start.id.number, way.value)
+        self._last_way = way
 
     def _reporter(self, number: int) -> OnBroken | None:
         on_broken = self._on_broken
@@ -124,16 +164,17 @@ def _directory(ring: Transport, mine: Member) -> list[Member]:
     return [msgspec.msgpack.decode(said, type=Member) for said in ring.all_gather(msgspec.msgpack.encode(mine))]
 
 
-def _among(start: Start, members: list[Member], place: int) -> Start:
-    """The same START for a ring of some of the members only; `place`: this worker's among them."""
-    size, hosts = len(members), [member.host for member in members]
-    mine = hosts[place]
-    peers = [Peer(member.worker, index, member.address) for index, member in enumerate(members)]
+def _among(start: Start, members: list[Member], place: int, names: Sequence[int]) -> Start:
+    """The same START for a ring of some of the members only; `place`: this worker's among them. In errors they have
+    these names."""
+    size = len(members)
+    hosts = list(dict.fromkeys(member.host for member in members))
+    by_host = [hosts.index(member.host) for member in members]
+    mine = by_host[place]
+    peers = [Peer(member.worker, name, member.address) for member, name in zip(members, names, strict=True)]
     return msgspec.structs.replace(
         start,
-        placement=Placement(
-            place, size, hosts[:place].count(mine), hosts.count(mine), sorted(set(hosts)).index(mine), len(set(hosts))
-        ),
+        placement=Placement(place, size, by_host[:place].count(mine), by_host.count(mine), mine, len(hosts)),
         previous=peers[place - 1],
         next=peers[(place + 1) % size],
     )

@@ -4,7 +4,7 @@ import torch
 
 from farandole.collectives.buffers import dtype_code
 from farandole.collectives.reduction import Reduction
-from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, describe_packed
+from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, describe_packed, sequence_of
 
 
 def test_a_header_describes_itself_before_and_after_its_way() -> None:
@@ -28,3 +28,10 @@ def test_bytes_that_are_no_header_are_called_so() -> None:
     packed = Header(Operation.BARRIER, 1).pack()
     for wrong in (bytes(HEADER_BYTES), packed[:4] + b"\xff" + packed[5:], packed[:5] + b"\xff" + packed[6:]):
         assert "no operation" in describe_packed(wrong)
+
+
+def test_a_packed_header_tells_its_sequence_number() -> None:
+    packed = Header(Operation.BARRIER, 7).pack()
+    assert sequence_of(packed) == 7
+    assert sequence_of(packed[:-1]) is None
+    assert sequence_of(bytes(len(packed))) is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from farandole.coordinator.links import smallest_cover
-from farandole.messages import Kill, LinkBroken
+from farandole.events import TransportChosen
+from farandole.messages import Connected, Kill, LinkBroken
 from farandole.testing.told_job import ToldJob
 
 
@@ -90,3 +91,11 @@ def test_a_circle_of_bad_links_costs_half_of_its_workers(size: int) -> None:
     names = [f"w{index}" for index in range(size)]
     circle = [(names[index - 1], names[index]) for index in range(size)]
     assert len(smallest_cover(circle, names)) == (size + 1) // 2
+
+
+def test_how_tensors_move_is_said_and_changes_nothing() -> None:
+    told = ToldJob(2).training()
+    before = told.job
+    told.says("w0", Connected(1, "over TCP"))
+    assert told.logged(TransportChosen) == [TransportChosen(1, "over TCP")]
+    assert told.job == before

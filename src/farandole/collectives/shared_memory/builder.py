@@ -1,6 +1,8 @@
-"""From a ring to a transport through shared memory, if all its ranks can read each other's. worker/ uses it."""
+"""From a ring to a transport through shared memory, if its ranks can read each other's. transport_choice.py uses it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,16 +25,26 @@ def share_memory(ring: RingTransport) -> SharedMemoryTransport | str:
 
     All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded.
     """
+    pages = share_pages(ring, range(ring.size))
+    return pages if isinstance(pages, str) else SharedMemoryTransport(ring, pages)
+
+
+def share_pages(ring: RingTransport, mates: Sequence[int]) -> list[Page] | str:
+    """The control pages of `mates`, the ranks of this rank's host, itself included, for a transport of all ranks of the
+    ring; or, on all of them alike, why there is none.
+
+    All ranks of the ring call it at once. Raises PeerLost and GenerationEnded.
+    """
     mine, page = _own_page(ring.rank)
     said = _exchange(ring, mine)
     problem, pages = mine.problem, []
-    if page is not None and all(each.place for each in said):
+    if page is not None and all(said[rank].place for rank in mates):
         try:
-            pages = [_page(each.place) if rank != ring.rank else page for rank, each in enumerate(said) if each.place]
+            pages = [page if rank == ring.rank else _page(said[rank].place) for rank in mates]
         except OSError as error:
             problem = f"rank {ring.rank} cannot read the memory of another rank: {error}"
     problems = [each.problem for each in _exchange(ring, _Said(problem=problem)) if each.problem]
-    return problems[0] if problems else SharedMemoryTransport(ring, pages)
+    return problems[0] if problems else pages
 
 
 def _own_page(rank: int) -> tuple[_Said, Page | None]:
@@ -45,7 +57,8 @@ def _own_page(rank: int) -> tuple[_Said, Page | None]:
     return _Said(place), Page(memory)
 
 
-def _page(place: Place) -> Page:
+def _page(place: Place | None) -> Page:
+    assert place is not None
     return Page(open_segment(place))
 
 

@@ -15,8 +15,8 @@ import torch
 from farandole.collectives.shared_memory.segment import PLACE_BYTES, Place
 from farandole.collectives.shared_memory.tensors import create_tensor, whereabouts
 
-PIECE_BYTES = 1 << 20
 _WHOLE = 2
+_NOWHERE = Place(0, 0, 0, 0, 0)
 
 _LAYOUT = struct.Struct("=2Q")
 
@@ -43,26 +43,28 @@ class Offer(NamedTuple):
     def unpack(packed: memoryview) -> Offer:
         return Offer(Place.unpack(packed[:PLACE_BYTES]), *_LAYOUT.unpack(packed[PLACE_BYTES:OFFER_BYTES]))
 
-    def bytes_of(self, piece: int, start: int, stop: int) -> slice:
+    def bytes_of(self, piece: int, start: int, stop: int, piece_bytes: int) -> slice:
         """Where in the segment piece number `piece` is: bytes [start, stop) of the tensor."""
-        begin = (self.first_half + piece) % 2 * PIECE_BYTES if self.is_staged else self.offset + start
+        begin = (self.first_half + piece) % 2 * piece_bytes if self.is_staged else self.offset + start
         return slice(begin, begin + stop - start)
 
 
 class Stage:
-    """This rank's staging area, made when it is first needed. For one thread."""
+    """This rank's staging area, for pieces of up to `piece_bytes`; made when it is first needed. For one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
         self._area: torch.Tensor | None = None
         self._filled = 0  # pieces, in all operations
 
-    def offer(self, flat: torch.Tensor) -> Offer:
-        """For all of a contiguous tensor. Raises OSError when there is no memory for a staging area."""
-        where = whereabouts(flat)
+    def offer(self, flat: torch.Tensor, is_read: bool = True) -> Offer:
+        """For all of a contiguous tensor, which nobody needs to read unless `is_read`. Raises OSError when there is no
+        memory for a staging area."""
+        where = whereabouts(flat) if is_read else (_NOWHERE, 0)
         if where is not None:
             return Offer(*where, _WHOLE)
         if self._area is None:
-            self._area = create_tensor(2 * PIECE_BYTES)
+            self._area = create_tensor(2 * self._piece_bytes)
         area = whereabouts(self._area)
         assert area is not None
         return Offer(*area, self._filled % 2)
@@ -73,7 +75,8 @@ class Stage:
         if not offer.is_staged:
             return piece
         assert self._area is not None
-        half = self._area[self._filled % 2 * PIECE_BYTES :][: piece.numel() * piece.element_size()].view(piece.dtype)
+        begin = self._filled % 2 * self._piece_bytes
+        half = self._area[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
         half.copy_(piece)
         self._filled += 1
         return half

@@ -1,0 +1,1 @@
+"""Collectives among several hosts: shared memory within each, rings across. transport.py is what others import."""

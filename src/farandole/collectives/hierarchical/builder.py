@@ -1,0 +1,40 @@
+"""From a ring of all ranks to a hierarchical transport, if those of each host can read each other's memory.
+transport_choice.py uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from farandole.collectives.hierarchical.layout import Layout
+from farandole.collectives.hierarchical.rings import Rings
+from farandole.collectives.hierarchical.transport import HierarchicalTransport
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.shared_memory.builder import share_pages
+
+Connect = Callable[[Sequence[int], int], RingTransport]
+"""connect(ranks, number): a ring of some of the ranks, at least two, this one among them; all of them call it at once.
+`number`, from 0, is larger than that of each ring that was connected before."""
+
+RINGS = 2
+"""How many rings a rank connects, at most."""
+
+
+def share_memory_within_hosts(ring: RingTransport, layout: Layout, connect: Connect) -> HierarchicalTransport | str:
+    """The transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
+
+    All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded, and what `connect`
+    raises.
+    """
+    pages = share_pages(ring, layout.mates)
+    if isinstance(pages, str):
+        return pages
+    rings: list[RingTransport | None] = []
+    with ExitStack() as cleanup:
+        for number, ranks in enumerate((layout.mates, layout.across)):
+            rings.append(connect(ranks, number) if len(ranks) > 1 else None)
+            if (connected := rings[-1]) is not None:
+                cleanup.callback(connected.close)
+        cleanup.pop_all()
+    local, across = rings
+    return HierarchicalTransport(Rings(ring, local, across, layout.across), layout, pages)
