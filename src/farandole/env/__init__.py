@@ -14,6 +14,7 @@ from farandole.env.agent import (
     worker_environment,
 )
 from farandole.env.checkpoints import CheckpointEnv, checkpoint_environment, read_checkpoint_env
+from farandole.env.gradients import read_bucket_mb
 from farandole.env.horovod import (
     HorovodSettings,
     horovod_environment,
@@ -33,6 +34,7 @@ __all__ = [
     "checkpoint_environment",
     "horovod_environment",
     "inherited_environment",
+    "read_bucket_mb",
     "read_checkpoint_env",
     "read_fixed_env",
     "read_horovod_settings",

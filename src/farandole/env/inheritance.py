@@ -6,11 +6,15 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
+from farandole.env.gradients import BUCKET_MB
+
 
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's environment for its children, without what an outer job said to it."""
     return {
-        name: value for name, value in environ.items() if not name.startswith(_PREFIX) and name not in _HOROVOD_PLACE
+        name: value
+        for name, value in environ.items()
+        if name in _FOR_WORKERS or (not name.startswith(_PREFIX) and name not in _HOROVOD_PLACE)
     }
 
 
@@ -31,6 +35,9 @@ def changed_environment(**variables: str | None) -> Iterator[None]:
 
 
 _PREFIX = "FARANDOLE_"
+
+# What a user, not an outer job, says to workers.
+_FOR_WORKERS = frozenset({BUCKET_MB})
 
 # What tells a process its place in one job of Horovod; not for the workers of another one.
 _HOROVOD_PLACE = frozenset(

@@ -2,67 +2,65 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from farandole.collectives.shared_memory.tensors import shareable_zeros
-from farandole.errors import ConfigError
+from farandole.optim.bucket_size import cut
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of one dtype; `views[i]` has the shape of `parameters[i]` and lies in `flat`."""
+    """What is reduced at once: `flat` is a part of a buffer, `parameters` those whose gradients lie in it."""
 
     flat: torch.Tensor
     parameters: tuple[torch.Tensor, ...]
-    views: tuple[torch.Tensor, ...]
 
 
-class BucketPlan:
-    """Which gradient goes where: one bucket for each dtype, in the order of the parameters.
+class Buckets:
+    """One buffer for each dtype, and how they are cut. In the order in which gradients come: the last one's first.
 
-    Costs one copy of the gradients; `.grad` becomes a view of it, so that nothing is copied back.
-    Raises ConfigError for parameters that are not on the CPU.
+    flats    the buffers
+    buckets  at least one; empty if there are no parameters
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        for index, parameter in enumerate(parameters):
-            if parameter.device.type != "cpu":
-                raise ConfigError(
-                    f"parameter {index} of shape {tuple(parameter.shape)} is on {parameter.device}; "
-                    f"this version reduces CPU tensors only: keep the model on the CPU"
-                )
+        self._order = list(reversed(parameters))
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in parameters:
+        for parameter in self._order:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        self.buckets = [_bucket(dtype, members) for dtype, members in by_dtype.items()]
-        self._view = {
-            id(parameter): view
-            for bucket in self.buckets
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
-        }
-        self.digest = _digest(parameters)
+        self.flats = []
+        self._view: dict[int, torch.Tensor] = {}
+        for dtype, members in by_dtype.items():
+            sizes = [member.numel() for member in members]
+            flat = shareable_zeros(sum(sizes), dtype)
+            self.flats.append(flat)
+            for member, piece in zip(members, torch.split(flat, sizes), strict=True):
+                self._view[id(member)] = piece.view_as(member)
+        self.cut(0)
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Where the gradient of `parameter` goes; same shape and dtype."""
+        """Where its gradient goes; same shape and dtype."""
         return self._view[id(parameter)]
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._view
+    @property
+    def total_bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
 
+    def cut(self, least_bytes: int) -> None:
+        """Make buckets of at least this size; with 0 one for each dtype."""
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._order]
+        groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
+        self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
+        if not self.buckets:
+            self.buckets = [Bucket(torch.empty(0), ())]
 
-def _bucket(dtype: torch.dtype, parameters: list[torch.Tensor]) -> Bucket:
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = shareable_zeros(sum(sizes), dtype)
-    pieces = torch.split(flat, sizes)
-    views = tuple(piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True))
-    return Bucket(flat, tuple(parameters), views)
-
-
-def _digest(parameters: Sequence[torch.Tensor]) -> int:
-    """63 bits that tell models apart by number, shapes and dtypes of their parameters."""
-    text = ";".join(f"{tuple(parameter.shape)}{parameter.dtype}" for parameter in parameters)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:
+        """Its parameters lie side by side: they are of one dtype, and follow each other."""
+        first = self.view(parameters[0])
+        flat = next(each for each in self.flats if each.dtype == first.dtype)
+        begin = first.storage_offset() - flat.storage_offset()
+        count = sum(parameter.numel() for parameter in parameters)
+        return Bucket(flat[begin : begin + count], tuple(parameters))

@@ -15,6 +15,7 @@ from farandole.collectives.named.process_sets import ProcessSet, global_process_
 from farandole.collectives.reduction import Reduction
 from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
+from farandole.optim.advice import recommend_fused
 from farandole.optim.named_path import NamedPath
 from farandole.optim.native_path import NativePath
 from farandole.optim.options import Options, groups_of
@@ -35,6 +36,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     *,
     loss: Literal["mean", "sum"] = "mean",
+    bucket_mb: float | None = None,
 ) -> OptimizerT:
     """Make an optimizer train data-parallel. Returns an instance of the same class (isinstance holds),
     sharing state, defaults and parameter groups with `optimizer`. Call it after `init()`.
@@ -51,8 +53,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       loss="sum": there the second one raises StepError.
     - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all. Each batch
       is trained with those that step in its body: a generator may step for every fifth batch only.
-    - Of the arguments only `compression` and `loss` may differ from their defaults; else the first batch raises
-      StepError. ConfigError: parameters that are not on the CPU. CollectiveMismatch: workers reduce different steps.
+    - Of the arguments only `compression`, `loss` and `bucket_mb` may differ from their defaults; else the first batch
+      raises StepError. ConfigError: parameters that are not on the CPU. CollectiveMismatch: workers reduce different
+      steps, or have different models.
 
     Without one, as in Horovod:
 
@@ -76,16 +79,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set               the workers that reduce with each other; others keep their own gradients
     loss                      with a loader of Farandole: "mean", the loss is a mean over the samples of the batch, or
                               over as many things as `fd.weight(n)` says; "sum", it is a sum, and nothing is divided
+    bucket_mb                 with a loader of Farandole: gradients are cut into buckets of at least so many megabytes,
+                              which are reduced while backward goes on; 0: into one, reduced at its end. Chosen
+                              unless given here or in FARANDOLE_BUCKET_MB; what rank 0 has counts
+
+    RuntimeWarning, once: a large model is stepped by a slow loop, and the optimizer can do better (`fused=True`).
 
     Raises ValueError for arguments that cannot work, StepError for an optimizer that was wrapped before,
     NotInitialized before `init()`.
     """
     groups = groups_of(groups, num_groups)
-    options = Options(compression, Reduction(op), gradient_predivide_factor, groups, sparse_as_dense, process_set, loss)
+    options = Options(
+        compression, Reduction(op), gradient_predivide_factor, groups, sparse_as_dense, process_set, loss, bucket_mb
+    )
     mixin = DeltaOptimizer if options.op == Adasum else ReducingOptimizer
     wrapped = wrap(optimizer, mixin)
     assert isinstance(wrapped, (DeltaOptimizer, ReducingOptimizer))
     wrapped.distribute(named_parameters, backward_passes_per_step, options)
+    recommend_fused(wrapped)
     return wrapped
 
 
@@ -94,7 +105,7 @@ class ReducingOptimizer(WrappedOptimizer):
 
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         self._set_up(named_parameters, passes_per_step)
-        self._native = NativePath(self._all_parameters, options, self._passes)
+        self._native = NativePath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
         self._named = NamedPath(self._parameter_names, options, self._passes)
         self._reduces_in_step = True
         self._loss = options.loss
@@ -102,7 +113,8 @@ class ReducingOptimizer(WrappedOptimizer):
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         batch = step.batch()
         if batch is not None:
-            self._native.on_gradient(parameter, batch)
+            if self._native.waits_in is not batch:
+                self._native.on_gradient(parameter, batch)
         else:
             self._named.on_gradient(parameter)
 

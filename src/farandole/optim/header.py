@@ -6,7 +6,8 @@ Without it, a rank that skipped a bad batch would add the gradient of another ba
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+
+import msgspec
 
 from farandole.errors import CollectiveMismatch
 
@@ -14,8 +15,7 @@ _LAYOUT = struct.Struct("<8qQd")
 SIZE = _LAYOUT.size
 
 
-@dataclass(frozen=True)
-class StepHeader:
+class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/ticket.py
     """What one rank says about the step it reduces.
 
     generation  number of its generation

@@ -13,6 +13,9 @@ from farandole.collectives.named.compression import Compression, Compressor
 from farandole.collectives.named.constants import Average
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
 from farandole.collectives.reduction import Reduction
+from farandole.env import read_bucket_mb
+from farandole.errors import StepError
+from farandole.optim.bucket_size import bytes_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Options:
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
     loss: str = "mean"
+    bucket_mb: float | None = None
 
     def __post_init__(self) -> None:
         if self.predivide_factor != 1.0 and self.op != Average:
@@ -35,11 +39,19 @@ class Options:
             )
         if self.loss not in ("mean", "sum"):
             raise ValueError(f'loss must be "mean" or "sum", got {self.loss!r}')
+        if self.bucket_mb is not None:
+            bytes_of(self.bucket_mb)
         if isinstance(self.groups, int):
             if self.groups < 0:
                 raise ValueError(f"groups must be a number of groups from 0, or lists of parameters, got {self.groups}")
         elif self.groups is not None:
             _check_groups(self.groups)
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """Least size of a bucket, 0 for one; None: it is chosen. Raises ConfigError for a variable without sense."""
+        asked = read_bucket_mb() if self.bucket_mb is None else self.bucket_mb
+        return None if asked is None else bytes_of(asked)
 
     @property
     def is_plain(self) -> bool:
@@ -49,6 +61,20 @@ class Options:
             and self.predivide_factor == 1.0
             and not self.groups
             and self.process_set is global_process_set
+        )
+
+
+def refuse_for_loader(options: Options, passes_per_step: int) -> None:
+    """Raise StepError for what is not possible with a loader of ours."""
+    if passes_per_step != 1:
+        raise StepError(
+            f"backward_passes_per_step={passes_per_step} is for scripts without a DataLoader of "
+            f"Farandole, which accumulates by itself: DataLoader(global_batch_size=..., micro_batch_size=...)"
+        )
+    if not options.is_plain:
+        raise StepError(
+            "op other than Average, gradient_predivide_factor, groups, sparse_as_dense and process_set are "
+            "for scripts without a DataLoader of Farandole, which weights gradients by itself: leave them out"
         )
 
 

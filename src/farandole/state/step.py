@@ -34,6 +34,10 @@ class Participant(Protocol):
         """Loop bodies follow whose gradients do not count: those reduced so far have to be kept."""
         ...
 
+    def end_flight(self, reason: str) -> None:
+        """The step ends: nothing may be on its way to other ranks any more."""
+        ...
+
 
 @dataclass
 class _OpenStep:
@@ -74,6 +78,7 @@ def pad(batch: Batch) -> None:
 def close() -> None:
     """No batch is out any more: the loader has ended its epoch, or it was closed. What was applied of a step that
     is not decided is undone."""
+    _end_flights("its step was abandoned")
     _undo()
     _forget()
     _step.phase, _step.batch = Phase.NONE, None
@@ -102,6 +107,7 @@ def reduced() -> None:
 def aborted() -> None:
     """The step in flight will not be applied; its gradients are dropped. Optimizers that have stepped already go
     back to where they were."""
+    _end_flights("its step was aborted")
     _undo()
     _step.phase = Phase.ABORTED
 
@@ -123,6 +129,11 @@ def take_part(participant: Participant) -> None:
 def is_shared() -> bool:
     """Whether several optimizers decide a step together."""
     return len(_step.tracked) > 1
+
+
+def is_tracked(optimizer: object) -> bool:
+    """Whether this optimizer decides steps, as each of them does where none is tracked."""
+    return not _step.tracked or id(optimizer) in _step.tracked
 
 
 def awaits_others(optimizer: object) -> bool:
@@ -163,6 +174,11 @@ def on_decided(callback: Callable[[Batch | None], None] | None) -> None:
     _step.on_decided = callback
     if callback is None:
         track(())
+
+
+def _end_flights(reason: str) -> None:
+    for participant in _step.participants:
+        participant.end_flight(reason)
 
 
 def _undo() -> None:

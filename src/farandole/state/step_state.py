@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import recording, step
+from farandole.state.buffers import buffers_of
 from farandole.state.object_state import State
 from farandole.state.packing import Packed, unpack
-from farandole.state.parts import is_stateful, load_optimizer_entry, load_stateful, pack_small, refuse_other_model
+from farandole.state.parts import is_stateful, load_optimizer_entry, load_stateful, refuse_other_model
+from farandole.state.small_snapshot import SmallSnapshot
 from farandole.state.ticket import Batch, Ticket
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
 
@@ -31,6 +34,19 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def set_world(self, rank: int, size: int) -> None: ...
     def limit_local_batch(self, world: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """The values that a state was given, by name. values: the names of those that are nothing of the others."""
+
+    modules: dict[str, torch.nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    stateful: dict[str, Any]
+    values: list[str]
+
+
+_GIVEN = ("model", "optimizer")
 
 
 class StepState(TorchState):
@@ -61,6 +77,7 @@ class StepState(TorchState):
         after_step: Iterable[Callable[[], object]] = (),
         **tracked: Any,
     ) -> None:
+        self._kinds: _Kinds | None = None
         State.__init__(self, bcast_object=broadcast_value, get_rank=current_rank)
         # Any: a script should not have to ask at each use whether it has given them.
         self.model: Any = model
@@ -77,7 +94,7 @@ class StepState(TorchState):
             if hasattr(self, name):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
             setattr(self, name, value)
-        self._snapshot = Packed(b"", [])
+        self._snapshot = SmallSnapshot()
         step.on_decided(self._on_decided)
         # A plain one steps unseen: it is part of the state, and does not decide.
         step.track(each for each in self._optimizers_by_name().values() if hasattr(each, "abandon_step"))
@@ -125,28 +142,22 @@ class StepState(TorchState):
 
     def capture(self) -> None:
         """Remember the small state as it is now: at each boundary."""
-        packed = self._pack_small()
-        kept = self._snapshot.tensors
-        if [(t.shape, t.dtype) for t in kept] == [(t.shape, t.dtype) for t in packed.tensors]:
-            if kept:
-                torch._foreach_copy_(kept, [tensor.detach() for tensor in packed.tensors])
-        else:
-            kept = [tensor.detach().clone() for tensor in packed.tensors]
-        self._snapshot = Packed(packed.skeleton, kept)
+        self._snapshot.take(self._small())
 
     def put_back(self) -> None:
         """Return the small state to the last capture(), before a step is done again."""
-        if self._snapshot.skeleton:
-            self.load_small(unpack(self._snapshot))
+        packed = self._snapshot.read()
+        if packed.skeleton:
+            self.load_small(unpack(packed))
 
     def captured(self) -> Packed:
         """What capture() remembered; the caller must not change it."""
-        return self._snapshot
+        return self._snapshot.read()
 
     def load_small(self, small: Mapping[str, Any]) -> None:
         """Take over a small state, captured here or on another worker."""
         for name, module in self._modules().items():
-            for key, buffer in module.named_buffers():
+            for key, buffer in buffers_of(module).items():
                 buffer.detach().copy_(small["buffers"][name][key])
         for name, optimizer in self._optimizers_by_name().items():
             for group, saved in zip(optimizer.param_groups, small["groups"][name], strict=True):
@@ -160,26 +171,21 @@ class StepState(TorchState):
         if self.loader is not None:
             self.loader.load_state_dict(small["loader"])
 
-    def _pack_small(self) -> Packed:
-        return pack_small(self._small())
-
     def _small(self) -> dict[str, Any]:
-        modules = self._modules()
-        optimizers = self._optimizers_by_name()
-        others = {name: getattr(self, name) for name in self._names if name not in {*modules, *optimizers}}
+        kinds = self._kinds or self._sort()
         return {
             "lineage": self.lineage,
             "step": self.step,
             "boundary": self.boundary,
             "once": self.once,
             "loader": self.loader.state_dict() if self.loader is not None else None,
-            "buffers": {name: dict(module.named_buffers()) for name, module in modules.items()},
+            "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
             "groups": {
                 name: [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
-                for name, each in optimizers.items()
+                for name, each in kinds.optimizers.items()
             },
-            "stateful": {name: value.state_dict() for name, value in others.items() if is_stateful(value)},
-            "values": {name: value for name, value in others.items() if not is_stateful(value)},
+            "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
+            "values": {name: getattr(self, name) for name in kinds.values},
         }
 
     # Large state -----------------------------------------------------------------------------------------
@@ -223,10 +229,29 @@ class StepState(TorchState):
             for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         ]
 
+    # What is what ----------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _GIVEN or name in self.__dict__.get("_names", ()):
+            object.__setattr__(self, "_kinds", None)
+
+    def _sort(self) -> _Kinds:
+        """Kept until one of the values is exchanged: it is asked for in each step."""
+        named = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            **{name: getattr(self, name) for name in self._names},
+        }
+        modules = {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}
+        optimizers = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
+        others = [name for name in self._names if name not in modules and name not in optimizers]
+        stateful = {name: named[name] for name in others if is_stateful(named[name])}
+        self._kinds = _Kinds(modules, optimizers, stateful, [name for name in others if name not in stateful])
+        return self._kinds
+
     def _optimizers_by_name(self) -> dict[str, torch.optim.Optimizer]:
-        named = {"optimizer": self.optimizer, **{name: getattr(self, name) for name in self._names}}
-        return {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
+        return (self._kinds or self._sort()).optimizers
 
     def _modules(self) -> dict[str, torch.nn.Module]:
-        named = {"model": self.model, **{name: getattr(self, name) for name in self._names}}
-        return {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}
+        return (self._kinds or self._sort()).modules

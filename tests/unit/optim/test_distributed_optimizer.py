@@ -474,3 +474,151 @@ def test_a_step_that_adasum_could_not_combine_leaves_the_parameters() -> None:
         optimizer.step()
     assert torch.equal(net.weight, before)
     named.close()
+
+
+# One worker, nothing to accumulate: gradients stay where autograd has put them ---------------------------------
+
+
+def test_alone_gradients_are_those_of_autograd_without_a_copy() -> None:
+    net, seen = model(), []
+    net.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.data_ptr()))
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(2):
+        for count in hand_out([4]):
+            optimizer.zero_grad()
+            loss(net, samples(count)).backward()
+            assert net.weight.grad.data_ptr() == seen[-1]
+            assert optimizer.step() is True
+
+
+def test_alone_a_parameter_without_a_gradient_gets_zeros_as_with_others() -> None:
+    used, unused = model(), model()
+    optimizer = DistributedOptimizer(torch.optim.SGD([*used.parameters(), *unused.parameters()], lr=0.1))
+    for set_to_none in (True, False):
+        for _ in hand_out([4]):
+            unused.weight.grad = torch.full_like(unused.weight, 7.0)
+            optimizer.zero_grad(set_to_none)
+            loss(used, samples(4)).backward()
+            assert torch.equal(unused.weight.grad, torch.zeros_like(unused.weight))
+
+
+def test_alone_weights_change_nothing_but_that_of_zero() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    wanted = torch.autograd.grad(loss(net, samples(4)), net.weight)[0]
+    for given, expected in ((3.0, wanted), (0.0, torch.zeros_like(wanted))):
+        for _ in hand_out([4]):
+            optimizer.zero_grad()
+            step.set_weight(given)
+            loss(net, samples(4)).backward()
+            assert torch.equal(net.weight.grad, expected)
+
+
+def test_alone_sparse_gradients_become_dense_as_with_others() -> None:
+    words = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(words.parameters(), lr=0.1))
+    for _ in hand_out([1]):
+        words(torch.tensor([3, 3])).sum().backward()
+        assert torch.equal(words.weight.grad[3], torch.tensor([2.0, 2.0]))
+        assert optimizer.step() is True
+
+
+# Bad input ---------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_put_into_a_group_by_hand_is_refused() -> None:
+    net, extra = model(), model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer.param_groups[0]["params"].append(extra.weight)
+    for _ in hand_out([4]):
+        (loss(net, samples(4)) + loss(extra, samples(4))).backward()
+        with pytest.raises(StepError, match=r"parameter 2 of shape \(1, 3\) was put into a parameter group"):
+            optimizer.step()
+
+
+def test_a_parameter_that_has_another_shape_than_at_first_is_refused() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in hand_out([2, 2]):
+        loss(net, samples(2)).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    net.weight.data = torch.zeros(2, 3, dtype=torch.float64)
+    for _ in hand_out([2, 2]):
+        with pytest.raises(StepError, match=r"parameter.0.0 has shape \(2, 3\).* had shape \(1, 3\)"):
+            loss(net, samples(2)).backward()
+        break
+
+
+def test_an_optimizer_that_no_state_has_must_not_step_while_a_batch_is_out() -> None:
+    net, other = model(), model()
+    tracked = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    stranger = DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    step.track([tracked])
+    for _ in hand_out([4]):
+        loss(net, samples(4)).backward()
+        loss(other, samples(4)).backward()
+        with pytest.raises(StepError, match="no TorchState has"):
+            stranger.step()
+        assert tracked.step() is True
+
+
+@pytest.mark.parametrize("bucket_mb", ["many", -1])
+def test_a_size_of_buckets_that_is_none_is_refused(bucket_mb: Any) -> None:
+    with pytest.raises(ValueError, match="FARANDOLE_BUCKET_MB"):
+        DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1), bucket_mb=bucket_mb)
+
+
+def test_alone_backward_may_keep_its_graph() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in hand_out([4]):
+        with pytest.warns(UserWarning, match="create_graph"):
+            loss(net, samples(4)).backward(create_graph=True)
+        assert not net.weight.grad.requires_grad
+        assert optimizer.step() is True
+
+
+@pytest.mark.parametrize("micro_batches", [[4], [2, 2]])
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_a_loader_a_grad_scaler_skips_inf_and_unscales_the_rest(micro_batches: list[int], fused: bool) -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Linear(3, 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, fused=fused))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x = samples(4).float()
+    wanted = net.weight.detach() - 0.1 * torch.autograd.grad(loss(net, x), net.weight)[0]
+    for factor in (1.0, float("inf")):
+        offset = 0
+        for count in hand_out(micro_batches):
+            optimizer.zero_grad()
+            scaler.scale(loss(net, x[offset : offset + count]) * factor).backward()
+            offset += count
+            if offset == 4:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+    assert torch.allclose(net.weight, wanted, atol=1e-6)
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_backward_that_raised_leaves_nothing_for_the_next_batch() -> None:
+    net, x = model(), samples(4)
+    DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    wanted = torch.autograd.grad(loss(net, x), net.weight)[0]
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("half way")
+
+    for micro_batches in ([4], [2, 2]):
+        handle = net.weight.register_hook(fail)
+        for _ in hand_out(micro_batches):
+            with pytest.raises(ValueError, match="half way"):
+                loss(net, x).backward()
+            break
+        handle.remove()
+        net.weight.grad = net.bias.grad = None
+        for _ in hand_out([4]):
+            loss(net, x).backward()
+            assert torch.allclose(net.weight.grad, wanted, rtol=0, atol=1e-14)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,18 +19,18 @@ def test_a_step_of_two_halves_is_one_step() -> None:
 
 @pytest.mark.parametrize("field", ["generation", "step", "plan", "epoch", "start", "stop"])
 def test_a_rank_that_differs_is_found_and_the_values_are_named(field: str) -> None:
-    other = dataclasses.replace(HEADER, **{field: 77})
+    other = msgspec.structs.replace(HEADER, **{field: 77})
     with pytest.raises(CollectiveMismatch, match=f"rank 0: {getattr(HEADER, field)}, rank 1: 77"):
         check([HEADER, other])
 
 
 def test_shares_that_do_not_make_up_the_global_batch_are_found() -> None:
     with pytest.raises(CollectiveMismatch, match=r"hold 11 samples.*holds 12"):
-        check([HEADER, dataclasses.replace(HEADER, samples=5)])
+        check([HEADER, msgspec.structs.replace(HEADER, samples=5)])
 
 
 def test_without_a_loader_there_is_no_batch_to_make_up() -> None:
-    check([dataclasses.replace(HEADER, epoch=-1, start=-1, stop=-1, samples=0)] * 3)
+    check([msgspec.structs.replace(HEADER, epoch=-1, start=-1, stop=-1, samples=0)] * 3)
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=8, max_size=8))

@@ -1,0 +1,13 @@
+"""What a user tells workers of how gradients travel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+BUCKET_MB = "FARANDOLE_BUCKET_MB"
+
+
+def read_bucket_mb(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Least size of a bucket of gradients, in megabytes, as it was written; None: it is chosen."""
+    return environ.get(BUCKET_MB) or None

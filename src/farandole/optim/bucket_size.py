@@ -1,0 +1,87 @@
+"""How gradients are cut into buckets: few large ones, or several that are reduced while backward goes on. Pure.
+
+Cutting helps where the network moves bytes while a core of its own computes. Where workers take all cores, or tensors
+are copied by the cores themselves (shared memory), a reduction in the background takes the time from backward that it
+saves, and one reduction at the end is fastest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farandole.errors import ConfigError
+
+_LEAST_BYTES = 1 << 20
+"""A bucket smaller than this is mostly latency: each costs two rounds around the ring."""
+
+_MOST_BYTES = 25 << 20
+_FEWEST = 4
+"""Buckets, if there is enough to cut: what is exposed at the end of backward is about the last one."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank knows of where it runs.
+
+    cores          that its process may use
+    local_size     workers of its host
+    threads        that its computations use
+    is_by_network  tensors travel over connections, not through shared memory
+    """
+
+    cores: int
+    local_size: int
+    threads: int
+    is_by_network: bool
+
+    @property
+    def has_core_to_spare(self) -> bool:
+        """Whether something can go on in the background without taking a core from a backward pass."""
+        return self.is_by_network and self.cores > self.local_size * self.threads
+
+
+def bucket_bytes(total_bytes: int, ranks: int, all_have_cores_to_spare: bool, pinned_bytes: int | None) -> int:
+    """Least bytes of a bucket; 0: everything is one bucket, reduced when backward has ended.
+
+    total_bytes   of all gradients        ranks  workers
+    pinned_bytes  what the user has asked for; None: nothing
+    All ranks must get the same, from what all of them know.
+    """
+    if pinned_bytes is not None:
+        return pinned_bytes
+    if ranks == 1 or not all_have_cores_to_spare or total_bytes < 2 * _LEAST_BYTES:
+        return 0
+    # Each hop of the ring carries 1/ranks of a bucket, which must not become small either.
+    least = max(_LEAST_BYTES, ranks * _LEAST_BYTES // 4)
+    return max(least, min(_MOST_BYTES, total_bytes // _FEWEST))
+
+
+def cut(sizes_bytes: list[int], kinds: list[str], least_bytes: int) -> list[list[int]]:
+    """Which gradients make a bucket: places in `sizes_bytes`, in this order. A bucket is of one kind (dtype), and is
+    full when it has `least_bytes`; the last ones of each kind may have less.
+
+    Buckets come in the order in which they are full, if gradients come in the order that is given.
+    """
+    if least_bytes == 0:
+        return [[place for place, kind in enumerate(kinds) if kind == each] for each in dict.fromkeys(kinds)]
+    full: list[list[int]] = []
+    filling: dict[str, list[int]] = {}
+    filled: dict[str, int] = {}
+    for place, (size, kind) in enumerate(zip(sizes_bytes, kinds, strict=True)):
+        filling.setdefault(kind, []).append(place)
+        filled[kind] = filled.get(kind, 0) + size
+        if filled[kind] >= least_bytes:
+            full.append(filling.pop(kind))
+            del filled[kind]
+    return full + list(filling.values())
+
+
+def bytes_of(megabytes: float | str) -> int:
+    """Of FARANDOLE_BUCKET_MB, or the argument of that name. Raises ConfigError."""
+    try:
+        value = float(megabytes)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"FARANDOLE_BUCKET_MB must be a number of megabytes, or 0 for one bucket, got {megabytes!r}")
+    return int(value * (1 << 20))

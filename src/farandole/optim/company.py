@@ -1,0 +1,43 @@
+"""Which optimizers reduce gradients for the same global batch. Only one that is by itself may begin in the background:
+with two, ranks could begin with different ones. native_path.py tells it of each."""
+
+from __future__ import annotations
+
+from farandole.errors import StepError
+from farandole.state.ticket import Ticket
+
+
+class Company:
+    """One for the process. Optimizers are told apart by `id`."""
+
+    def __init__(self) -> None:
+        self._ticket: Ticket | None = None
+        self._now: set[int] = set()
+        self._before: set[int] = set()  # for the last ticket
+        self._flying: int | None = None
+
+    def joins(self, key: int, ticket: Ticket) -> None:
+        """An optimizer has something of this ticket."""
+        if ticket is not self._ticket:
+            self._ticket, self._before, self._now = ticket, self._now, set()
+        self._now.add(key)
+
+    def is_alone(self, key: int) -> bool:
+        """Whether there was no other one, for this ticket and the last one."""
+        return self._before == self._now == {key}
+
+    def flies(self, key: int) -> None:
+        """It reduces in the background, until it has landed."""
+        self._flying = key
+
+    def landed(self, key: int) -> None:
+        if self._flying == key:
+            self._flying = None
+
+    def refuse_reducing(self, key: int) -> None:
+        """Raise StepError while another one reduces in the background."""
+        if self._flying not in (None, key):
+            raise StepError(
+                "an optimizer that had no part in the last steps takes part in the backward pass of another one; set "
+                "FARANDOLE_BUCKET_MB=0 so that nothing is reduced before backward() has ended"
+            )

@@ -1,0 +1,47 @@
+"""An all-reduce with fewer bytes on the wire. All ranks add up what was rounded, and get what was added up: their
+results are the same bits, the owner of a part included."""
+
+from __future__ import annotations
+
+import torch
+
+from farandole.collectives.named.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
+from farandole.collectives.shared_memory.tensors import shareable_zeros
+from farandole.collectives.transport import Transport
+
+_DTYPES: dict[object, torch.dtype] = {BF16Compressor: torch.bfloat16, FP16Compressor: torch.float16}
+
+
+class CompressedReduce:
+    """Keeps the memory for what is sent: it is the same in each step.
+
+    Casting to it and back is all that our own compressors cost; others return new tensors each time.
+    """
+
+    def __init__(self, compression: Compressor) -> None:
+        self._compression = compression
+        self._dtype = _DTYPES.get(compression)
+        self._sent: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Other tensors come from now on."""
+        self._sent.clear()
+
+    def all_reduce(self, transport: Transport, flat: torch.Tensor, note: bytes) -> list[bytes]:
+        """As the transport's: `flat` is overwritten with the sum."""
+        if self._compression is NoneCompressor or flat.dtype == self._dtype:
+            return transport.all_reduce(flat, note)
+        if self._dtype is None or not flat.is_floating_point():
+            sent, ctx = self._compression.compress(flat)
+            notes = transport.all_reduce(sent, note)
+            if sent is not flat:
+                flat.copy_(self._compression.decompress(sent, ctx))
+            return notes
+        key = (flat.data_ptr(), flat.numel())
+        small = self._sent.get(key)
+        if small is None:
+            small = self._sent[key] = shareable_zeros(flat.numel(), self._dtype)
+        small.copy_(flat)
+        notes = transport.all_reduce(small, note)
+        flat.copy_(small)
+        return notes

@@ -1,0 +1,37 @@
+"""What can be said of an optimizer's parameters before anything is reduced: step_reduction.py and
+bucketed_gradients.py use it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from farandole.errors import ConfigError
+
+
+def check_devices(parameters: Mapping[torch.Tensor, str]) -> None:
+    """Raise ConfigError for parameters that are not on the CPU."""
+    for parameter, name in parameters.items():
+        if parameter.device.type != "cpu":
+            devices = sorted({str(each.device) for each in parameters})
+            raise ConfigError(
+                f"{name} of shape {tuple(parameter.shape)} is on {parameter.device}, and the optimizer's parameters "
+                f"are on {', '.join(devices)}; this version reduces CPU tensors only: keep the model on the CPU"
+            )
+
+
+def describe(parameters: Mapping[torch.Tensor, str]) -> list[str]:
+    """Of each parameter its name, shape and dtype."""
+    return [f"{name} {_kind(parameter)}" for parameter, name in parameters.items()]
+
+
+def digest(parameters: Mapping[torch.Tensor, str]) -> int:
+    """63 bits that tell models apart by number, shapes and dtypes of their parameters; not by names."""
+    text = ";".join(_kind(parameter) for parameter in parameters)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _kind(parameter: torch.Tensor) -> str:
+    return f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"

@@ -1,0 +1,169 @@
+"""The gradients of one global batch, from this rank's to everybody's, proved by the step header. native_path.py says
+when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from farandole.collectives import world
+from farandole.collectives.named.compression import NoneCompressor
+from farandole.errors import StepError
+from farandole.optim.bucketed_gradients import BucketedGradients
+from farandole.optim.company import Company
+from farandole.optim.header import StepHeader, check, ids_hash
+from farandole.optim.options import Options, refuse_for_loader
+from farandole.optim.own_gradients import OwnGradients
+from farandole.optim.parameters import check_devices, digest
+from farandole.optim.passes import Passes
+from farandole.optim.weighting import total
+from farandole.state import boundary, recording, step
+from farandole.state.ticket import Batch
+
+_company = Company()
+
+
+class StepReduction:
+    """Those of one optimizer. `names` gives its parameters, and what they are called, when the first batch comes:
+    those that require gradients then are reduced from then on."""
+
+    def __init__(self, names: Callable[[], Mapping[torch.Tensor, str]], options: Options, passes: Passes) -> None:
+        self._names, self._options, self._passes = names, options, passes
+        self._batch: Batch | None = None
+        self._kept: BucketedGradients | OwnGradients | None = None  # where those of this ticket are
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        self._planned: dict[torch.Tensor, str] | None = None
+        self._ids: frozenset[int] = frozenset()
+        self._own: OwnGradients | None = None
+        self._bucketed: BucketedGradients | None = None
+
+    def plan_anew(self) -> None:
+        """The parameters are others now."""
+        self.end_flight("parameters were added inside of backward()")
+        self._forget_plan()
+        self._kept = None
+
+    def _plan(self) -> dict[torch.Tensor, str]:
+        if self._planned is None:
+            refuse_for_loader(self._options, self._passes.per_step)
+            named = {parameter: name for parameter, name in self._names().items() if parameter.requires_grad}
+            check_devices(named)
+            self._planned, self._digest = named, digest(named)
+            self._ids = frozenset(map(id, named))
+        return self._planned
+
+    def concerns(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradients are reduced. Raises StepError, ConfigError for what cannot be."""
+        if self._planned is None:
+            self._plan()
+        return id(parameter) in self._ids
+
+    def begin(self, batch: Batch) -> None:
+        """The first of a ticket that the optimizer has something of."""
+        self._batch, self._kept = batch, None
+        _company.joins(id(self), batch.ticket)
+
+    @property
+    def gradients(self) -> BucketedGradients | OwnGradients:
+        """Those of this ticket. Without a need they are not copied, nor is there memory for it."""
+        if self._kept is None:
+            self._kept = self._keep()
+        return self._kept
+
+    def _keep(self) -> BucketedGradients | OwnGradients:
+        assert self._batch is not None
+        planned, options = self._plan(), self._options
+        is_alone = world.current().placement.size == 1 and self._batch.ticket.micro_batches == 1
+        if is_alone and options.compression is NoneCompressor:
+            if self._own is None:
+                self._own = OwnGradients(list(planned))
+            return self._own
+        if self._bucketed is None:
+            self._bucketed = BucketedGradients(planned, self._digest, options.compression, options.pinned_bytes)
+        return self._bucketed
+
+    def copies(self) -> list[torch.Tensor]:
+        """Of what Gradients.tensors() gives."""
+        return [tensor.clone() for tensor in self.gradients.tensors()]
+
+    # While backward goes on ------------------------------------------------------------------------------
+
+    def begin_flight(self, batch: Batch) -> bool:
+        """Whether what arrives from now on is reduced in the background: only if no other optimizer's gradients can
+        get between the buckets of this one."""
+        gradients = self.gradients
+        if isinstance(gradients, OwnGradients) or step.is_shared() or not _company.is_alone(id(self)):
+            return False
+        if not gradients.may_fly():
+            return False
+        recording.intend(batch)  # before anything is contributed
+        _company.flies(id(self))
+        return True
+
+    def end_flight(self, reason: str) -> None:
+        """Nothing is being reduced in the background any more when it returns."""
+        if isinstance(self._kept, BucketedGradients):
+            self._kept.end_flight(reason)
+        _company.landed(id(self))
+
+    def refuse_half_reduced(self) -> None:
+        """Raise StepError if the last backward pass has raised in the middle of a flight."""
+        if isinstance(self._kept, BucketedGradients) and self._kept.is_flying():
+            raise StepError(
+                "backward() has raised after some of its gradients were given away, to be reduced while it went on; "
+                "the batch cannot be tried again. Let the exception leave the elastic function, or set "
+                "FARANDOLE_BUCKET_MB=0 so that nothing is reduced before backward() has ended"
+            )
+
+    # At its end ------------------------------------------------------------------------------------------
+
+    def add_up(self, batch: Batch, weight_said: float) -> None:
+        """Reduce what is not reduced yet; every `.grad` is that of the global batch then. Raises what transports
+        raise, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
+        gradients = self.gradients
+        if isinstance(gradients, OwnGradients):
+            self._add_up_alone(gradients, batch)
+            return
+        _company.refuse_reducing(id(self))
+        headers = gradients.reduce(self._header(batch, weight_said))
+        _company.landed(id(self))
+        check(headers)
+        weight = total([header.weight for header in headers])
+        if weight:  # with 0, nothing was added up
+            gradients.scale(batch.ticket.global_samples / weight)
+        recording.agree(sum(header.samples for header in headers), ids_hash(headers))
+        boundary.agree([header.prepared for header in headers])
+        gradients.publish()
+
+    def _add_up_alone(self, gradients: OwnGradients, batch: Batch) -> None:
+        """There is nobody to disagree with."""
+        ids = recording.intend(batch)
+        gradients.raise_if_ended()
+        recording.agree(batch.ticket.samples, ids)
+        boundary.agree([boundary.prepared()])
+        gradients.publish()
+
+    def drop(self) -> None:
+        """Nothing of this step counts: every `.grad` is zero."""
+        self.end_flight("its step was aborted")
+        for parameter in self.gradients.parameters:
+            self.gradients.zero(parameter)
+        self.gradients.publish()
+
+    def _header(self, batch: Batch, weight_said: float) -> StepHeader:
+        ticket = batch.ticket
+        return StepHeader(
+            generation=world.current().id.number,
+            step=boundary.steps_decided(),
+            plan=self._digest,
+            epoch=ticket.epoch,
+            start=ticket.start,
+            stop=ticket.stop,
+            samples=ticket.samples,
+            prepared=boundary.prepared(),
+            weight=weight_said,
+            ids_hash=recording.intend(batch),  # the ledger's intent is written here, before anything is reduced
+        )

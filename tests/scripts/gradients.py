@@ -1,0 +1,12 @@
+"""All checks of gradients under a loader of ours, over the ranks of one job: see tests/checks."""
+
+from __future__ import annotations
+
+import farandole as fd
+from tests.checks import gradients
+from tests.checks.running import checks_in, main
+
+CHECKS = checks_in(gradients)
+
+if __name__ == "__main__":
+    main(CHECKS, limit_s=20, init=fd.init)

@@ -1,0 +1,74 @@
+"""How gradients are cut into buckets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.errors import ConfigError
+from farandole.optim.bucket_size import Surroundings, bucket_bytes, bytes_of, cut
+
+MB = 1 << 20
+
+
+def around(cores: int = 4, local_size: int = 2, threads: int = 1, is_by_network: bool = True) -> Surroundings:
+    return Surroundings(cores, local_size, threads, is_by_network)
+
+
+def test_a_core_is_to_spare_when_workers_and_their_threads_leave_one() -> None:
+    assert around().has_core_to_spare
+    assert not around(cores=2).has_core_to_spare
+    assert not around(threads=2).has_core_to_spare
+    assert around(cores=1 + 8, local_size=8).has_core_to_spare
+
+
+def test_through_shared_memory_nothing_goes_on_in_the_background() -> None:
+    assert not around(cores=64, is_by_network=False).has_core_to_spare
+
+
+def test_without_cores_to_spare_or_much_to_cut_there_is_one_bucket() -> None:
+    assert bucket_bytes(100 * MB, 2, False, None) == 0
+    assert bucket_bytes(1 * MB, 2, True, None) == 0
+    assert bucket_bytes(100 * MB, 1, True, None) == 0
+
+
+def test_with_cores_to_spare_there_are_some_of_a_sensible_size() -> None:
+    assert bucket_bytes(40 * MB, 2, True, None) == 10 * MB
+    assert bucket_bytes(1000 * MB, 2, True, None) == 25 * MB
+    assert bucket_bytes(2 * MB, 2, True, None) == 1 * MB
+    assert bucket_bytes(100 * MB, 64, True, None) == 25 * MB
+
+
+def test_what_is_pinned_counts_whatever_else() -> None:
+    assert bucket_bytes(100 * MB, 2, False, 7) == 7
+    assert bucket_bytes(100 * MB, 2, True, 0) == 0
+
+
+def test_buckets_are_full_in_the_order_in_which_gradients_come() -> None:
+    assert cut([1, 1, 5, 1, 1], ["f", "f", "f", "f", "f"], 2) == [[0, 1], [2], [3, 4]]
+    assert cut([1, 3, 1, 1], ["f", "h", "f", "f"], 2) == [[1], [0, 2], [3]]
+    assert cut([1, 1, 1], ["f", "h", "f"], 0) == [[0, 2], [1]]
+    assert cut([], [], 0) == cut([], [], 5) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from("fhd"))), st.integers(0, 100))
+def test_each_gradient_is_in_one_bucket_of_its_kind_beside_its_neighbours(
+    gradients: list[tuple[int, str]], least: int
+) -> None:
+    sizes, kinds = [size for size, _ in gradients], [kind for _, kind in gradients]
+    buckets = cut(sizes, kinds, least)
+    assert sorted(place for bucket in buckets for place in bucket) == list(range(len(gradients)))
+    for bucket in buckets:
+        kind = kinds[bucket[0]]
+        assert bucket == [p for p in range(bucket[0], bucket[-1] + 1) if kinds[p] == kind]
+    not_full = [kinds[bucket[0]] for bucket in buckets if sum(sizes[place] for place in bucket) < least]
+    assert len(not_full) == len(set(not_full))
+
+
+def test_a_size_is_a_number_of_megabytes() -> None:
+    assert bytes_of("0.5") == MB // 2
+    assert bytes_of(0) == 0
+    for wrong in ("many", "-1", "inf", "nan", ""):
+        with pytest.raises(ConfigError, match="FARANDOLE_BUCKET_MB"):
+            bytes_of(wrong)

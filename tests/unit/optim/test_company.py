@@ -1,0 +1,42 @@
+"""Who may begin in the background."""
+
+from __future__ import annotations
+
+import pytest
+
+from farandole.errors import StepError
+from farandole.optim.company import Company
+from farandole.state.ticket import Ticket
+
+
+def ticket() -> Ticket:
+    return Ticket(0, 0, 4, 0, 4)
+
+
+def test_only_one_that_was_by_itself_for_two_tickets() -> None:
+    company = Company()
+    company.joins(1, ticket())
+    assert not company.is_alone(1)
+    company.joins(1, ticket())
+    assert company.is_alone(1)
+    both = ticket()
+    company.joins(1, both)
+    company.joins(2, both)
+    assert not company.is_alone(1)
+    company.joins(1, ticket())
+    assert not company.is_alone(1)
+    company.joins(1, ticket())
+    assert company.is_alone(1)
+
+
+def test_while_one_flies_another_must_not_reduce() -> None:
+    company = Company()
+    company.flies(1)
+    company.refuse_reducing(1)
+    with pytest.raises(StepError, match="FARANDOLE_BUCKET_MB"):
+        company.refuse_reducing(2)
+    company.landed(2)
+    with pytest.raises(StepError):
+        company.refuse_reducing(2)
+    company.landed(1)
+    company.refuse_reducing(2)
