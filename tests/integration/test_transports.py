@@ -31,7 +31,7 @@ class Kind:
     choice = "tcp"
 
 
-@pytest.fixture(params=["tcp", "shm", "hierarchical"], autouse=True)
+@pytest.fixture(params=["tcp", "shm", "hierarchical", "gloo"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kind, "choice", request.param)
 
