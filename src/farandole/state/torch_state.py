@@ -123,8 +123,7 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """Make the state of all ranks equal to rank 0's, and remember it. A collective by name."""
-        self._copies.finish()
-        self._copies.forget()
+        self._copies.finish_to_restore()  # if a rank is lost now, that is where to
         for handler in self._handlers.values():
             handler.sync()
         self._commits = self._bcast_object(self._commits)
