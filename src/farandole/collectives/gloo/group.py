@@ -53,14 +53,15 @@ class GlooGroup:
 
     def shut_down(self) -> None:
         """From any thread: end what is under way, on all ranks. It may go on for a moment."""
-        shut_down(self._own, self._others)
+        if self._group is not None:  # its ports may be somebody else's when it is gone
+            shut_down(self._own, self._others)
 
     def release(self) -> None:
         """Once: end everything in the background, since Gloo takes its time."""
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None:
-            self.shut_down()
+            shut_down(self._own, self._others)
             # No daemon, as in builder.py.
             threading.Thread(target=self._release, args=(group, work), name="farandole-gloo-release").start()
 
@@ -78,7 +79,7 @@ class GlooGroup:
                 logger.warning("an operation of Gloo does not end; its memory is not released")
                 _stuck.append(group)
                 return
-            self.shut_down()
+            shut_down(self._own, self._others)
             pause.wait(_REPEAT_S)
 
 
