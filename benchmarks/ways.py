@@ -22,6 +22,7 @@ WAYS = {
     "farandole": "Farandole with its loader",
     "horovod": "Farandole as Horovod is used, with torch's loader",
     "commit": "the same with state.commit() in every step",
+    "promised": "the same with commit_follows_step=True",
     "ddp": "DDP on Gloo",
     "none": "no communication",
     "one": "one process, while the others wait",
@@ -54,13 +55,13 @@ def one(task: Task) -> Step:
     return none(task) if dist.get_rank() == 0 else lambda: None
 
 
-def horovod(task: Task) -> tuple[Step, Any]:
+def horovod(task: Task, commit_follows_step: bool = False) -> tuple[Step, Any]:
     """The step, and the state to give to the elastic function."""
     import farandole as fd
 
     model, optimizer = made(task)
     distributed = fd.DistributedOptimizer(optimizer, model.named_parameters())
-    state = fd.elastic.TorchState(model, distributed)
+    state = fd.elastic.TorchState(model, distributed, commit_follows_step=commit_follows_step)
     return step(task, model, distributed, batches(task, fd.rank(), fd.size())), state
 
 

@@ -110,6 +110,21 @@ def test_rank_0_may_die_while_parameters_are_still_being_copied(tmp_path: Path) 
     check_resets(check(job, workers_at_end=2))
 
 
+def test_without_a_copy_the_state_after_a_fault_is_that_of_the_newest_commit_to_the_bit(tmp_path: Path) -> None:
+    flags = ["--width", "100000", "--batches-per-commit", "1", "--commit-follows-step"]
+    with CommitJob(tmp_path, ["-np", "2"], *flags) as job:
+        latest = job.wait_until(committing(2), 60)
+        job.kill(latest[0]["pid"])
+        job.wait_until(committing(2, latest[0]["generation"] + 1), 60)
+        job.finish()
+    workers = check(job, workers_at_end=2)
+    check_resets(workers)
+    committed = {(line["batch"], line["parameters"]) for lines in workers for line in lines if line["what"] == "commit"}
+    entered = [line for lines in workers for line in lines if line["what"] == "enter" and line["batch"]]
+    assert len(entered) >= 2
+    assert all((line["batch"], line["parameters"]) in committed for line in entered)
+
+
 def test_under_horovodrun_one_host_is_enough_to_survive_a_death(tmp_path: Path) -> None:
     with CommitJob(tmp_path, ["-np", "2", "--min-np", "1", "-H", "localhost:2"], program=HOROVODRUN) as job:
         latest = job.wait_until(committing(2), 60)

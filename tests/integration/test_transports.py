@@ -31,7 +31,7 @@ class Kind:
     choice = "tcp"
 
 
-@pytest.fixture(params=["tcp", "shm", "hierarchical"], autouse=True)
+@pytest.fixture(params=["tcp", "shm", "hierarchical", "gloo"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kind, "choice", request.param)
 
@@ -414,7 +414,8 @@ def test_what_check_raises_ends_the_transport_and_frees_the_neighbours() -> None
             world.transports[0].barrier()
         with pytest.raises(GenerationEnded, match="interrupted by LinkIsGone"):
             world.transports[0].barrier()
-        with pytest.raises(PeerLost):  # at once: nothing waits for a second here
+        # At once: nothing waits for a second here. What reached it of rank 0 may be that this was in something else.
+        with pytest.raises((PeerLost, CollectiveMismatch)):
             world.transports[1].all_reduce(torch.zeros(1))
 
 

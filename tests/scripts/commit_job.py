@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--raise-once", type=Path, help="rank 1 makes this file at batch 30, and raises")
     parser.add_argument("--own-sync", action="store_true", help="a state that broadcasts from rank 0 by itself")
+    parser.add_argument("--commit-follows-step", action="store_true", help="promised to the state")
     parser.add_argument("--records")
     options = parser.parse_args()
 
@@ -50,7 +51,8 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 1))
     optimizer = fd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     kind = OwnSync if options.own_sync else fd.elastic.TorchState
-    state = kind(model, optimizer, batch=0, trail=[[]], first=digest(model))
+    promise = options.commit_follows_step
+    state = kind(model, optimizer, commit_follows_step=promise, batch=0, trail=[[]], first=digest(model))
     state.register_reset_callbacks([lambda: record("reset", state)])
 
     @fd.elastic.run

@@ -50,6 +50,7 @@ def any(flag: bool) -> bool:
 
 def _reduce(tensor: torch.Tensor, what: str) -> None:
     """Sum over all ranks; `what` must be the same everywhere, or nobody gets a result."""
+    world.raise_if_refused(what)
     here = hashlib.blake2b(what.encode(), digest_size=16).digest()
     notes = world.current().transport.all_reduce(tensor, here)
     others = [rank for rank, note in enumerate(notes) if note != here]

@@ -68,6 +68,11 @@ class Duplex:
             return self._from_previous.recv(nbytes, socket.MSG_PEEK)
         return b""
 
+    @property
+    def host(self) -> str:
+        """The address of this end of the connection to the next rank."""
+        return str(self._to_next.getsockname()[0])
+
     def move(self, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool) -> Broken | None:
         """Run a schedule to its end: None, or what failed.
 

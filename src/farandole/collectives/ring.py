@@ -158,6 +158,15 @@ class RingTransport:
         self._run(header, outgoing, schedule, is_done_when_received=self._rank != source)
 
     @property
+    def host(self) -> str:
+        """The address of this host, on the way to the next rank."""
+        return self._duplex.host
+
+    def exchange(self, header: Header, words: bytes) -> list[bytes]:
+        """As an operation of this header: the words of all ranks, which are equally long, by rank."""
+        return [bytes(each) for each in self._gather(header, words, [len(words)] * self._size)]
+
+    @property
     def next_sequence(self) -> int:
         """Of the next operation's header."""
         return self._sequence + 1

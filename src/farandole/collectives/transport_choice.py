@@ -15,7 +15,7 @@ from farandole.collectives.shared_memory.builder import share_memory
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
 
-Choice = Literal["auto", "shm", "tcp", "hierarchical"]
+Choice = Literal["auto", "shm", "tcp", "hierarchical", "gloo"]
 
 CHOICES: tuple[str, ...] = get_args(Choice)
 
@@ -29,6 +29,7 @@ class Way(enum.Enum):
     TCP = "over TCP"
     SHARED_MEMORY = "through shared memory"
     HIERARCHICAL = "through shared memory on each host, over TCP between the hosts"
+    GLOO = "through torch's Gloo"
 
 
 def decide(hosts: Sequence[Hashable], choice: str) -> Way:
@@ -39,6 +40,7 @@ def decide(hosts: Sequence[Hashable], choice: str) -> Way:
             shm           shared memory
             hierarchical  as auto
             tcp           TCP
+            gloo          torch's Gloo: a reference, slower, and without proof of who connects
     Raises ConfigError for another word, and for shm on several hosts.
     """
     if choice not in CHOICES:
@@ -47,6 +49,8 @@ def decide(hosts: Sequence[Hashable], choice: str) -> Way:
         return Way.ALONE
     if choice == "tcp":
         return Way.TCP
+    if choice == "gloo":
+        return Way.GLOO
     together = Counter(hosts)
     if len(together) == 1:
         return Way.SHARED_MEMORY
@@ -68,6 +72,10 @@ def choose(ring: Transport, hosts: Sequence[Hashable], choice: str, connect: Con
     way = decide(hosts, choice)
     if way in (Way.ALONE, Way.TCP) or not isinstance(ring, RingTransport):
         return ring, way
+    if way is Way.GLOO:
+        from farandole.collectives.gloo.builder import use_gloo  # loaded by those only who ask for it
+
+        return use_gloo(ring), way
     if way is Way.SHARED_MEMORY:
         built: Transport | str = share_memory(ring)
     else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farandole.collectives.transport import Transport
-from farandole.errors import NotInitialized
+from farandole.errors import NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class World:
 
 
 _current: World | None = None
+_refusal: str | None = None
 
 
 def enter(world: World | None) -> None:
@@ -48,3 +49,19 @@ def current() -> World:
 def is_entered() -> bool:
     """Whether there is a current world."""
     return _current is not None
+
+
+def refuse_collectives(why: str | None) -> None:
+    """From now on nobody may begin, or wait for, what can fail because of another rank; with None everybody may."""
+    global _refusal
+    _refusal = why
+
+
+def are_refused() -> bool:
+    return _refusal is not None
+
+
+def raise_if_refused(op: str) -> None:
+    """Raises StepError where collectives are refused."""
+    if _refusal is not None:
+        raise StepError(f"{op} {_refusal}")

@@ -17,7 +17,7 @@ from farandole.collectives.named.objects import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from farandole.state.background_copy import finish_all, finish_before_loading
+from farandole.state.background_copy import finish_all, finish_all_to_restore, finish_before_loading
 from farandole.state.deep_copy import Snapshot, TensorPair, tensors_in
 from farandole.state.parts import is_stateful
 
@@ -67,7 +67,7 @@ class SnapshotHandler(StateHandler):
         return self._snapshot.take(self.value.state_dict())
 
     def restore(self) -> None:
-        finish_all()
+        finish_all_to_restore()
         self.value.load_state_dict(self._snapshot.copy())
 
 
@@ -82,7 +82,7 @@ class ModelStateHandler(SnapshotHandler):
         return self._snapshot.take(self.value.state_dict(), lambda tensor: tensor.data_ptr() in optimized)
 
     def restore(self) -> None:
-        finish_all()
+        finish_all_to_restore()
         self.value.load_state_dict(self._snapshot.view())  # which copies out of the tensors
 
     def sync(self) -> None:

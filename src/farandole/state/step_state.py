@@ -77,6 +77,8 @@ class StepState(TorchState):
         after_step: Iterable[Callable[[], object]] = (),
         **tracked: Any,
     ) -> None:
+        if "commit_follows_step" in tracked:
+            raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
         self._kinds: _Kinds | None = None
         State.__init__(self, bcast_object=broadcast_value, get_rank=current_rank)
         # Any: a script should not have to ask at each use whether it has given them.

@@ -41,6 +41,13 @@ class TorchState(ObjectState):
     A commit copies deeply. Parameters of optimizers, and optimizer state, are copied while training goes on: they
     are complete before the next step() or load_state_dict(). Code that changes parameters in another way between a
     commit and the next step (`p.data.clamp_()`) should do so before the commit.
+
+    commit_follows_step  a promise, for scripts that commit in every step: between optimizer.step() and commit() there
+        is no collective, nor in step() itself once it changes something (closures, Adasum). Then parameters of
+        optimizers, and optimizer state, are not copied at all: until the step they are the commit, and after it
+        nothing can fail before the next one. A collective in between raises StepError before it begins. Inside
+        `elastic.run` only; with a sampler that agrees on what was trained before each commit, copies are made
+        all the same.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TorchState:
@@ -58,8 +65,14 @@ class TorchState(ObjectState):
         return super().__new__(StepState)
 
     def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        commit_follows_step: bool = False,
+        **kwargs: Any,
     ) -> None:
+        self._commit_follows_step = commit_follows_step
         self._handlers: dict[str, StateHandler] = {}
         self._copies = BackgroundCopy()
         self._commits = self._remembered = 0  # commits made; those before what restore() returns to
@@ -102,15 +115,15 @@ class TorchState(ObjectState):
         self._commits += 1
 
     def restore(self) -> None:
+        self._copies.finish_to_restore()
         self._commits = self._remembered
-        self._copies.finish()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
         """Make the state of all ranks equal to rank 0's, and remember it. A collective by name."""
-        self._copies.finish()
+        self._copies.finish_to_restore()  # if a rank is lost now, that is where to
         for handler in self._handlers.values():
             handler.sync()
         self._commits = self._bcast_object(self._commits)
@@ -120,6 +133,7 @@ class TorchState(ObjectState):
         return Progress(step=self._commits)
 
     def _remember(self) -> None:
+        self._copies.forget()
         finish_all()
         optimized = {
             parameter.data_ptr()
@@ -135,7 +149,10 @@ class TorchState(ObjectState):
                 handler.save()
         self._keep()
         self._remembered = self._commits
-        self._copies.begin(later)
+        if self._commit_follows_step and not any(hasattr(each.value, "has_news") for each in self._handlers.values()):
+            self._copies.postpone(later)
+        else:
+            self._copies.begin(later)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [each.value for each in self._handlers.values() if isinstance(each, OptimizerStateHandler)]

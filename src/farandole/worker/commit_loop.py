@@ -61,7 +61,7 @@ class CommitLoop:
         boundary.install(self)
         recording.install_for_samplers(self._records)
         try:
-            with leaving_on_sigterm(self._job, lambda: not self._is_torn), self._updates:
+            with leaving_on_sigterm(self._job, lambda: not self._is_between_commits()), self._updates:
                 try:
                     return self._run(call)
                 except (JobEnded, SystemExit):
@@ -72,6 +72,7 @@ class CommitLoop:
                         self._checkpoints.close()
         finally:
             boundary.install(None)
+            world.refuse_collectives(None)
             recording.install_for_samplers(None)
             if self._records is not None:
                 self._records.close()
@@ -85,6 +86,7 @@ class CommitLoop:
                 self._records.entered()
             try:
                 result = call()
+                world.raise_if_refused("the end of the elastic function")
             except HostsUpdatedInterrupt as interrupt:
                 self._interrupted(interrupt)
             except CollectiveMismatch:
@@ -150,10 +152,14 @@ class CommitLoop:
 
     def _save_in_emergency(self) -> None:
         """The job ends before it is finished: what counts is the last commit."""
-        if self._checkpoints is not None and self._checkpoints.is_keeper() and not self._is_torn:
+        if self._checkpoints is not None and self._checkpoints.is_keeper() and not self._is_between_commits():
             self._is_torn = True
             self._roll_back()
             self._checkpoints.in_emergency(is_captured=False)
+
+    def _is_between_commits(self) -> bool:
+        """Whether there is nothing to roll back to at this moment: see TorchState(commit_follows_step=True)."""
+        return self._is_torn or world.are_refused()
 
     # The next generation --------------------------------------------------------------------------------------
 
@@ -235,6 +241,7 @@ class CommitLoop:
     def agreed_update(self) -> HostUpdateResult | None:
         """One small all_gather; nothing when alone, and nothing under a fixed-size launcher. What ranks alone know
         of their samplers comes along."""
+        world.raise_if_refused("check_host_updates()")
         job, transport = self._job, world.current().transport
         if job is None:
             return None

@@ -7,12 +7,16 @@ import io
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import farandole as fd
+from farandole.collectives import world
+from farandole.errors import StepError
+from farandole.state import boundary
 from farandole.state.background_copy import BackgroundCopy, finish_all, finish_before_loading
 
 LARGE = 300_000  # elements: more than is copied at once
@@ -106,6 +110,72 @@ def test_many_large_tensors_are_all_copied() -> None:
     finish_all()
     assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
     background.finish()
+
+
+@pytest.fixture
+def elastic() -> Iterator[None]:
+    """As inside of an elastic function."""
+    boundary.install(object())  # type: ignore[arg-type]
+    yield
+    boundary.install(None)
+    world.refuse_collectives(None)
+
+
+def postponed(source: torch.Tensor) -> tuple[BackgroundCopy, torch.Tensor]:
+    copies, target = BackgroundCopy(), torch.zeros_like(source)
+    copies.postpone([(source.detach(), target)])
+    return copies, target
+
+
+@pytest.mark.usefixtures("elastic")
+def test_what_is_postponed_is_copied_when_somebody_asks_for_it() -> None:
+    mine = weights()
+    copies, target = postponed(mine)
+    assert target.eq(0).all()
+    copies.finish_to_restore()
+    assert torch.equal(target, mine)
+    torch.optim.SGD([mine], lr=0.1).step()
+    copies.finish_to_restore()  # the copy is there, so a step takes nothing away
+    assert not world.are_refused()
+
+
+@pytest.mark.usefixtures("elastic")
+def test_what_is_postponed_is_copied_before_a_state_dict_is_loaded() -> None:
+    model = torch.nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+    finish_before_loading(model)
+    copies, target = postponed(model.weight)
+    model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
+    copies.finish_to_restore()
+    assert torch.equal(target, before)
+
+
+@pytest.mark.usefixtures("elastic")
+def test_after_a_step_there_is_no_way_back_until_the_next_commit() -> None:
+    mine = weights()
+    optimizer = torch.optim.SGD([mine], lr=0.1)
+    copies, target = postponed(mine)
+    optimizer.step()
+    optimizer.step()
+    finish_all()
+    assert target.eq(0).all()  # not a copy of what the step has left
+    with pytest.raises(StepError, match="returning to the last commit between"):
+        copies.finish_to_restore()
+    with pytest.raises(StepError, match=r"mean of \(\) between optimizer.step\(\) and state.commit\(\)"):
+        fd.mean(1.0)
+    copies.postpone([(mine.detach(), target)])
+    world.raise_if_refused("allreduce")
+    copies.finish_to_restore()
+    assert torch.equal(target, mine)
+
+
+def test_outside_of_an_elastic_function_a_step_waits_for_what_is_postponed() -> None:
+    mine = weights()
+    before = mine.detach().clone()
+    copies, target = postponed(mine)
+    torch.optim.SGD([mine], lr=0.1).step()
+    copies.finish_to_restore()
+    assert torch.equal(target, before)
 
 
 def test_hooked_modules_can_be_copied_and_pickled() -> None:

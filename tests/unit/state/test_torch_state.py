@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.errors import ConfigError
+from farandole.collectives import world
+from farandole.errors import ConfigError, StepError
+from farandole.state import boundary
 from farandole.state.handlers import (
     ModelStateHandler,
     SamplerStateHandler,
@@ -62,6 +64,65 @@ def content(state: TorchState) -> Any:
         state.batch,
         [list(each) for each in state.trail],
     )
+
+
+class RunLoop:
+    """As inside of an elastic function."""
+
+    def committing(self) -> None: ...
+    def committed(self) -> None: ...
+
+
+@pytest.fixture
+def elastic() -> Iterator[None]:
+    boundary.install(RunLoop())  # type: ignore[arg-type]
+    yield
+    boundary.install(None)
+    world.refuse_collectives(None)
+
+
+@pytest.mark.usefixtures("elastic")
+def test_where_a_commit_follows_each_step_nothing_is_copied_and_a_rollback_is_exact() -> None:
+    state = trained(commit_follows_step=True)
+    for _ in range(3):
+        state.save()
+        train(state)
+    state.save()
+    committed = content(state)
+    assert content(state) == committed
+    state.trail[0].append("lost")
+    state.model[1].running_mean.add_(1)  # by a forward pass that came to nothing
+    state.restore()
+    assert content(state) == committed
+    train(state)  # from the copy that the rollback has left
+    state.restore()
+    assert content(state) == committed
+
+
+@pytest.mark.usefixtures("elastic")
+def test_a_rollback_between_step_and_commit_is_refused_and_changes_nothing() -> None:
+    state = trained(commit_follows_step=True)
+    state.save()
+    train(state)
+    stepped = content(state)
+    for call in (state.restore, state.sync):
+        with pytest.raises(StepError, match="commit_follows_step"):
+            call()
+    assert content(state) == stepped
+
+
+@pytest.mark.usefixtures("elastic")
+def test_with_a_sampler_that_agrees_before_each_commit_copies_are_made_all_the_same() -> None:
+    class Agreeing(Sampler):
+        has_news = False
+
+    state = trained(commit_follows_step=True, sampler=Agreeing())
+    state.save()
+    committed = content(state)
+    train(state)
+    assert not world.are_refused()
+    state.restore()
+    assert content(state) == committed
 
 
 @pytest.mark.parametrize("width", [4, 200_000], ids=["copied at once", "copied in the background"])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from farandole.clock import now_s
+from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.execution import Execution
 from farandole.collectives.named.negotiation import Negotiation
@@ -112,8 +113,10 @@ class NamedCollectives:
         """From any thread: have these carried out; the other ranks hear of all of them in one round.
 
         Raises ValueError when one of the names is in flight in its process set, and what ended this generation
-        if it has ended; then none is submitted.
+        if it has ended; then none is submitted. StepError where collectives are refused (world.py).
         """
+        if operations:
+            world.raise_if_refused(operations[0].key.name)
         self._submitted.add(operations)
         if self._thread is None:
             self._run_alone()

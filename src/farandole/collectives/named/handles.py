@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from farandole.collectives import world
+
 
 class Handle:
     """Filled by the collectives' thread, one part at a time; taken once, by any thread.
@@ -102,6 +104,10 @@ def synchronize(handle: object) -> Any:
 
     None for a handle that was synchronized before, or that is none (as in Horovod). Raises HorovodInternalError
     when the operation failed: a CollectiveMismatch when ranks disagree on it, PeerLost or GenerationEnded when
-    the world it was submitted to is over.
+    the world it was submitted to is over. StepError where collectives are refused (world.py).
     """
-    return handle.take() if isinstance(handle, Handle) else None
+    if not isinstance(handle, Handle):
+        return None
+    if not handle.is_taken:
+        world.raise_if_refused("synchronize")  # a failure of another rank would be raised here
+    return handle.take()

@@ -1,0 +1,52 @@
+"""Which sockets of a process belong to a group of Gloo's."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from farandole.collectives.gloo.sockets import listens_at, shut_down
+from farandole.collectives.gloo.store import ExchangedStore
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket, socket.socket]]:
+    """A listening socket, one that has dialled it, and the one that was accepted."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as dialled,
+        listening.accept()[0] as accepted,
+    ):
+        yield listening, dialled, accepted
+
+
+def test_connections_from_and_to_a_port_end_and_all_others_stay() -> None:
+    with connected() as (listening, dialled, accepted), connected() as (other, still_dialled, still_accepted):
+        shut_down(listening.getsockname(), [])
+        assert accepted.recv(1) == dialled.recv(1) == b""
+        still_dialled.sendall(b"x")
+        assert still_accepted.recv(1) == b"x"
+        shut_down(("127.0.0.1", 1), [other.getsockname()])
+        assert still_dialled.recv(1) == b""
+        with socket.create_connection(listening.getsockname()):
+            listening.settimeout(5)
+            listening.accept()[0].close()  # it still listens
+
+
+def test_a_device_of_gloos_is_found_by_what_it_tells_the_others() -> None:
+    store = ExchangedStore(5)
+    store.bring([])
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    with connected(), pytest.raises(LookupError):
+        dist.ProcessGroupGloo(store, 0, 2, options)
+    found = listens_at(b"".join(store.mine.values()))
+    assert found is not None
+    host, port = found
+    assert host == "127.0.0.1"
+    assert port > 0
+    assert listens_at(b"nobody") is None
