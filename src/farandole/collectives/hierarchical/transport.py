@@ -18,7 +18,7 @@ from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
 from farandole.collectives.ring_schedules import Combine
 from farandole.collectives.shared_memory.group import MOST_WORDS_BYTES, Group, combine_data
-from farandole.collectives.shared_memory.page import DATA_BYTES, Page, Slot
+from farandole.collectives.shared_memory.page import DATA_BYTES, Page, Panel
 
 # All hosts cut alike, whatever each has to copy: a ring's operation is about one piece.
 _PIECE_BYTES = 4 << 20
@@ -110,12 +110,12 @@ class HierarchicalTransport:
 
     def _reduce_small(self, header: Header, note: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
         """The leader reduces all tensors of its host, then over the hosts; the others copy what it has then."""
-        slots = self._group.say(header, note, flat)
-        data = slots[0].data
+        panels = self._group.say(header, note, flat)
+        data = panels[0].data
         nbytes = flat.numel() * flat.element_size()
         if self._layout.place == 0:
-            combine_data(flat, slots, combine)
-            data[nbytes:][: len(note) * self.size] = self._across_leaders(header, flat, slots, combine)
+            combine_data(flat, panels, combine)
+            data[nbytes:][: len(note) * self.size] = self._across_leaders(header, flat, panels, combine)
             data[:nbytes].view(flat.dtype).copy_(flat)
         self._group.meet(header)
         if self._layout.place:
@@ -124,20 +124,22 @@ class HierarchicalTransport:
 
     def _reduce(self, header: Header, note: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
         """The first ranks of each host each reduce a part, over the host and over all hosts. The notes of all go with
-        the leaders' first part, and wait in the leader's slot for the others."""
+        the leaders' first part, and wait in the leader's panel for the others."""
 
-        def finish(part: torch.Tensor, number: int, slots: list[Slot]) -> None:
+        def finish(part: torch.Tensor, number: int, panels: list[Panel]) -> None:
             if number == 0 and self._layout.place == 0:
-                slots[0].data[: len(note) * self.size] = self._across_leaders(header, part, slots, combine)
+                panels[0].data[: len(note) * self.size] = self._across_leaders(header, part, panels, combine)
             elif self._rings.across is not None:
                 self._rings.across.reduce_as(header, part, b"", combine)
 
-        slots = self._group.reduce(header, note, flat, combine, self._layout.rings, finish)
-        return self._notes(slots[0].data, len(note))
+        panels = self._group.reduce(header, note, flat, combine, self._layout.rings, finish)
+        return self._notes(panels[0].data, len(note))
 
-    def _across_leaders(self, header: Header, part: torch.Tensor, slots: list[Slot], combine: Combine) -> torch.Tensor:
+    def _across_leaders(
+        self, header: Header, part: torch.Tensor, panels: list[Panel], combine: Combine
+    ) -> torch.Tensor:
         """Reduce the leaders' part over the hosts; returns the notes of all ranks, one after the other, as bytes."""
-        mine = [bytes(slot.words[HEADER_BYTES:][: header.note_bytes]) for slot in slots]
+        mine = [bytes(panel.words[HEADER_BYTES:][: header.note_bytes]) for panel in panels]
         packed = self._leaders.reduce_as(header, part, pack_notes(mine, self._layout.most_mates), combine)
         notes = b"".join(unpack_notes(packed, self._layout.hosts, header.note_bytes))
         return torch.frombuffer(bytearray(notes), dtype=torch.uint8) if notes else torch.empty(0, dtype=torch.uint8)

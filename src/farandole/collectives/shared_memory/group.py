@@ -19,12 +19,12 @@ from farandole.collectives.chunks import blocks, chunk_bounds
 from farandole.collectives.duplex import Interruption
 from farandole.collectives.ring_header import HEADER_BYTES, Header
 from farandole.collectives.ring_schedules import Agreement, Combine
+from farandole.collectives.shared_memory.exposure import EXPOSURE_BYTES, Exposure, Stage
 from farandole.collectives.shared_memory.meeting import Meeting
-from farandole.collectives.shared_memory.offer import OFFER_BYTES, Offer, Stage
-from farandole.collectives.shared_memory.page import DATA_BYTES, WORDS_BYTES, Page, Slot
+from farandole.collectives.shared_memory.page import DATA_BYTES, WORDS_BYTES, Page, Panel
 from farandole.collectives.shared_memory.tensors import OtherTensors
 
-MOST_WORDS_BYTES = WORDS_BYTES - HEADER_BYTES - OFFER_BYTES
+MOST_WORDS_BYTES = WORDS_BYTES - HEADER_BYTES - EXPOSURE_BYTES
 """Beside a tensor."""
 
 # A block is combined with those of all ranks before the next one: it stays in the cache between.
@@ -35,8 +35,8 @@ _LOOK_AGAIN_S = 0.002
 
 T = TypeVar("T")
 
-Finish = Callable[[torch.Tensor, int, list[Slot]], None]
-"""finish(this rank's part of a piece, reduced over the group; the number of the piece; everybody's slot): what else has
+Finish = Callable[[torch.Tensor, int, list[Panel]], None]
+"""finish(this rank's part of a piece, reduced over the group; the number of the piece; everybody's panel): what else has
 to be done with it, in place, before the others copy it"""
 
 
@@ -72,20 +72,20 @@ class Group:
         self._piece_bytes, self._is_always_in_pieces = piece_bytes, is_always_in_pieces
         self._turn = 0
 
-    def say(self, header: Header, words: bytes, data: torch.Tensor | None = None) -> list[Slot]:
-        """Everybody's slot, once all have said what they are in; the same on all, or CollectiveMismatch. Slots are
+    def say(self, header: Header, words: bytes, data: torch.Tensor | None = None) -> list[Panel]:
+        """Everybody's panel, once all have said what they are in; the same on all, or CollectiveMismatch. Panels are
         valid until the operation after the next one."""
         agreement = Agreement(header, self.place, self._names)
-        slots = [page.slot(self._turn) for page in self._pages]
+        panels = [page.panel(self._turn) for page in self._pages]
         self._turn += 1
-        mine = slots[self.place]
+        mine = panels[self.place]
         mine.words[: HEADER_BYTES + len(words)] = agreement.packed + words
         if data is not None:
             mine.data[: data.numel() * data.element_size()].view(data.dtype).copy_(data)
         self.meet(header)
         for back in range(1, self.size):
-            agreement.check(slots[self.place - back].words[:HEADER_BYTES], back)
-        return slots
+            agreement.check(panels[self.place - back].words[:HEADER_BYTES], back)
+        return panels
 
     def meet(self, header: Header) -> None:
         """Return when all ranks have come here, too; what they stored before is there then."""
@@ -102,39 +102,42 @@ class Group:
         combine: Combine,
         owners: int,
         finish: Finish | None = None,
-    ) -> list[Slot]:
-        """Everybody's slot, with the note. Piece by piece: all have theirs where others read it, and meet; each of the
+    ) -> list[Panel]:
+        """Everybody's panel, with the note. Piece by piece: all have theirs where others read it, and meet; each of the
         first `owners` ranks reduces its part of it, and all meet; each copies the parts of the others."""
-        mine, ready = self._offer(flat)
-        slots = self.say(header, note + mine.pack())
-        offers = self._from_mine([Offer.unpack(slot.words[HEADER_BYTES + len(note) :]) for slot in slots])
-        for number, (start, stop) in enumerate(self._pieces(flat, any(offer.is_staged for offer in offers))):
+        mine, ready = self._expose(flat)
+        panels = self.say(header, note + mine.pack())
+        exposures = self._from_mine([Exposure.unpack(panel.words[HEADER_BYTES + len(note) :]) for panel in panels])
+        for number, (start, stop) in enumerate(self._pieces(flat, any(exposure.is_staged for exposure in exposures))):
             piece = flat[start:stop]
             if number:
                 ready = self._stage.put(mine, piece)
                 self.meet(header)
-            regions = [ready[: stop - start], *(self._read(header, each, number, start, piece) for each in offers[1:])]
+            regions = [
+                ready[: stop - start],
+                *(self._read(header, each, number, start, piece) for each in exposures[1:]),
+            ]
             parts = self._from_mine([*chunk_bounds(stop - start, owners), *[(0, 0)] * (self.size - owners)])
             for low, high in blocks(*parts[0], _BLOCK_BYTES // flat.element_size()):
                 reduced = regions[0][low:high]
                 for region in regions[1:]:
                     combine(reduced, region[low:high], out=reduced)
             if finish is not None and self.place < owners:
-                finish(regions[0][slice(*parts[0])], number, slots)
+                finish(regions[0][slice(*parts[0])], number, panels)
             self.meet(header)
             for (low, high), region in zip(parts, regions, strict=True):
                 if region is not regions[0] or mine.is_staged:
                     piece[low:high].copy_(region[low:high])
-        if not all(offer.is_staged for offer in offers):
+        if not all(exposure.is_staged for exposure in exposures):
             self.meet(header)  # nobody reads any more what its owner is about to change
-        return slots
+        return panels
 
     def broadcast(self, header: Header, flat: torch.Tensor, source: int) -> None:
         """The tensor of the rank at place `source` into everybody's."""
         nbytes = flat.numel() * flat.element_size()
         if nbytes <= DATA_BYTES:
-            slots = self.say(header, b"", flat if source == self.place else None)
-            flat.copy_(slots[source].data[:nbytes].view(flat.dtype))
+            panels = self.say(header, b"", flat if source == self.place else None)
+            flat.copy_(panels[source].data[:nbytes].view(flat.dtype))
         else:
             self._pass_on(header, flat, source)
 
@@ -149,32 +152,32 @@ class Group:
     def _pass_on(self, header: Header, flat: torch.Tensor, source: int) -> None:
         """The source's tensor, piece by piece: all meet when it is there, and the others copy it."""
         is_source = self.place == source
-        mine = self._offer(flat)[0] if is_source else None
-        slots = self.say(header, b"" if mine is None else mine.pack())
-        offer = Offer.unpack(slots[source].words[HEADER_BYTES:])
-        for number, (start, stop) in enumerate(self._pieces(flat, offer.is_staged)):
+        mine = self._expose(flat)[0] if is_source else None
+        panels = self.say(header, b"" if mine is None else mine.pack())
+        exposure = Exposure.unpack(panels[source].words[HEADER_BYTES:])
+        for number, (start, stop) in enumerate(self._pieces(flat, exposure.is_staged)):
             piece = flat[start:stop]
             if number:
                 if is_source:
-                    self._stage.put(offer, piece)
+                    self._stage.put(exposure, piece)
                 self.meet(header)
             if not is_source:
-                piece.copy_(self._read(header, offer, number, start, piece))
+                piece.copy_(self._read(header, exposure, number, start, piece))
         self.meet(header)  # as in reduce(); nor does the source go before all have opened its memory
 
-    def _offer(self, flat: torch.Tensor) -> tuple[Offer, torch.Tensor]:
+    def _expose(self, flat: torch.Tensor) -> tuple[Exposure, torch.Tensor]:
         """What others read of this tensor, and the memory of its first piece, or of all if it need not be staged."""
-        offer = self._stage.offer(flat, is_read=self.size > 1)
-        if not offer.is_staged:
-            return offer, flat
-        return offer, self._stage.put(offer, flat[: self._piece_bytes // flat.element_size()])
+        exposure = self._stage.expose(flat, is_read=self.size > 1)
+        if not exposure.is_staged:
+            return exposure, flat
+        return exposure, self._stage.put(exposure, flat[: self._piece_bytes // flat.element_size()])
 
-    def _read(self, header: Header, offer: Offer, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
+    def _read(self, header: Header, exposure: Exposure, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
         """Piece `number` of another rank, which begins at element `start` and has the length and dtype of `like`."""
         item_bytes = like.element_size()
-        where = offer.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
+        where = exposure.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
         try:
-            whole = self._others.find(offer.place)
+            whole = self._others.find(exposure.place)
         except OSError:
             self._end_by_loss(header)
             raise
@@ -199,9 +202,9 @@ class Group:
         return by_place[self.place :] + by_place[: self.place]
 
 
-def combine_data(flat: torch.Tensor, slots: list[Slot], combine: Combine) -> None:
-    """Reduce the tensors in the data of all slots into `flat`, in the order of the ranks, as whoever does it."""
+def combine_data(flat: torch.Tensor, panels: list[Panel], combine: Combine) -> None:
+    """Reduce the tensors in the data of all panels into `flat`, in the order of the ranks, as whoever does it."""
     nbytes = flat.numel() * flat.element_size()
-    first, *others = (slot.data[:nbytes].view(flat.dtype) for slot in slots)
+    first, *others = (panel.data[:nbytes].view(flat.dtype) for panel in panels)
     for number, other in enumerate(others):
         combine(flat if number else first, other, out=flat)

@@ -1,8 +1,8 @@
-"""One rank's control page: how far it has come, and two slots for what it has to say. meeting.py waits on pages.
+"""One rank's control page: how far it has come, and two panels for what it has to say. meeting.py waits on pages.
 
 A rank writes its own page and reads the others'. The counter counts *arrivals*: an operation has one or more, the
-same number on all ranks, and what a rank stored before it arrived is there for whoever sees it arrive. Slots take
-turns. Nobody writes into a slot that may still be read: the one before was read by all before they arrived anew.
+same number on all ranks, and what a rank stored before it arrived is there for whoever sees it arrive. Panels take
+turns. Nobody writes into a panel that may still be read: the one before was read by all before they arrived anew.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from farandole.collectives.shared_memory import futex
 from farandole.collectives.shared_memory.tensors import readable
 
 WORDS_BYTES, DATA_BYTES = 4096, 60 * 1024
-"""Of a slot: for words, and for a small tensor."""
+"""Of a panel: for words, and for a small tensor."""
 
-_SLOT_BYTES = WORDS_BYTES + DATA_BYTES
+_PANEL_BYTES = WORDS_BYTES + DATA_BYTES
 _COUNTER_BYTES = 64  # a cache line of its own
-PAGE_BYTES = _COUNTER_BYTES + 2 * _SLOT_BYTES
+PAGE_BYTES = _COUNTER_BYTES + 2 * _PANEL_BYTES
 _HALF = 2**31
 _MASK = 2**32 - 1
 
 
-class Slot(NamedTuple):
+class Panel(NamedTuple):
     """`words` are bytes, `data` is a flat tensor of uint8."""
 
     words: memoryview
@@ -39,14 +39,14 @@ class Page:
         view, tensor = memoryview(memory), readable(memory)
         self._arrivals = view[:_COUNTER_BYTES].cast("I")
         self._address = tensor.data_ptr()
-        self._slots = [
-            Slot(view[begin:][:WORDS_BYTES], tensor[begin + WORDS_BYTES :][:DATA_BYTES])
-            for begin in (_COUNTER_BYTES, _COUNTER_BYTES + _SLOT_BYTES)
+        self._panels = [
+            Panel(view[begin:][:WORDS_BYTES], tensor[begin + WORDS_BYTES :][:DATA_BYTES])
+            for begin in (_COUNTER_BYTES, _COUNTER_BYTES + _PANEL_BYTES)
         ]
 
-    def slot(self, turn: int) -> Slot:
-        """The slot of turn number `turn`, 0 and 1 by turns."""
-        return self._slots[turn % 2]
+    def panel(self, turn: int) -> Panel:
+        """The panel of turn number `turn`, 0 and 1 by turns."""
+        return self._panels[turn % 2]
 
     def arrive(self) -> None:
         """One arrival more; wakes whoever waits for it."""

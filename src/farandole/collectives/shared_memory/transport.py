@@ -44,11 +44,11 @@ class SharedMemoryTransport:
         header = Header(Operation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(note))
         with self._ring.running(header):
             if nbytes <= DATA_BYTES:
-                slots = self._group.say(header, note, flat)
-                combine_data(flat, slots, combine)
+                panels = self._group.say(header, note, flat)
+                combine_data(flat, panels, combine)
             else:
-                slots = self._group.reduce(header, note, flat, combine, owners=self._size)
-            return [bytes(slot.words[HEADER_BYTES:][: len(note)]) for slot in slots]
+                panels = self._group.reduce(header, note, flat, combine, owners=self._size)
+            return [bytes(panel.words[HEADER_BYTES:][: len(note)]) for panel in panels]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self._size:

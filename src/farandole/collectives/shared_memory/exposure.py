@@ -1,5 +1,5 @@
 """Where the other ranks can read this rank's part in an operation: its tensor itself, or a staging area. transport.py
-puts offers into slots.
+puts exposures into panels.
 
 A tensor of this process alone is copied into the staging area, piece by piece. The area has two halves which take
 turns, from one operation to the next, too: one is filled while others may still read the other one.
@@ -20,10 +20,10 @@ _NOWHERE = Place(0, 0, 0, 0, 0)
 
 _LAYOUT = struct.Struct("=2Q")
 
-OFFER_BYTES = PLACE_BYTES + _LAYOUT.size
+EXPOSURE_BYTES = PLACE_BYTES + _LAYOUT.size
 
 
-class Offer(NamedTuple):
+class Exposure(NamedTuple):
     """offset      of the tensor in its segment, in bytes; 0 for a staging area
     first_half  of the staging area; _WHOLE if the tensor is there, whole
     """
@@ -40,8 +40,8 @@ class Offer(NamedTuple):
         return self.place.pack() + _LAYOUT.pack(self.offset, self.first_half)
 
     @staticmethod
-    def unpack(packed: memoryview) -> Offer:
-        return Offer(Place.unpack(packed[:PLACE_BYTES]), *_LAYOUT.unpack(packed[PLACE_BYTES:OFFER_BYTES]))
+    def unpack(packed: memoryview) -> Exposure:
+        return Exposure(Place.unpack(packed[:PLACE_BYTES]), *_LAYOUT.unpack(packed[PLACE_BYTES:EXPOSURE_BYTES]))
 
     def bytes_of(self, piece: int, start: int, stop: int, piece_bytes: int) -> slice:
         """Where in the segment piece number `piece` is: bytes [start, stop) of the tensor."""
@@ -57,22 +57,22 @@ class Stage:
         self._area: torch.Tensor | None = None
         self._filled = 0  # pieces, in all operations
 
-    def offer(self, flat: torch.Tensor, is_read: bool = True) -> Offer:
+    def expose(self, flat: torch.Tensor, is_read: bool = True) -> Exposure:
         """For all of a contiguous tensor, which nobody needs to read unless `is_read`. Raises OSError when there is no
         memory for a staging area."""
         where = whereabouts(flat) if is_read else (_NOWHERE, 0)
         if where is not None:
-            return Offer(*where, _WHOLE)
+            return Exposure(*where, _WHOLE)
         if self._area is None:
             self._area = create_tensor(2 * self._piece_bytes)
         area = whereabouts(self._area)
         assert area is not None
-        return Offer(*area, self._filled % 2)
+        return Exposure(*area, self._filled % 2)
 
-    def put(self, offer: Offer, piece: torch.Tensor) -> torch.Tensor:
-        """Have the next piece of what was offered where others read it; returns that memory, which is the piece's own
+    def put(self, exposure: Exposure, piece: torch.Tensor) -> torch.Tensor:
+        """Have the next piece of what was exposed where others read it; returns that memory, which is the piece's own
         if the tensor is there whole."""
-        if not offer.is_staged:
+        if not exposure.is_staged:
             return piece
         assert self._area is not None
         begin = self._filled % 2 * self._piece_bytes
