@@ -36,8 +36,8 @@ _LOOK_AGAIN_S = 0.002
 T = TypeVar("T")
 
 Finish = Callable[[torch.Tensor, int, list[Panel]], None]
-"""finish(this rank's part of a piece, reduced over the group; the number of the piece; everybody's panel): what else has
-to be done with it, in place, before the others copy it"""
+"""finish(this rank's part of a piece, reduced over the group; the number of the piece; everybody's panel): what else
+has to be done with it, in place, before the others copy it"""
 
 
 class Group:
