@@ -13,7 +13,7 @@ from farandole.collectives import world
 
 
 class OwnGradients:
-    """Where autograd has put them. The parts of Gradients (gradients.py) that make sense."""
+    """Where autograd has put them. The parts of bucketed_gradients.py that make sense."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
