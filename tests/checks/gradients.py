@@ -1,347 +1,152 @@
-"""What happens to gradients of a batch that ranks share, compared with one process on the whole batch. Cut into many
-buckets, which are reduced while backward goes on, unless it says otherwise."""
+"""Checks of the gradients that flow through operations: Horovod's rules, and what follows from them by hand."""
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
-from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError, StepError
-from farandole.state import step
-from farandole.state.ticket import Batch, Ticket
-
-MANY = 0.0001  # megabytes
-SAMPLES = 12
-STEPS = 3
-
-
-def net(dtype: torch.dtype = torch.float64, width: int = 16) -> torch.nn.Sequential:
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(width, width) for _ in range(6)]
-    return torch.nn.Sequential(*[each for layer in layers for each in (layer, torch.nn.Tanh())]).to(dtype)
-
-
-def samples(model: torch.nn.Module) -> torch.Tensor:
-    first = next(model.parameters())
-    return torch.randn(SAMPLES, first.shape[-1], generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
-        first.dtype
-    )
-
-
-def share(micro_batches: int = 1) -> Iterator[slice]:
-    """This rank's samples of the batch, which is out meanwhile; shares differ in length."""
-    bounds = [SAMPLES * (rank * rank + rank) // (fd.size() * (fd.size() + 1)) for rank in range(fd.size() + 1)]
-    low, high = bounds[fd.rank()], bounds[fd.rank() + 1]
-    ticket = Ticket(0, 0, SAMPLES, low, high, micro_batches)
-    for index in range(micro_batches):
-        begin = low + (high - low) * index // micro_batches
-        end = low + (high - low) * (index + 1) // micro_batches
-        step.open(Batch(ticket, begin, end, index))
-        yield slice(begin, end)
-    step.close()
-
-
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def optimizer_of(parameters: Iterable[torch.Tensor], **arguments: Any) -> torch.optim.Optimizer:
-    return fd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.5), **{"bucket_mb": MANY, **arguments})
-
-
-def trained(model: torch.nn.Module, loss: Callable[..., torch.Tensor] = loss_of, **arguments: Any) -> torch.nn.Module:
-    optimizer, x = optimizer_of(model.parameters(), **arguments), samples(model)
-    for _ in range(STEPS):
-        for mine in share():
-            optimizer.zero_grad()
-            loss(model, x[mine]).backward()
-            assert optimizer.step() is True
-    return model
-
-
-def alone(model: torch.nn.Module, loss: Callable[..., torch.Tensor] = loss_of) -> torch.nn.Module:
-    """The same on the whole batch, without us."""
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.5), samples(model)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, x).backward()
-        optimizer.step()
-    return model
-
-
-def refuse_difference(one: torch.nn.Module, other: torch.nn.Module, tolerance: float = 1e-12) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=tolerance), f"{name}: {(a - b).abs().max()}"
-    refuse_drift(one)
-
-
-def refuse_drift(model: torch.nn.Module) -> None:
-    """The same bits on all ranks."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    everybody = world.current().transport.all_gather(digest.digest())
-    assert len(set(everybody)) == 1, "ranks have different parameters"
-
-
-def renew() -> None:
-    """After a failed reduction."""
-    step.close()
-    fd.shutdown()
-    fd.init()
-
-
-# The same as one process ---------------------------------------------------------------------------------------
-
-
-def check_many_buckets_give_the_model_of_one_process() -> None:
-    refuse_difference(trained(net()), alone(net()))
-
-
-def check_one_bucket_gives_the_model_of_one_process() -> None:
-    refuse_difference(trained(net(), bucket_mb=0), alone(net()))
-
-
-def check_with_two_ranks_many_buckets_give_the_bits_of_one() -> None:
-    one, many = trained(net(torch.float32), bucket_mb=0), trained(net(torch.float32))
-    if fd.size() == 2:
-        assert all(map(torch.equal, one.parameters(), many.parameters()))
-    refuse_difference(one, many, 1e-6)
-
-
-def check_buckets_of_several_dtypes() -> None:
-    class Mixed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.third = net(), net(torch.float32), net()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.third(self.second(self.first(x).float()).double())
-
-    refuse_difference(trained(Mixed()), alone(Mixed()), 1e-6)
-
-
-def check_parameters_that_some_ranks_do_not_use_get_the_gradients_of_the_others() -> None:
-    model, x = net(), None
-    optimizer, x = optimizer_of(model.parameters()), samples(net())
-    for turn in range(STEPS):
-        for mine in share():
-            optimizer.zero_grad()
-            is_idle = (fd.rank() + turn) % 2 == 1
-            (model[:4](x[mine]) if is_idle else model(x[mine])).square().mean().backward()
-            assert all(each.grad is not None for each in model.parameters())
-            assert optimizer.step() is True
-    refuse_drift(model)
-
-
-def check_frozen_parameters_stay() -> None:
-    def frozen() -> torch.nn.Module:
-        model = net()
-        model[4].requires_grad_(False)
-        model[0].weight.requires_grad_(False)
-        return model
-
-    model = trained(frozen())
-    refuse_difference(model, alone(frozen()))
-    assert torch.equal(model[4].weight, net()[4].weight)
-
-
-def check_a_parameter_that_is_frozen_between_steps_stays() -> None:
-    model, x = net(), samples(net())
-    optimizer = optimizer_of(model.parameters(), bucket_mb=MANY)
-    for turn in range(STEPS):
-        if turn == 1:
-            model[6].requires_grad_(False)
-            before = model[6].weight.detach().clone()
-        for mine in share():
-            optimizer.zero_grad()
-            loss_of(model, x[mine]).backward()
-            optimizer.step()
-    assert torch.equal(model[6].weight, before)
-    refuse_drift(model)
-
-
-def check_shared_parameters_are_reduced_once() -> None:
-    def tied() -> torch.nn.Module:
-        model = net()
-        model[8].weight = model[2].weight
-        return model
-
-    refuse_difference(trained(tied()), alone(tied()))
-
-
-def check_sparse_gradients_become_dense() -> None:
-    class Words(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rest = net()
-            torch.manual_seed(3)
-            self.words = torch.nn.Embedding(10, 16, sparse=True, dtype=torch.float64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.rest(x + self.words(x[:, 0].mul(3).long().remainder(10)))
-
-    refuse_difference(trained(Words()), alone(Words()))
-
-
-def check_a_compiled_model_trains_alike() -> None:
-    torch._dynamo.reset()
-    model = net()
-    compiled = torch.compile(model, backend="aot_eager")
-    refuse_difference(trained(model, lambda _, x: loss_of(compiled, x)), alone(net()))
-
-
-def check_micro_batches_add_up() -> None:
-    model, x = net(), samples(net())
-    optimizer = optimizer_of(model.parameters())
-    for _ in range(STEPS):
-        for mine in share(micro_batches=2):
-            optimizer.zero_grad()
-            if mine.start < mine.stop:
-                loss_of(model, x[mine]).backward()
-            optimizer.step()
-    refuse_difference(model, alone(net()))
-
-
-def check_two_backward_passes_add_up() -> None:
-    def twice(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, x)
-        loss.backward(retain_graph=True)
-        return loss
-
-    refuse_difference(trained(net(), twice), alone(net(), twice))
-
-
-def check_the_gradient_of_a_gradient_may_be_part_of_the_loss() -> None:
-    def with_penalty(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Of each sample by itself: a mean of such penalties is that of the whole batch."""
-        x = x.clone().requires_grad_(True)
-        slopes = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
-        return loss_of(model, x) + slopes.square().mean()
-
-    refuse_difference(trained(net(), with_penalty), alone(net(), with_penalty))
-
-
-def check_backward_may_keep_its_graph() -> None:
-    model = net()
-    optimizer, x = optimizer_of(model.parameters()), samples(model)
-    for mine in share():
-        with pytest.warns(UserWarning, match="create_graph"):
-            loss_of(model, x[mine]).backward(create_graph=True)
-        assert not any(each.grad.requires_grad for each in model.parameters())
-        assert optimizer.step() is True
-    refuse_drift(model)
-
-
-def check_something_is_reduced_in_the_background() -> None:
-    trained(net())
-    assert any(thread.name == "farandole-gradients" for thread in threading.enumerate())
-
-
-# On the wire ---------------------------------------------------------------------------------------------------
-
-
-def check_compressed_gradients_are_the_same_bits_on_all_ranks() -> None:
-    for compression in (fd.Compression.bf16, fd.Compression.fp16):
-        for bucket_mb in (0, MANY):
-            model = trained(net(torch.float32), compression=compression, bucket_mb=bucket_mb)
-            refuse_difference(model, alone(net(torch.float32)), 0.01)
-            gradient = next(model.parameters()).grad
-            narrow = torch.bfloat16 if compression is fd.Compression.bf16 else torch.float16
-            assert torch.equal(gradient, gradient.to(narrow).float())
-
-
-def check_a_compressor_of_the_user_works() -> None:
-    class Halves(fd.Compression.none):
-        @staticmethod
-        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            return tensor / 2, None
-
-        @staticmethod
-        def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-            return tensor * 2
-
-    refuse_difference(trained(net(), compression=Halves), alone(net()))
-
-
-# What goes wrong -----------------------------------------------------------------------------------------------
-
-
-def check_different_models_are_found_with_the_first_parameter_that_differs() -> None:
-    width = 16 if fd.rank() == 0 else 17
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, width)).double()
-    optimizer, x = optimizer_of(model.parameters(), named_parameters=model.named_parameters()), samples(model)
-    before = model[0].weight.detach().clone()
-    for mine in share():
-        with pytest.raises(CollectiveMismatch) as caught:
-            loss_of(model, x[mine]).backward()
-    others = "rank 1" if fd.size() == 2 else "ranks 1, 2"
-    assert f"number 2: 1.weight (16, 16) float64 on rank 0; 1.weight (17, 16) float64 on {others}" in str(caught.value)
-    assert torch.equal(model[0].weight, before)
-    assert optimizer.state == {}
-    renew()
-
-
-def check_a_model_with_more_parameters_is_found() -> None:
-    layers = [torch.nn.Linear(16, 16).double() for _ in range(1 + (fd.rank() == 1))]
-    model = torch.nn.Sequential(*layers)
-    optimizer_of(model.parameters())
-    for mine in share():
-        with pytest.raises(CollectiveMismatch, match="number 2: nothing on rank"):
-            loss_of(model, samples(model)[mine]).backward()
-    renew()
-
-
-def check_inf_and_nan_of_one_rank_are_everybodys() -> None:
-    for bad in (float("inf"), float("nan")):
-        model = net()
-        optimizer, x = optimizer_of(model.parameters()), samples(model)
-        for mine in share():
-            (loss_of(model, x[mine]) * (bad if fd.rank() == 0 else 1.0)).backward()
-            assert not any(bool(torch.isfinite(each.grad).any()) for each in model.parameters())
-            assert optimizer.step() is True
-
-
-def check_parameters_on_several_devices_are_refused_by_name() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16, device="meta"))
-    optimizer_of(model.parameters(), named_parameters=model.named_parameters())
-    for _ in share():
-        with pytest.raises(ConfigError, match=r"1\.weight of shape \(16, 16\) is on meta.*on cpu, meta"):
-            model[0](torch.ones(1, 16)).sum().backward()
-
-
-def check_a_backward_that_raises_half_way_ends_the_step_on_all_ranks() -> None:
-    model = net()
-    optimizer, x = optimizer_of(model.parameters()), samples(model)
-    for mine in share():  # the buckets are agreed upon
-        loss_of(model, x[mine]).backward()
-        optimizer.step()
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise ValueError("half way")
-
-    if fd.rank() == 0:
-        model[0].weight.register_hook(fail)
-    for mine in share():
-        optimizer.zero_grad()
-        if fd.rank() == 0:
-            with pytest.raises(ValueError, match="half way"):
-                loss_of(model, x[mine]).backward()
-            with pytest.raises(StepError, match="FARANDOLE_BUCKET_MB=0"):
-                optimizer.zero_grad()
-            step.close()  # as the run loop does
-        else:
-            with pytest.raises(RecoverableError):
-                loss_of(model, x[mine]).backward()
-    renew()
-
-
-def check_after_that_everything_works_again() -> None:
-    check_many_buckets_give_the_model_of_one_process()
+from tests.checks.tensors import assert_same, mine, of_all, of_rank, reduced
+
+
+def weights(rank: int, shape: Sequence[int]) -> torch.Tensor:
+    """What rank `rank` multiplies its result by: the gradient that enters there."""
+    return of_rank(rank, shape, torch.float64, seed=3) + rank
+
+
+def gradient(
+    operation: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Size]:
+    """Of this rank's tensor, and the result's shape."""
+    tensor = mine(shape, torch.float64).requires_grad_()
+    result = operation(tensor)
+    assert result.requires_grad
+    (result * weights(fd.rank(), result.shape)).sum().backward()
+    assert tensor.grad is not None
+    return tensor.grad, result.shape
+
+
+def all_weights(shape: Sequence[int]) -> list[torch.Tensor]:
+    return [weights(rank, shape) for rank in range(fd.size())]
+
+
+def check_of_an_allreduce_is_reduced_as_the_tensor_was() -> None:
+    for op in (fd.Sum, fd.Average):
+        for name in (None, "through"):
+            ours, shape = gradient(lambda t, name=name, op=op: fd.allreduce(t, name=name, op=op), (2, 3))
+            assert_same(ours, reduced(all_weights(shape), op), rtol=1e-12)
+    ours, shape = gradient(lambda t: fd.allreduce(t, op=fd.Sum, prescale_factor=0.5, postscale_factor=3.0), (4,))
+    assert_same(ours, reduced(all_weights(shape), fd.Sum) * 1.5, rtol=1e-12)
+
+
+def check_through_compression() -> None:
+    ours, shape = gradient(lambda t: fd.allreduce(t, compression=fd.Compression.fp16, op=fd.Sum), (4,))
+    assert_same(ours, reduced(all_weights(shape), fd.Sum))
+
+
+def check_of_a_grouped_allreduce() -> None:
+    tensors = [mine(shape, torch.float64).requires_grad_() for shape in ((2,), (3, 1), ())]
+    results = fd.grouped_allreduce(tensors, op=fd.Average)
+    sum((result * weights(fd.rank(), result.shape)).sum() for result in results[:2]).backward()  # type: ignore[union-attr]
+    for tensor in tensors[:2]:
+        assert_same(tensor.grad, reduced(all_weights(tensor.shape), fd.Average), rtol=1e-12)  # type: ignore[arg-type]
+    assert_same(tensors[2].grad, torch.tensor(0.0).double())  # type: ignore[arg-type]  # not used by anybody
+
+
+def check_of_an_allgather_is_the_average_for_ones_own_rows() -> None:
+    size, rank = fd.size(), fd.rank()
+    rows = [1 + 2 * place for place in range(size)]
+    ours, shape = gradient(lambda t: fd.allgather(t), (rows[rank], 2))
+    assert shape == (sum(rows), 2)
+    assert_same(ours, reduced(all_weights(shape), fd.Average).split(rows)[rank], rtol=1e-12)
+    nobody = [0 if place == 0 else 2 for place in range(size)]  # without rows on one rank
+    ours, shape = gradient(lambda t: fd.allgather(t), (nobody[rank], 2))
+    assert_same(ours, reduced(all_weights(shape), fd.Average).split(nobody)[rank], rtol=1e-12)
+    scalar, _ = gradient(lambda t: fd.allgather(t), ())
+    assert_same(scalar, reduced(all_weights((size,)), fd.Average)[rank], rtol=1e-12)
+
+
+def check_of_a_grouped_allgather() -> None:
+    size, rank = fd.size(), fd.rank()
+    rows = [[1 + place for place in range(size)], [2] * size]
+    tensors = [mine((each[rank], 2), torch.float64).requires_grad_() for each in rows]
+    results = fd.grouped_allgather(tensors)
+    sum((result * weights(rank, result.shape)).sum() for result in results).backward()  # type: ignore[union-attr]
+    for tensor, each in zip(tensors, rows, strict=True):
+        wanted = reduced(all_weights((sum(each), 2)), fd.Average).split(each)[rank]
+        assert_same(tensor.grad, wanted, rtol=1e-12)  # type: ignore[arg-type]
+
+
+def check_of_a_broadcast_goes_to_the_root() -> None:
+    for root in range(fd.size()):
+        ours, shape = gradient(lambda t, root=root: fd.broadcast(t, root), (2, 3))
+        wanted = reduced(all_weights(shape), fd.Average) if fd.rank() == root else torch.zeros(2, 3).double()
+        assert_same(ours, wanted, rtol=1e-12)
+
+
+def check_of_an_alltoall_goes_back_where_the_rows_came_from() -> None:
+    size, rank = fd.size(), fd.rank()
+    ours, shape = gradient(lambda t: fd.alltoall(t), (2 * size, 3))  # type: ignore[arg-type,return-value]
+    wanted = torch.cat([each[2 * rank : 2 * rank + 2] for each in all_weights(shape)])
+    assert_same(ours, wanted)
+
+
+def check_of_an_alltoall_with_splits_that_leave_rows_out() -> None:
+    size, rank = fd.size(), fd.rank()
+    splits = [[(source + target) % 3 for target in range(size)] for source in range(size)]
+    left_out = 2
+    ours, _ = gradient(lambda t: fd.alltoall(t, splits[rank])[0], (sum(splits[rank]) + left_out, 2))
+    back = []
+    for target in range(size):
+        received = [split[target] for split in splits]
+        back.append(weights(target, (sum(received), 2)).split(received)[rank])
+    assert_same(ours, torch.cat([*back, torch.zeros(left_out, 2).double()]))
+
+
+def check_of_a_reducescatter_is_gathered() -> None:
+    size = fd.size()
+    for rows in (size, 2 * size + 1, 1):
+        shapes = [tuple(part.shape) for part in torch.tensor_split(torch.empty(rows, 2), size)]
+        gathered = torch.cat([weights(rank, shape) for rank, shape in enumerate(shapes)])
+        for op, factor in ((fd.Sum, size), (fd.Average, 1)):
+            ours, _ = gradient(lambda t, op=op: fd.reducescatter(t, op=op), (rows, 2))
+            assert_same(ours, gathered * factor, rtol=1e-12)
+            tensor = mine((rows, 2), torch.float64).requires_grad_()
+            (result,) = fd.grouped_reducescatter([tensor], op=op, prescale_factor=2.0)
+            (result * weights(fd.rank(), result.shape)).sum().backward()
+            assert_same(tensor.grad, gathered * factor * 2, rtol=1e-12)  # type: ignore[arg-type]
+
+
+def check_through_several_operations_at_once() -> None:
+    tensor = mine((fd.size(), 2), torch.float64).requires_grad_()
+    (fd.allreduce(tensor, name="a", op=fd.Sum) * fd.broadcast(tensor, 0, "b")).sum().backward()
+    total, root = reduced(of_all((fd.size(), 2), torch.float64), fd.Sum), of_rank(0, (fd.size(), 2), torch.float64)
+    wanted = root * fd.size() + (total if fd.rank() == 0 else 0)
+    assert_same(tensor.grad, wanted, rtol=1e-12)  # type: ignore[arg-type]
+
+
+def check_only_where_they_are_asked_for() -> None:
+    with torch.no_grad():
+        assert not fd.allreduce(mine().requires_grad_()).requires_grad
+    assert not fd.allreduce(mine()).requires_grad
+    assert not fd.synchronize(fd.allreduce_async(mine().requires_grad_(), name="detached")).requires_grad
+    gathered = fd.allgather(mine().requires_grad_() if fd.rank() == 0 else mine())
+    assert gathered.requires_grad == (fd.rank() == 0)
+
+
+def check_in_process_sets() -> None:
+    ranks = [0, fd.size() - 1]
+    members = fd.add_process_set(ranks) if fd.size() > 2 else fd.global_process_set
+    if fd.rank() in ranks:
+        both = [weights(rank, (2,)) for rank in ranks]
+        ours, _ = gradient(lambda t: fd.allreduce(t, op=fd.Average, process_set=members), (2,))
+        assert_same(ours, reduced(both, fd.Average))
+        ours, _ = gradient(lambda t: fd.broadcast(t, ranks[1], process_set=members), (2,))
+        assert_same(ours, reduced(both, fd.Average) if fd.rank() == ranks[1] else torch.zeros(2).double())
+        ours, shape = gradient(lambda t: fd.allgather(t, process_set=members), (1,))
+        assert_same(ours, reduced([weights(rank, shape) for rank in ranks], fd.Average)[ranks.index(fd.rank()) :][:1])
+        ours, _ = gradient(lambda t: fd.reducescatter(t, op=fd.Sum, process_set=members), (2,))
+        assert_same(ours, torch.cat([weights(rank, (1,)) for rank in ranks]) * 2)
+    if fd.size() > 2:
+        assert fd.remove_process_set(members)

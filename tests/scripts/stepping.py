@@ -1,12 +1,12 @@
-"""All checks of gradients under a loader of ours, over the ranks of one job: see tests/checks."""
+"""All checks of what leads to a step with a loader of ours, over the ranks of one job: see tests/checks."""
 
 from __future__ import annotations
 
 import farandole as fd
-from tests.checks import gradients
+from tests.checks import stepping
 from tests.checks.running import checks_in, main
 
-CHECKS = checks_in(gradients)
+CHECKS = checks_in(stepping)
 
 if __name__ == "__main__":
     main(CHECKS, limit_s=20, init=fd.init)

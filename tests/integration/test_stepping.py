@@ -1,4 +1,4 @@
-"""From gradient to step with a loader, over real processes: each check of tests/checks/gradients.py, by size."""
+"""From gradient to step with a loader, over real processes: each check of tests/checks/stepping.py, by size."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 from tests.checks.running import Found, explain, problems
 from tests.jobs import SCRIPTS
-from tests.scripts.gradients import CHECKS
+from tests.scripts.stepping import CHECKS
 
 
 @cache
 def found(size: int, transport: str) -> Found:
     """One job for all checks."""
-    return problems(SCRIPTS / "gradients.py", size, FARANDOLE_TRANSPORT=transport)
+    return problems(SCRIPTS / "stepping.py", size, FARANDOLE_TRANSPORT=transport)
 
 
 @pytest.mark.parametrize(("size", "transport"), [(3, "tcp"), (2, "shm")])
