@@ -46,6 +46,6 @@ def test_after_a_kill_and_a_join_all_models_are_those_of_one_process(tmp_path: P
         assert torch.allclose(ours["double"][name], parameter, rtol=0, atol=1e-10)
     assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-4)
     # Undisturbed worlds of one to four workers differ by 0.01: so do the shares that the statistics are of.
-    assert ours["accuracy"] == pytest.approx(reference["accuracy"], abs=0.03)
+    assert ours["accuracy"] == pytest.approx(reference["accuracy"], abs=0.02)
     assert reference["accuracy"] > 0.9
     assert reference["losses"][-1] < 0.5 * reference["losses"][0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -98,7 +99,9 @@ def _is_said_anew(before: Record | None, after: Record) -> bool:
 class _Story:
     """What became of the steps, from all but the samples.
 
-    standing  by step, what was applied and is not void; void  attempts that are not
+    standing     by step, what was applied and is not void; void  attempts that are not
+    is_doubtful  these steps do not follow each other: the start that made some of them void may be in a file that is
+                 missing, the only one of its generation
     """
 
     problems: list[str] = field(default_factory=list)
@@ -109,6 +112,7 @@ class _Story:
     ended: list[EpochEnded] = field(default_factory=list)
     begun: set[Attempt] = field(default_factory=set)
     standing: dict[int, Applied] = field(default_factory=dict)
+    is_doubtful: bool = False
 
     def hear(self, line: Line) -> None:
         record = line.record
@@ -173,6 +177,7 @@ class _Story:
         if record.step > expected[0]:
             self.problems.append(_nobody(expected[0], record.step - 1))
         elif (record.epoch, record.start) != expected[1:] and not (record.epoch > expected[1] and record.start == 0):
+            self.is_doubtful = True
             self.problems.append(
                 f"step {record.step} begins at position {record.start} of epoch {record.epoch}, "
                 f"the one before ended at position {expected[2]} of epoch {expected[1]}"
@@ -284,6 +289,8 @@ class _Count:
             if number < newest and epoch.end < self._size and number not in ends
         ]
         epochs = [self._judge(number, epoch, number in ends) for number, epoch in sorted(self._epochs.items())]
+        if story.is_doubtful:
+            epochs = [self._doubted(each) for each in epochs]
         last = max(story.standing, default=-1)
         tried = story.begun | story.applied.keys()
         stands = {(record.key, step) for step, record in story.standing.items()}
@@ -326,6 +333,16 @@ class _Count:
             proved_by_hash=proved,
             unproved=unproved,
         )
+
+    def _doubted(self, epoch: EpochFinding) -> EpochFinding:
+        """Samples that come twice are not called repeated where one of the two steps may be void."""
+        if not epoch.repeated:
+            return epoch
+        self._story.problems.append(
+            f"epoch {epoch.epoch}: samples {epoch.repeated[:20]} are in two of the steps that contradict each other; "
+            f"whether both stand is not known"
+        )
+        return msgspec.structs.replace(epoch, repeated=[])
 
     def _never(self, epoch: _Epoch) -> list[int]:
         """Samples that no file has; of streams those before the last one that some file has."""
