@@ -7,6 +7,14 @@ from pathlib import Path
 
 from tests.jobs import SCRIPTS, farandole_run
 
+OTHER_DATA_SET = """
+import farandole as fd, torch
+fd.init()
+sampler = fd.elastic.ElasticSampler(range(100))
+for batch in torch.utils.data.DataLoader(range(120), batch_size=10, sampler=sampler, num_workers=2):
+    print("read", flush=True)
+"""
+
 JOB = [sys.executable, str(SCRIPTS / "bad_data_job.py")]
 
 
@@ -22,3 +30,11 @@ def test_a_data_set_that_raises_on_every_worker_ends_the_job_without_restarts(tm
     assert done.returncode == 1
     assert "in __getitem__" in done.stderr
     assert "raised the same: OSError: picture 17 cannot be decoded. Restarting" in done.stderr
+
+
+def test_a_sampler_of_another_data_set_is_named_by_every_worker_before_anything_is_read() -> None:
+    done = farandole_run("-np", "2", sys.executable, "-c", OTHER_DATA_SET)
+    assert done.returncode == 1
+    assert "ElasticSampler was made for 100 samples, but the data set of the DataLoader" in done.stderr
+    assert "read" not in done.stdout
+    assert "Exception in thread" not in done.stderr

@@ -46,6 +46,12 @@ def test_what_is_committed_counts_and_what_is_rolled_back_does_not(tmp_path: Pat
     assert found["epochs"][0]["padding"] or found["epochs"][2]["padding"], "101 samples for 3, 2 or 1 ranks"
 
 
+def test_in_torchdatas_loader_with_loader_processes_too(tmp_path: Path) -> None:
+    _, found = job(tmp_path, "--kill", "before-record:0:2", "--kill", "before-record:1:3", "--stateful")
+    assert found["is_exact"], found
+    assert [epoch["end"] for epoch in found["epochs"]] == [SAMPLES] * EPOCHS
+
+
 def test_a_loop_that_is_left_and_begun_again_after_a_reset_goes_on_with_the_rest_whoever_dies(tmp_path: Path) -> None:
     said, found = job(tmp_path, "--after-break", "reset", "--kill", "evaluated:0:5", "--kill", "after-break:1:5")
     assert found["is_exact"], found

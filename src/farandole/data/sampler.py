@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from operator import index
 from typing import Any, Literal, Protocol
 
@@ -15,6 +15,7 @@ from farandole.collectives import world
 from farandole.data import intervals
 from farandole.data.intervals import Intervals
 from farandole.data.permutation import FORMAT_VERSION, Permutation
+from farandole.data.reader import dataset_of_caller
 from farandole.data.remainder import Order, Remainder
 from farandole.data.sampler_parts import parts_by_epoch
 from farandole.errors import DataError
@@ -84,8 +85,10 @@ class ElasticSampler(Sampler[int]):
     # Which samples --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
+        """The first next() raises DataError where the data set has another length than when the sampler was made, or
+        where a DataLoader of another data set iterates."""
         self._is_iterated_anew = True
-        return iter(self._remainder)
+        return self._checked(iter(self._remainder))
 
     def __len__(self) -> int:
         """Samples of this rank, and of each other one, as of the last reset."""
@@ -335,6 +338,22 @@ class ElasticSampler(Sampler[int]):
         if not self.shuffle or not samples.size:
             return samples
         return Permutation(self._size, self.seed, self.epoch if epoch is None else epoch).inverse(samples)
+
+    def _checked(self, samples: Iterator[int]) -> Iterator[int]:
+        # In next(), not in iter(): a DataLoader is not ready for errors while it is being constructed.
+        self._check_length(self.dataset, "its data set")
+        reads = dataset_of_caller()
+        if isinstance(reads, Sized) and reads is not self.dataset:
+            self._check_length(reads, "the data set of the DataLoader that iterates it")
+        yield from samples
+
+    def _check_length(self, dataset: Sized, whose: str) -> None:
+        if len(dataset) != self._size:
+            raise DataError(
+                f"ElasticSampler was made for {self._size} samples, but {whose} has {len(dataset)}: samples would be "
+                f"left out, or asked for that do not exist. Make sampler and DataLoader of the same data set, and both "
+                f"anew when its size has changed (for a part of it: torch.utils.data.Subset)"
+            )
 
     def _identity(self) -> dict[str, int]:
         return {

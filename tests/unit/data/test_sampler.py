@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
@@ -343,3 +344,29 @@ def test_what_cannot_be_a_state_or_a_batch_is_refused() -> None:
     with pytest.raises(DataError, match="got -1"):
         sampler.record_batch(0, -1)
     assert sampler.state_dict() == ElasticSampler(range(8)).state_dict()
+
+
+@pytest.mark.parametrize("size", [90, 120])
+@pytest.mark.parametrize("make", ["batch_size", "batch_sampler", "single samples", "torchdata"])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_of_another_data_set_is_told_so_before_it_reads(make: str, size: int) -> None:
+    sampler, dataset = ElasticSampler(range(100)), range(size)
+    loaders = {
+        "batch_size": lambda: DataLoader(dataset, 10, sampler=sampler),
+        "batch_sampler": lambda: DataLoader(dataset, batch_sampler=BatchSampler(sampler, 10, False)),
+        "single samples": lambda: DataLoader(dataset, None, sampler=sampler),
+        "torchdata": lambda: StatefulDataLoader(dataset, 10, sampler=sampler),
+    }
+    with pytest.raises(DataError, match=f"made for 100 samples, but the data set of the DataLoader .* has {size}"):
+        next(iter(loaders[make]()))
+    assert sampler.processed_num == 0
+
+
+def test_a_data_set_that_has_grown_is_refused_and_another_of_the_same_length_is_not() -> None:
+    dataset = list(range(10))
+    sampler = ElasticSampler(dataset)
+    transformed = [str(sample) for sample in dataset]
+    assert sorted(DataLoader(transformed, None, sampler=sampler)) == transformed
+    dataset.append(10)
+    with pytest.raises(DataError, match="made for 10 samples, but its data set has 11"):
+        list(sampler)
