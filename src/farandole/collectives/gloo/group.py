@@ -1,4 +1,4 @@
-"""One process group of Gloo's, its connections, and its end. transport.py uses it."""
+"""One process group of Gloo's, its connections, and its end: a Group (torch_groups/operations.py)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ import torch.distributed as dist
 from farandole.clock import now_s
 from farandole.collectives.gloo.sockets import Listening, shut_down
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.torch_groups.operations import NO_LIMIT_S, OPS
 
-# Who is alive is the coordinator's business: Gloo is not to give up by itself.
-_NO_LIMIT = timedelta(days=30)
+_NO_LIMIT = timedelta(seconds=NO_LIMIT_S)
 
 _RELEASE_S = 5.0
 _REPEAT_S = 0.01
-
-_OPS: dict[Reduction, Any] = {  # torch's stubs have another type for each
-    Reduction.SUM: dist.ReduceOp.SUM,
-    Reduction.MIN: dist.ReduceOp.MIN,
-    Reduction.MAX: dist.ReduceOp.MAX,
-    Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
-}
 
 logger = logging.getLogger("farandole")
 
@@ -36,33 +29,46 @@ class GlooGroup:
     others  where all of its ranks do
     """
 
+    name = "Gloo"
+    look_every_s = 0.002
+
     def __init__(self, group: dist.ProcessGroupGloo, own: Listening, others: Collection[Listening]) -> None:
         self._group: Any = group  # torch's stubs know nothing of its operations
         self._own, self._others = own, set(others)
         self._work: dist.Work | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def all_reduce(self, flat: torch.Tensor, op: Reduction, when_done: Callable[[], None]) -> dist.Work:
+    def take(self, flat: torch.Tensor, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
+        nbytes = flat.numel() * dtype.itemsize
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        copy = self._memory[:nbytes].view(dtype)
+        return copy.copy_(flat) if is_read else copy
+
+    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None]) -> dist.Work:
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = _OPS[op], _NO_LIMIT
-        return self._begun(self._group.allreduce([flat], options), when_done)
+        options.reduceOp, options.timeout = OPS[op], _NO_LIMIT  # type: ignore[assignment]
+        return self._begun(self._group.allreduce([copy], options), when_done)
 
-    def broadcast(self, flat: torch.Tensor, source: int, when_done: Callable[[], None]) -> dist.Work:
+    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None]) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, _NO_LIMIT
-        return self._begun(self._group.broadcast([flat], options), when_done)
+        return self._begun(self._group.broadcast([copy], options), when_done)
+
+    def give(self, copy: torch.Tensor, flat: torch.Tensor) -> None:
+        flat.copy_(copy)
 
     def shut_down(self) -> None:
-        """From any thread: end what is under way, on all ranks. It may go on for a moment."""
         if self._group is not None:  # its ports may be somebody else's when it is gone
             shut_down(self._own, self._others)
 
     def release(self) -> None:
-        """Once: end everything in the background, since Gloo takes its time."""
+        """In the background, since Gloo takes its time."""
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None:
             shut_down(self._own, self._others)
-            # No daemon, as in builder.py.
+            # No daemon, as in construction.py.
             threading.Thread(target=self._release, args=(group, work), name="farandole-gloo-release").start()
 
     def _begun(self, work: dist.Work, when_done: Callable[[], None]) -> dist.Work:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from farandole.collectives.gloo.sockets import listens_at, shut_down
-from farandole.collectives.gloo.store import ExchangedStore
+from farandole.collectives.torch_groups.store import ExchangedStore
 
 
 @contextlib.contextmanager
@@ -39,11 +39,12 @@ def test_connections_from_and_to_a_port_end_and_all_others_stay() -> None:
 
 def test_a_device_of_gloos_is_found_by_what_it_tells_the_others() -> None:
     store = ExchangedStore(5)
-    store.bring([])
+    store.abandon()
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    with connected(), pytest.raises(LookupError):
+    with connected(), pytest.raises(TimeoutError):
         dist.ProcessGroupGloo(store, 0, 2, options)
+    store.close()
     found = listens_at(b"".join(store.mine.values()))
     assert found is not None
     host, port = found
