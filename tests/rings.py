@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import torch
 
+from farandole.collectives.device_transport import DeviceTransport
+from farandole.collectives.gloo.builder import connect_gloo
+from farandole.collectives.gloo.group import GlooGroup
 from farandole.collectives.hierarchical.builder import share_memory_within_hosts
 from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.listener import DataListener
+from farandole.collectives.nccl.builder import NcclGroups
+from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import RingBuilder
+from farandole.collectives.shared_memory.builder import share_memory
+from farandole.collectives.staging import StagedTransport
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import choose
 from farandole.membership import Address, GenerationId, Peer, Placement
@@ -135,6 +143,8 @@ def build(
             hierarchical = share_memory_within_hosts(built, layout(hosts, rank), among)
             assert not isinstance(hierarchical, str), hierarchical
             return hierarchical
+        if choice in ("staged", "device", "cuda", "nccl"):
+            return with_devices(built, choice)
         return choose(built, hosts, choice, among)[0]
 
     return Ring(in_threads(size, connect), hints)
@@ -149,3 +159,67 @@ def ring(size: int, check: Callable[[], None] | None = None, choice: str = "tcp"
         finally:
             for transport in built.transports:
                 transport.close()
+
+
+# Tensors on devices ------------------------------------------------------------------------------------------
+
+
+def with_devices(built: Transport, choice: str) -> Transport:
+    """What takes tensors on devices, upon a ring and shared memory.
+
+    staged  every tensor is staged, as if it were on a device
+    device  every tensor goes through a process group, as if that were NCCL's: it is Gloo's
+    cuda    tensors are on the one CUDA device, and staged
+    nccl    each rank's are on a CUDA device of its own
+    """
+    if not isinstance(built, RingTransport):
+        return OnDevice(built, "cuda:0") if choice in ("cuda", "nccl") else built
+    host = share_memory(built)
+    assert not isinstance(host, str), host
+    if choice == "staged":
+        return StagedTransport(host, is_host=lambda _: False)
+    staged = StagedTransport(host)
+    if choice == "device":
+        return DeviceTransport(staged, built, GlooDevices(built.rank), is_required=True)
+    if choice == "cuda":
+        return OnDevice(staged, "cuda:0")
+    return OnDevice(DeviceTransport(staged, built, NcclGroups(), is_required=True), f"cuda:{built.rank}")
+
+
+class GlooDevices:
+    """DeviceGroups of ranks whose device is the host's memory; they share it if they have the same number."""
+
+    name = "Gloo"
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def identity(self, device: torch.device) -> str:
+        return str(self._number)
+
+    def connect(self, ring: RingTransport, device: torch.device) -> GlooGroup | str:
+        return connect_gloo(ring)
+
+
+class OnDevice:
+    """A Transport whose tensors are on a device while it moves them."""
+
+    def __init__(self, inner: Transport, device: str) -> None:
+        self._inner, self._device = inner, device
+        self.rank, self.size = inner.rank, inner.size
+        self.all_gather, self.barrier = inner.all_gather, inner.barrier
+        self.wait_until_called, self.abort, self.close = inner.wait_until_called, inner.abort, inner.close
+
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        moved = tensor.detach().to(self._device)
+        notes = self._inner.all_reduce(moved, note, op)
+        tensor.detach().copy_(moved)
+        return notes
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        moved = tensor.detach().to(self._device)
+        self._inner.broadcast(moved, source)
+        tensor.detach().copy_(moved)

@@ -31,13 +31,28 @@ class Kind:
     choice = "tcp"
 
 
-@pytest.fixture(params=["tcp", "shm", "hierarchical", "gloo"], autouse=True)
+KINDS = [
+    *("tcp", "shm", "hierarchical", "gloo"),
+    *("staged", "device"),  # what tensors on devices take, in the host's memory: see rings.with_devices()
+    *(pytest.param(each, marks=pytest.mark.gpu) for each in ("cuda", "nccl")),
+]
+
+
+@pytest.fixture(params=KINDS, autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param in ("cuda", "nccl") and not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
     monkeypatch.setattr(Kind, "choice", request.param)
 
 
 def ring(size: int, check: Callable[[], None] | None = None) -> AbstractContextManager[Ring]:
+    skip_without_devices(size)
     return rings.ring(size, check, Kind.choice)
+
+
+def skip_without_devices(size: int) -> None:
+    if Kind.choice == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip(f"NCCL needs a CUDA device for each of {size} ranks, there are {torch.cuda.device_count()}")
 
 
 def inputs(size: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -259,7 +274,8 @@ def test_different_operations_are_an_error_on_every_rank_that_names_both(size: i
         assert [type(outcome) for outcome in outcomes] == [CollectiveMismatch] * size
         for outcome in outcomes:
             assert "barrier with a note of 1 bytes (operation " in str(outcome)
-            assert "all_reduce of 400000 bytes of float32 (operation " in str(outcome)
+            where = "_on_device" if Kind.choice in ("device", "nccl") else ""
+            assert f"all_reduce{where} of 400000 bytes of float32 (operation " in str(outcome)
         again = world.outcomes(lambda transport: transport.barrier())
         assert [str(outcome) for outcome in again] == [str(outcome) for outcome in outcomes]
 
@@ -316,6 +332,7 @@ def seconds_from_abort_to_error(world: Ring, call: Call) -> float:
 
 @pytest.mark.parametrize("name", BLOCKING)
 def test_an_abort_from_another_thread_ends_the_call_in_flight_within_5_ms(name: str) -> None:
+    skip_without_devices(2)
     taken_s = []
     with listeners(2) as opened:
         for _ in range(15):

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from farandole.collectives.buffers import combiner, flat_view
+from farandole.collectives.buffers import combiner, flat_on_its_device
 from farandole.collectives.reduction import Reduction
 from farandole.errors import GenerationEnded
 
@@ -33,7 +33,7 @@ class AloneTransport:
 
     def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         self._raise_if_ended("all_reduce")
-        flat_view(tensor)
+        flat_on_its_device(tensor)
         combiner(op)
         return [bytes(note)]
 
@@ -43,7 +43,7 @@ class AloneTransport:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         self._raise_if_ended("broadcast")
-        flat_view(tensor)
+        flat_on_its_device(tensor)
         if source != 0:
             raise ValueError(f"broadcast: source must be rank 0, the only one, got {source}")
 

@@ -55,10 +55,17 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError unless it is a contiguous CPU tensor of a dtype that can travel.
     """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"this transport takes CPU tensors, got shape {tuple(tensor.shape)} on {tensor.device}")
+    return flat_on_its_device(tensor)
+
+
+def flat_on_its_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The same for a tensor on any device that has memory."""
     dtype_code(tensor.dtype)
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.device.type == "meta" or not tensor.is_contiguous():
         raise ValueError(
-            f"a transport takes contiguous CPU tensors, got shape {tuple(tensor.shape)} with strides "
+            f"a transport takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()} on {tensor.device}"
         )
     return tensor.detach().view(-1)

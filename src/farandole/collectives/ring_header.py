@@ -26,6 +26,12 @@ class Operation(enum.IntEnum):
     ALL_GATHER = 2
     BROADCAST = 3
     BARRIER = 4
+    ALL_REDUCE_ON_DEVICE = 5  # all_reduce and broadcast of a tensor that does not leave its device
+    BROADCAST_ON_DEVICE = 6
+
+
+_REDUCING = (Operation.ALL_REDUCE, Operation.ALL_REDUCE_ON_DEVICE)
+_BROADCASTING = (Operation.BROADCAST, Operation.BROADCAST_ON_DEVICE)
 
 
 class Header(NamedTuple):
@@ -59,9 +65,9 @@ class Header(NamedTuple):
             text += f" of {self.total_bytes} bytes"
         if self.note_bytes:
             text += f" with a note of {self.note_bytes} bytes"
-        if self.operation is Operation.BROADCAST:
+        if self.operation in _BROADCASTING:
             text += f" from rank {self.source}"
-        if self.operation is Operation.ALL_REDUCE and self.source != Reduction.SUM:
+        if self.operation in _REDUCING and self.source != Reduction.SUM:
             text += f" by {Reduction(self.source).name.lower()}"
         return f"{text} (operation {self.sequence})"
 
@@ -78,6 +84,6 @@ def describe_packed(packed: bytes) -> str:
     """What a neighbour's header says, or that it is none."""
     magic, operation, dtype_code, source, sequence, total_bytes, note_bytes = _LAYOUT.unpack(packed)
     known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(Operation)
-    if not known or (operation == Operation.ALL_REDUCE and source not in list(Reduction)):
+    if not known or (operation in _REDUCING and source not in list(Reduction)):
         return "something that is no operation of this version"
     return Header(Operation(operation), sequence, dtype_code, source, total_bytes, note_bytes).describe()

@@ -24,7 +24,9 @@ class Transport(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
-        """Reduce a contiguous CPU tensor over all ranks, in place, with the same bits on every rank.
+        """Reduce a contiguous tensor over all ranks, in place, with the same bits on every rank. CPU tensors always;
+        those on another device where the process has one (staging.py, device_transport.py): what their current stream
+        was given before counts, and the result is there when the call returns.
 
         op    SUM, MIN, MAX or PRODUCT
         `note` (same length on all ranks) rides along without a message of its own; returns the notes of
@@ -37,7 +39,7 @@ class Transport(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite a contiguous CPU tensor with rank `source`'s (same shape and dtype everywhere)."""
+        """Overwrite a contiguous tensor with rank `source`'s (same shape and dtype everywhere)."""
         ...
 
     def barrier(self) -> None:

@@ -1,4 +1,5 @@
-"""Which transport a world gets: the fastest one that its workers have in common. worker/ asks it for each ring."""
+"""Which transport a world gets: the fastest one that its workers have in common. worker/ asks it for each ring, and for
+the steps' one also what becomes of tensors on devices."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
+import msgspec
+import torch
+
 from farandole.collectives.hierarchical.builder import Connect, share_memory_within_hosts
 from farandole.collectives.hierarchical.layout import layout
+from farandole.collectives.nccl.availability import own_problem
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory.builder import share_memory
+from farandole.collectives.staging import StagedTransport
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
 
-Choice = Literal["auto", "shm", "tcp", "hierarchical", "gloo"]
+Choice = Literal["auto", "shm", "tcp", "hierarchical", "gloo", "nccl"]
 
 CHOICES: tuple[str, ...] = get_args(Choice)
 
@@ -41,6 +47,7 @@ def decide(hosts: Sequence[Hashable], choice: str) -> Way:
             hierarchical  as auto
             tcp           TCP
             gloo          torch's Gloo: a reference, slower, and without proof of who connects
+            nccl          as auto; see for_devices()
     Raises ConfigError for another word, and for shm on several hosts.
     """
     if choice not in CHOICES:
@@ -82,8 +89,69 @@ def choose(ring: Transport, hosts: Sequence[Hashable], choice: str, connect: Con
         built = share_memory_within_hosts(ring, layout(hosts, ring.rank), connect)
     if not isinstance(built, str):
         return built, way
-    if choice != "auto":
+    if choice not in ("auto", "nccl"):
         raise ConfigError(f"--transport {choice}: no shared memory: {built}; use auto or tcp")
     if ring.rank == 0:
         logger.warning("tensors travel over TCP, not through shared memory: %s", built)
     return ring, Way.TCP
+
+
+# Tensors on devices ------------------------------------------------------------------------------------------
+
+
+class Devices(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has for NCCL.
+
+    count    CUDA devices that it sees
+    problem  why it cannot use NCCL
+    """
+
+    count: int = 0
+    problem: str = "nobody has asked"
+
+
+def own_devices(choice: str) -> Devices:
+    """This process's, where `choice` leaves it to them. No device is touched: a CUDA context takes memory on it."""
+    if choice not in ("auto", "nccl"):
+        return Devices()
+    return Devices(torch.cuda.device_count(), own_problem())
+
+
+def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str) -> bool:
+    """Whether CUDA tensors go through NCCL, if ranks turn out to have devices of their own. Pure.
+
+    hosts    where each rank is, by rank
+    devices  of each rank, by rank
+    With auto: if all can, and each host has a device for each of its workers. Raises ConfigError where one of them
+    cannot though `choice` says so.
+    """
+    if choice == "nccl":
+        for rank, each in enumerate(devices):
+            if each.problem:
+                raise ConfigError(f"--transport nccl: rank {rank} cannot use it: {each.problem}; use auto")
+        return True
+    if choice != "auto" or any(each.problem for each in devices):
+        return False
+    workers = Counter(hosts)
+    return all(workers[host] <= each.count for host, each in zip(hosts, devices, strict=True))
+
+
+def for_devices(
+    host: Transport, ring: Transport, way: Way, hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str
+) -> tuple[Transport, str]:
+    """`host` itself, or a transport that owns it and also takes tensors on devices; and how tensors move, for a person.
+
+    host  what choose() has made of `ring`, in this `way`
+    Raises ConfigError as uses_nccl() does.
+    """
+    through_nccl = uses_nccl(hosts, devices, choice)
+    if not isinstance(ring, RingTransport) or not torch.accelerator.is_available():
+        return host, way.value
+    staged = StagedTransport(host)
+    if not through_nccl:
+        return staged, way.value
+    from farandole.collectives.device_transport import DeviceTransport  # loaded by those only who need it
+    from farandole.collectives.nccl.builder import NcclGroups
+
+    transport = DeviceTransport(staged, ring, NcclGroups(), is_required=choice == "nccl")
+    return transport, f"{way.value}; those on CUDA devices through torch's NCCL, if each worker has a device of its own"

@@ -24,6 +24,7 @@ from farandole.env.horovod import (
 )
 from farandole.env.inheritance import changed_environment, inherited_environment
 from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
+from farandole.env.nccl import prepare_for_nccl
 
 __all__ = [
     "CheckpointEnv",
@@ -34,6 +35,7 @@ __all__ = [
     "checkpoint_environment",
     "horovod_environment",
     "inherited_environment",
+    "prepare_for_nccl",
     "read_bucket_mb",
     "read_checkpoint_env",
     "read_fixed_env",

@@ -169,10 +169,11 @@ def _transport(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how tensors travel").add_argument
     add(
         "--transport",
-        choices=("auto", "shm", "tcp", "hierarchical", "gloo"),
+        choices=("auto", "shm", "tcp", "hierarchical", "gloo", "nccl"),
         help="shm: through the memory that workers of one host share; tcp: over connections; hierarchical: through "
-        "memory on each host, over connections between hosts; gloo: through torch's Gloo, as a reference; auto: the "
-        "fastest that there is (default: FARANDOLE_TRANSPORT, or auto)",
+        "memory on each host, over connections between hosts; gloo: through torch's Gloo, as a reference; nccl: those "
+        "on CUDA devices through NCCL, or an error; auto: the fastest that there is (default: FARANDOLE_TRANSPORT, or "
+        "auto)",
     )
 
 

@@ -19,7 +19,7 @@ from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
-from farandole.collectives.transport_choice import Way, choose
+from farandole.collectives.transport_choice import Devices, Way, choose, for_devices, own_devices
 from farandole.collectives.world import World
 from farandole.env import read_transport
 from farandole.membership import Address, Peer, Placement
@@ -50,6 +50,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     address: Address
     host: str  # Placement.cross_rank does not tell hosts apart: it counts only those that have this local rank
     has_process_sets: bool
+    devices: Devices = Devices()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class WorldBuilder:
     ) -> None:
         self._listener, self._worker, self._host, self._settings = listener, worker, host, settings
         self._on_way = on_way
-        self._last_way: Way | None = None
+        self._last_way = ""
         self._on_broken, self._check, self._watch = on_broken, check, watch
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
@@ -96,7 +97,12 @@ class WorldBuilder:
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
         directory = _directory(ring, self._member())
-        steps, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s)
+        host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s)
+        steps, words = for_devices(
+            host, ring, way, [each.host for each in directory], [each.devices for each in directory], read_transport()
+        )
+        if steps is not host:
+            self._watch(start.id.number, steps)
         named_channel = channel + _NAMED * _CHANNELS_PER_TRANSPORT
         for_names = self._ring(start, named_channel, timeout_s)
         for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s)
@@ -111,11 +117,12 @@ class WorldBuilder:
         named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=self._settings())
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
         entered = World(start.id, start.placement, steps, named, is_homogeneous)
-        self._say(way, start)
+        self._say(words, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
     def _member(self) -> Member:
-        return Member(self._worker, self._listener.address, self._host, process_sets.has_added())
+        devices = own_devices(read_transport())
+        return Member(self._worker, self._listener.address, self._host, process_sets.has_added(), devices)
 
     def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
         """Of all members of `start`."""
@@ -144,11 +151,11 @@ class WorldBuilder:
             self._watch(start.id.number, transport)
         return transport, way
 
-    def _say(self, way: Way, start: Start) -> None:
+    def _say(self, way: str, start: Start) -> None:
         """Once, and when it has become another one."""
-        if way is not self._last_way and start.placement.rank == 0:
-            logger.info("generation %s: tensors move %s", start.id, way.value)
-            self._on_way(start.id.number, way.value)
+        if way != self._last_way and start.placement.rank == 0:
+            logger.info("generation %s: tensors move %s", start.id, way)
+            self._on_way(start.id.number, way)
         self._last_way = way
 
     def _reporter(self, number: int) -> OnBroken | None:

@@ -1,0 +1,158 @@
+"""All collectives where tensors on devices need not pass through the host's memory: words and CPU tensors take a
+transport of the host's, tensors on devices a process group of torch's. nccl/ says what is special about NCCL.
+
+The group is connected in the first operation on a tensor that it takes: only then it is known which device each rank
+uses, and a job that has no such tensors never waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+from farandole.collectives.buffers import combiner, dtype_code, flat_on_its_device
+from farandole.collectives.reduction import Reduction
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.staging import StagedTransport
+from farandole.collectives.torch_groups.operations import Group, GroupOperations
+from farandole.errors import ConfigError
+
+_OPERATIONS = (Operation.ALL_REDUCE_ON_DEVICE, Operation.BROADCAST_ON_DEVICE)
+_IDENTITY_BYTES = 64
+
+logger = logging.getLogger("farandole")
+
+
+class DeviceGroups(Protocol):
+    """How ranks connect their devices. name: for messages."""
+
+    name: str
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether tensors like this one are for the group."""
+        ...
+
+    def identity(self, device: torch.device) -> str:
+        """In up to 64 bytes: the same for two ranks only if they share the device."""
+        ...
+
+    def connect(self, ring: RingTransport, device: torch.device) -> Group | str:
+        """The group of all ranks of the ring, which call it at once; or, on all alike, why there is none. Raises
+        PeerLost and GenerationEnded."""
+        ...
+
+
+class DeviceTransport:
+    """A Transport (transport.py).
+
+    host         for words, and for tensors in the host's memory; for all tensors where devices cannot be connected.
+                 close() closes it
+    ring         the one of `host` that connects all ranks
+    is_required  raise ConfigError, on all ranks alike, where devices cannot be connected; else a warning says so once
+    """
+
+    def __init__(self, host: StagedTransport, ring: RingTransport, groups: DeviceGroups, is_required: bool) -> None:
+        self.host, self._ring, self._groups = host, ring, groups
+        self._is_required = is_required
+        self._device: torch.device | None = None  # that was connected, or that it was tried for
+        self._operations: GroupOperations | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._ring.rank
+
+    @property
+    def size(self) -> int:
+        return self._ring.size
+
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        if not self._groups.takes(tensor) or tensor.numel() == 0:
+            return self.host.all_reduce(tensor, note, op)
+        flat = flat_on_its_device(tensor)
+        combiner(op)
+        operations = self._connected(flat, Operation.ALL_REDUCE_ON_DEVICE, op)
+        if operations is None:
+            return self.host.all_reduce(flat, note, op)
+        return operations.all_reduce(flat, note, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if not self._groups.takes(tensor) or tensor.numel() == 0:
+            self.host.broadcast(tensor, source)
+            return
+        if not 0 <= source < self.size:
+            raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
+        flat = flat_on_its_device(tensor)
+        operations = self._connected(flat, Operation.BROADCAST_ON_DEVICE, source)
+        if operations is None:
+            self.host.broadcast(flat, source)
+        else:
+            operations.broadcast(flat, source)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self.host.all_gather(payload)
+
+    def barrier(self) -> None:
+        self.host.barrier()
+
+    def wait_until_called(self, wake: int) -> bool | None:
+        return self.host.wait_until_called(wake)
+
+    def abort(self, reason: str) -> None:
+        self.host.abort(reason)  # first: whoever is woken finds out why
+        operations = self._operations
+        if operations is not None:
+            operations.abort()
+
+    def close(self) -> None:
+        """Only while no collective runs. Later calls raise GenerationEnded."""
+        self.host.close()
+        if self._operations is not None:
+            self._operations.group.release()
+
+    def _connected(self, flat: torch.Tensor, operation: Operation, source: int) -> GroupOperations | None:
+        """The operations of the group; None where tensors have to take the way through the host."""
+        if self._device is None:
+            self._connect(flat, operation, source)
+        elif flat.device != self._device:
+            raise ValueError(
+                f"a tensor on {flat.device}, and the first one of this generation was on {self._device}: a worker "
+                f"has one device"
+            )
+        return self._operations
+
+    def _connect(self, flat: torch.Tensor, operation: Operation, source: int) -> None:
+        """In the middle of the first operation, so that ranks which are not in it learn of that, too."""
+        mine = self._groups.identity(flat.device).encode()[:_IDENTITY_BYTES].ljust(_IDENTITY_BYTES)
+        nbytes = flat.numel() * flat.element_size()
+        header = Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
+        connected: Group | str = shared_devices(self._ring.exchange(header, mine))
+        if not connected:
+            connected = self._groups.connect(self._ring, flat.device)
+        self._device = flat.device
+        if not isinstance(connected, str):
+            self._operations = GroupOperations(self._ring, connected, _OPERATIONS)
+        elif self._is_required:
+            raise ConfigError(f"--transport {self._groups.name.lower()}: {connected}; use auto")
+        elif self.rank == 0:
+            _warn_once(f"tensors on devices travel through the host's memory, not {self._groups.name}", connected)
+
+
+def shared_devices(identities: list[bytes]) -> str:
+    """By the ranks' devices: which of them share one; empty if none do."""
+    ranks: dict[bytes, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        ranks.setdefault(identity, []).append(rank)
+    shared = [", ".join(map(str, each)) for each in ranks.values() if len(each) > 1]
+    return f"ranks {' and ranks '.join(shared)} share a device" if shared else ""
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(what: str, why: str) -> None:
+    if why not in _warned:
+        _warned.add(why)
+        logger.warning("%s: %s", what, why)

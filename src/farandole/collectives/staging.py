@@ -1,0 +1,85 @@
+"""Tensors on other devices through a transport that moves memory of the host: they are copied there and back. The way
+of CUDA tensors without NCCL; on the wire nobody sees a difference.
+
+The copies are ordinary ones, queued behind what the tensor's current stream was given before, and the calling thread
+waits for each of them: what a call returns is there, and after one that raised nothing is written any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from farandole.collectives.buffers import flat_on_its_device
+from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Transport
+
+
+def is_in_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+class StagedTransport:
+    """A Transport (transport.py).
+
+    host     moves what is in its memory; close() closes it
+    is_host  whether it takes a tensor as it is
+    """
+
+    def __init__(self, host: Transport, is_host: Callable[[torch.Tensor], bool] = is_in_host_memory) -> None:
+        self.host, self._is_host = host, is_host
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def rank(self) -> int:
+        return self.host.rank
+
+    @property
+    def size(self) -> int:
+        return self.host.size
+
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        if self._is_host(tensor):
+            return self.host.all_reduce(tensor, note, op)
+        flat = flat_on_its_device(tensor)
+        copy = self._room_for(flat).copy_(flat)
+        notes = self.host.all_reduce(copy, note, op)
+        flat.copy_(copy)
+        return notes
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if self._is_host(tensor):
+            self.host.broadcast(tensor, source)
+            return
+        flat = flat_on_its_device(tensor)
+        copy = self._room_for(flat)
+        if self.rank == source:
+            copy.copy_(flat)
+        self.host.broadcast(copy, source)
+        if self.rank != source:
+            flat.copy_(copy)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self.host.all_gather(payload)
+
+    def barrier(self) -> None:
+        self.host.barrier()
+
+    def wait_until_called(self, wake: int) -> bool | None:
+        return self.host.wait_until_called(wake)
+
+    def abort(self, reason: str) -> None:
+        self.host.abort(reason)
+
+    def close(self) -> None:
+        self.host.close()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _room_for(self, flat: torch.Tensor) -> torch.Tensor:
+        """Uninitialized; the same memory for every operation, as much as the largest tensor needs."""
+        nbytes = flat.numel() * flat.element_size()
+        if self._memory.numel() < nbytes:
+            # Pinned, so that the device copies by itself, at its full speed.
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=flat.is_cuda)
+        return self._memory[:nbytes].view(flat.dtype)
