@@ -18,7 +18,7 @@ def mean(value: torch.Tensor, weight: float = ...) -> torch.Tensor: ...
 def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tensor:
     """Weighted mean over all workers: sum(weight * value) / sum(weight), the same bits everywhere.
 
-    value   a number, or a CPU tensor of any shape (the same on all workers)
+    value   a number, or a tensor of any shape (the same on all workers)
     weight  how much this worker's value counts, e.g. the number of samples behind it; not negative
 
     Summed in float64. A tensor comes back in its own shape and, if floating, dtype (else float64), without
@@ -26,9 +26,7 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
     """
     if weight < 0:
         raise ValueError(f"mean: weight must not be negative, got {weight}")
-    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-    if tensor.device.type != "cpu":
-        raise ValueError(f"mean: takes CPU tensors, got one on {tensor.device}; use value.cpu()")
+    tensor = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
     sums = torch.empty(tensor.numel() + 1, dtype=torch.float64)
     # A worker with weight 0 has nothing to say, not even NaN.
     sums[:-1] = tensor.reshape(-1).double() * weight if weight else 0.0
@@ -38,7 +36,7 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
     if not isinstance(value, torch.Tensor):
         return float(result.item())
     dtype = value.dtype if value.dtype.is_floating_point else torch.float64
-    return result.to(dtype).reshape(value.shape)
+    return result.to(dtype).reshape(value.shape).to(value.device)
 
 
 def any(flag: bool) -> bool:

@@ -16,6 +16,13 @@ from farandole.collectives.reduction import Reduction
 from farandole.collectives.transport import Transport
 
 
+def host_transport(transport: Transport) -> Transport:
+    """The one that moves tensors in the host's memory: the one below, where others take care of devices."""
+    while (below := getattr(transport, "host", None)) is not None:
+        transport = below
+    return transport
+
+
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 

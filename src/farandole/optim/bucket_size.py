@@ -27,17 +27,19 @@ class Surroundings:
     local_size     workers of its host
     threads        that its computations use
     is_by_network  tensors travel over connections, not through shared memory
+    is_on_device   what computes is no core
     """
 
     cores: int
     local_size: int
     threads: int
     is_by_network: bool
+    is_on_device: bool = False
 
     @property
     def has_core_to_spare(self) -> bool:
         """Whether something can go on in the background without taking a core from a backward pass."""
-        return self.is_by_network and self.cores > self.local_size * self.threads
+        return self.is_on_device or (self.is_by_network and self.cores > self.local_size * self.threads)
 
 
 def bucket_bytes(total_bytes: int, ranks: int, all_have_cores_to_spare: bool, pinned_bytes: int | None) -> int:

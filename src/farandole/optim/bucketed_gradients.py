@@ -19,6 +19,7 @@ from farandole.errors import StepError
 from farandole.optim.background import Background
 from farandole.optim.buckets import Buckets
 from farandole.optim.compressed import CompressedReduce
+from farandole.optim.device_order import Arrivals
 from farandole.optim.header import StepHeader
 from farandole.optim.parameters import describe
 from farandole.optim.plan_agreement import agree_on_buckets
@@ -44,6 +45,7 @@ class BucketedGradients:
         self._agreed_in: world.World | None = None
         self._place: dict[int, int] = {}  # of each parameter, its bucket's
         self._missing: list[int] = []  # gradients that each bucket waits for in this pass
+        self._arrivals: list[Arrivals] = []  # in each bucket
         self._given = 0  # so many buckets are reduced, or on their way
         self._flies_by: Transport | None = None
 
@@ -85,15 +87,19 @@ class BucketedGradients:
         if len(buckets) == 1 or self._agreed_in is not world.current():
             return False
         self._missing = [len(bucket.parameters) for bucket in buckets]
+        self._arrivals = [Arrivals(self._buckets.device) for _ in buckets]
         return True
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Its gradient is final on this rank. What is complete goes, but only after all that is before it: ranks differ
         in what is complete first."""
-        self._missing[self._place[id(parameter)]] -= 1
+        place = self._place[id(parameter)]
+        self._missing[place] -= 1
+        self._arrivals[place].note()
         transport = self._flies_by = world.current().transport
         while self._given < len(self._missing) - 1 and not self._missing[self._given]:
-            self._background.add(partial(self._all_reduce, transport, self._given, b""))
+            task = partial(self._all_reduce, transport, self._given, b"")
+            self._background.add(self._arrivals[self._given].before(task))
             self._given += 1
 
     def is_flying(self) -> bool:
@@ -144,7 +150,8 @@ class BucketedGradients:
         """Once in each generation, and after each change of the parameters."""
         total = self._buckets.total_bytes
         described = describe(self._names)
-        least = agree_on_buckets(here, self._digest, described, total, self._pinned_bytes)
+        is_on_device = self._buckets.device.type != "cpu"
+        least = agree_on_buckets(here, self._digest, described, total, self._pinned_bytes, is_on_device)
         self._buckets.cut(least)
         self._reduce.forget()
         buckets = self._buckets.buckets

@@ -9,6 +9,7 @@ import torch
 
 from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.optim.bucket_size import cut
+from farandole.optim.device_order import wait_for_device
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Bucket:
 
 
 class Buckets:
-    """One buffer for each dtype, and how they are cut. In the order in which gradients come: the last one's first.
+    """One buffer for each dtype, on the parameters' device, and how they are cut. In the order in which gradients come:
+    the last one's first.
 
     flats    the buffers
     buckets  at least one; empty if there are no parameters
@@ -28,6 +30,7 @@ class Buckets:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._order = list(reversed(parameters))
+        self.device = self._order[0].device if self._order else torch.device("cpu")
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in self._order:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -35,10 +38,11 @@ class Buckets:
         self._view: dict[int, torch.Tensor] = {}
         for dtype, members in by_dtype.items():
             sizes = [member.numel() for member in members]
-            flat = shareable_zeros(sum(sizes), dtype)
+            flat = shareable_zeros(sum(sizes), dtype, self.device)
             self.flats.append(flat)
             for member, piece in zip(members, torch.split(flat, sizes), strict=True):
                 self._view[id(member)] = piece.view_as(member)
+        wait_for_device(self.device)  # streams that put gradients here need not know of this one
         self.cut(0)
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:

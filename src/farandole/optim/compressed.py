@@ -40,7 +40,7 @@ class CompressedReduce:
         key = (flat.data_ptr(), flat.numel())
         small = self._sent.get(key)
         if small is None:
-            small = self._sent[key] = shareable_zeros(flat.numel(), self._dtype)
+            small = self._sent[key] = shareable_zeros(flat.numel(), self._dtype, flat.device)
         small.copy_(flat)
         notes = transport.all_reduce(small, note)
         flat.copy_(small)

@@ -12,13 +12,16 @@ from farandole.errors import ConfigError
 
 
 def check_devices(parameters: Mapping[torch.Tensor, str]) -> None:
-    """Raise ConfigError for parameters that are not on the CPU."""
+    """Raise ConfigError unless all parameters are on one device, the CPU or another one that has memory."""
+    first: torch.device | None = None
     for parameter, name in parameters.items():
-        if parameter.device.type != "cpu":
+        first = first or parameter.device
+        if parameter.device != first or first.type == "meta":
             devices = sorted({str(each.device) for each in parameters})
             raise ConfigError(
                 f"{name} of shape {tuple(parameter.shape)} is on {parameter.device}, and the optimizer's parameters "
-                f"are on {', '.join(devices)}; this version reduces CPU tensors only: keep the model on the CPU"
+                f"are on {', '.join(devices)}; a worker trains on one device: move the model to it, as in "
+                f"model.to(fd.device()), before the optimizer is made"
             )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from farandole.collectives.shared_memory.transport import SharedMemoryTransport
+from farandole.collectives.staging import host_transport
 from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch
 from farandole.optim.bucket_size import Surroundings, bucket_bytes
@@ -17,9 +18,15 @@ _WORD = struct.Struct("<4q")  # digest, bytes, whether there is a core to spare,
 
 
 def agree_on_buckets(
-    here: World, digest: int, described: Sequence[str], total_bytes: int, pinned_bytes: int | None
+    here: World,
+    digest: int,
+    described: Sequence[str],
+    total_bytes: int,
+    pinned_bytes: int | None,
+    is_on_device: bool = False,
 ) -> int:
     """The least bytes of a bucket, the same on all ranks: they all call it. What rank 0 was asked for counts.
+    `is_on_device`: gradients are, and so is what computes them.
 
     Raises CollectiveMismatch, alike on every rank, naming the first parameter that differs, unless all have the same
     digest; and what transports raise.
@@ -28,7 +35,8 @@ def agree_on_buckets(
         cores=_cores(),
         local_size=here.placement.local_size,
         threads=torch.get_num_threads(),
-        is_by_network=not isinstance(here.transport, SharedMemoryTransport),
+        is_by_network=not isinstance(host_transport(here.transport), SharedMemoryTransport),
+        is_on_device=is_on_device,
     )
     word = _WORD.pack(digest, total_bytes, around.has_core_to_spare, -1 if pinned_bytes is None else pinned_bytes)
     said = [_WORD.unpack(each) for each in here.transport.all_gather(word)]

@@ -32,8 +32,8 @@ _REFUSAL = (
 
 
 class BackgroundCopy:
-    """One set of copies at a time. Only tensors on the CPU wait for the thread: on other devices a copy is queued in
-    the order of the device's stream, and so is whatever changes the tensor afterwards."""
+    """One set of copies at a time. Only tensors on the CPU wait for the thread: those on other devices are copied at
+    once, in the caller's stream, which knows what was queued before."""
 
     def __init__(self) -> None:
         self._todo: deque[TensorPair] = deque()

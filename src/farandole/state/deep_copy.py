@@ -15,9 +15,13 @@ TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Snapshot:
-    """One value as it was at the last commit. Memory for tensors is used again by the next commit."""
+    """One value as it was at the last commit. Memory for tensors is used again by the next commit.
 
-    def __init__(self) -> None:
+    is_on_host  copies are in the host's memory, wherever the tensors are: for values that are copied back into theirs
+    """
+
+    def __init__(self, is_on_host: bool = False) -> None:
+        self._is_on_host = is_on_host
         self._value: Any = None
         self._targets: list[torch.Tensor] = []
 
@@ -49,9 +53,15 @@ class Snapshot:
     def _target(self, place: int, source: torch.Tensor) -> torch.Tensor:
         if place < len(self._targets):
             kept = self._targets[place]
-            if _layout(kept) == _layout(source):
+            if _layout(kept) == _layout(source) and kept.device == self._device(source):
                 return kept
-        return torch.empty_like(source, requires_grad=False)
+        device = self._device(source)
+        # Pinned, so that the device copies by itself, at its full speed.
+        is_pinned = source.is_cuda and device.type == "cpu"
+        return torch.empty_like(source, device=device, pin_memory=is_pinned, requires_grad=False)
+
+    def _device(self, source: torch.Tensor) -> torch.device:
+        return torch.device("cpu") if self._is_on_host else source.device
 
 
 def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
@@ -92,7 +102,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def _copied(value: Any) -> Any:

@@ -49,9 +49,12 @@ class StateHandler:
 class SnapshotHandler(StateHandler):
     """Base of the built-in handlers: what they remember is a deep copy of the value's state_dict()."""
 
+    is_on_host = False
+    """Whether load_state_dict() moves CPU tensors to where they belong: then the copy needs no device's memory."""
+
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(self.is_on_host)
         self.save()
 
     def save(self) -> None:
@@ -73,6 +76,8 @@ class SnapshotHandler(StateHandler):
 
 class ModelStateHandler(SnapshotHandler):
     """A torch.nn.Module: parameters, persistent buffers, extra state."""
+
+    is_on_host = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         finish_before_loading(model)
@@ -98,6 +103,8 @@ class ModelStateHandler(SnapshotHandler):
 
 class OptimizerStateHandler(SnapshotHandler):
     """A torch.optim.Optimizer: its state and the options of its groups."""
+
+    is_on_host = True
 
     def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
         state = self.value.state_dict()

@@ -63,7 +63,19 @@ def load_optimizer_entry(
         if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and old.shape == value.shape:
             old.copy_(value)
         else:
-            live[key] = value
+            live[key] = _beside(optimizer, parameter, key, value)
+
+
+def _beside(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> Any:
+    """Where torch has it after load_state_dict(): on the parameter's device, but for a step counter, which stays on the
+    CPU unless a kernel reads it."""
+    if not isinstance(value, torch.Tensor) or value.device == parameter.device:
+        return value
+    if key == "step":
+        group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
+        if not (group.get("capturable") or group.get("fused")):
+            return value
+    return value.to(parameter.device)
 
 
 def _refuse_unpicklable(name: str, value: object, error: Exception) -> None:

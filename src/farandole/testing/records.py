@@ -43,7 +43,7 @@ class Records:
         if self._file is not None:
             digest = hashlib.sha256()
             for parameter in state.model.parameters():
-                digest.update(parameter.detach().numpy().tobytes())
+                digest.update(parameter.detach().cpu().numpy().tobytes())
             self._write({"end": state.step, "parameters": digest.hexdigest(), **more})
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -24,9 +24,14 @@ _places: dict[int, Place] = {}
 """By the address of a storage: all that were made here and are alive."""
 
 
-def shareable_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Flat, on the CPU; in shared memory if it is large and the platform has that, else anywhere."""
+_CPU = torch.device("cpu")
+
+
+def shareable_zeros(numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+    """Flat; on the CPU in shared memory if it is large and the platform has that, else anywhere."""
     nbytes = numel * dtype.itemsize
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
     if nbytes < _LEAST_BYTES or not futex.is_supported():
         return torch.zeros(numel, dtype=dtype)
     try:
