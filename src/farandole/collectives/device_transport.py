@@ -48,14 +48,14 @@ class DeviceGroups(Protocol):
 class DeviceTransport:
     """A Transport (transport.py).
 
-    host         for words, and for tensors in the host's memory; for all tensors where devices cannot be connected.
+    below        for words, and for tensors in the host's memory; for all tensors where devices cannot be connected.
                  close() closes it
-    ring         the one of `host` that connects all ranks
+    ring         the one of `below` that connects all ranks
     is_required  raise ConfigError, on all ranks alike, where devices cannot be connected; else a warning says so once
     """
 
-    def __init__(self, host: StagedTransport, ring: RingTransport, groups: DeviceGroups, is_required: bool) -> None:
-        self.host, self._ring, self._groups = host, ring, groups
+    def __init__(self, below: StagedTransport, ring: RingTransport, groups: DeviceGroups, is_required: bool) -> None:
+        self.below, self._ring, self._groups = below, ring, groups
         self._is_required = is_required
         self._device: torch.device | None = None  # that was connected, or that it was tried for
         self._operations: GroupOperations | None = None
@@ -70,45 +70,45 @@ class DeviceTransport:
 
     def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         if not self._groups.takes(tensor) or tensor.numel() == 0:
-            return self.host.all_reduce(tensor, note, op)
+            return self.below.all_reduce(tensor, note, op)
         flat = flat_on_its_device(tensor)
         combiner(op)
         operations = self._connected(flat, Operation.ALL_REDUCE_ON_DEVICE, op)
         if operations is None:
-            return self.host.all_reduce(flat, note, op)
+            return self.below.all_reduce(flat, note, op)
         return operations.all_reduce(flat, note, op)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not self._groups.takes(tensor) or tensor.numel() == 0:
-            self.host.broadcast(tensor, source)
+            self.below.broadcast(tensor, source)
             return
         if not 0 <= source < self.size:
             raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
         flat = flat_on_its_device(tensor)
         operations = self._connected(flat, Operation.BROADCAST_ON_DEVICE, source)
         if operations is None:
-            self.host.broadcast(flat, source)
+            self.below.broadcast(flat, source)
         else:
             operations.broadcast(flat, source)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        return self.host.all_gather(payload)
+        return self.below.all_gather(payload)
 
     def barrier(self) -> None:
-        self.host.barrier()
+        self.below.barrier()
 
     def wait_until_called(self, wake: int) -> bool | None:
-        return self.host.wait_until_called(wake)
+        return self.below.wait_until_called(wake)
 
     def abort(self, reason: str) -> None:
-        self.host.abort(reason)  # first: whoever is woken finds out why
+        self.below.abort(reason)  # first: whoever is woken finds out why
         operations = self._operations
         if operations is not None:
             operations.abort()
 
     def close(self) -> None:
         """Only while no collective runs. Later calls raise GenerationEnded."""
-        self.host.close()
+        self.below.close()
         if self._operations is not None:
             self._operations.group.release()
 

@@ -18,7 +18,7 @@ from farandole.collectives.transport import Transport
 
 def host_transport(transport: Transport) -> Transport:
     """The one that moves tensors in the host's memory: the one below, where others take care of devices."""
-    while (below := getattr(transport, "host", None)) is not None:
+    while (below := getattr(transport, "below", None)) is not None:
         transport = below
     return transport
 
@@ -30,57 +30,57 @@ def is_in_host_memory(tensor: torch.Tensor) -> bool:
 class StagedTransport:
     """A Transport (transport.py).
 
-    host     moves what is in its memory; close() closes it
+    below    moves what is in the host's memory; close() closes it
     is_host  whether it takes a tensor as it is
     """
 
-    def __init__(self, host: Transport, is_host: Callable[[torch.Tensor], bool] = is_in_host_memory) -> None:
-        self.host, self._is_host = host, is_host
+    def __init__(self, below: Transport, is_host: Callable[[torch.Tensor], bool] = is_in_host_memory) -> None:
+        self.below, self._is_host = below, is_host
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def rank(self) -> int:
-        return self.host.rank
+        return self.below.rank
 
     @property
     def size(self) -> int:
-        return self.host.size
+        return self.below.size
 
     def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         if self._is_host(tensor):
-            return self.host.all_reduce(tensor, note, op)
+            return self.below.all_reduce(tensor, note, op)
         flat = flat_on_its_device(tensor)
         copy = self._room_for(flat).copy_(flat)
-        notes = self.host.all_reduce(copy, note, op)
+        notes = self.below.all_reduce(copy, note, op)
         flat.copy_(copy)
         return notes
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if self._is_host(tensor):
-            self.host.broadcast(tensor, source)
+            self.below.broadcast(tensor, source)
             return
         flat = flat_on_its_device(tensor)
         copy = self._room_for(flat)
         if self.rank == source:
             copy.copy_(flat)
-        self.host.broadcast(copy, source)
+        self.below.broadcast(copy, source)
         if self.rank != source:
             flat.copy_(copy)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        return self.host.all_gather(payload)
+        return self.below.all_gather(payload)
 
     def barrier(self) -> None:
-        self.host.barrier()
+        self.below.barrier()
 
     def wait_until_called(self, wake: int) -> bool | None:
-        return self.host.wait_until_called(wake)
+        return self.below.wait_until_called(wake)
 
     def abort(self, reason: str) -> None:
-        self.host.abort(reason)
+        self.below.abort(reason)
 
     def close(self) -> None:
-        self.host.close()
+        self.below.close()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _room_for(self, flat: torch.Tensor) -> torch.Tensor:

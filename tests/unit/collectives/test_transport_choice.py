@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.collectives.transport_choice import Way, decide
+from farandole.collectives.device_transport import shared_devices
+from farandole.collectives.transport_choice import Devices, Way, decide, own_devices, uses_nccl
 from farandole.errors import ConfigError
 
 
@@ -41,3 +42,44 @@ def test_shared_memory_alone_cannot_join_hosts(hosts: str) -> None:
 def test_an_unknown_word_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"one of auto, .*, got 'udp'"):
         decide("aa", "udp")
+
+
+FINE, NONE = Devices(2, ""), Devices(0, "torch finds no CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "is_used"),
+    [
+        ("aa", [FINE, FINE], True),
+        ("ab", [FINE, Devices(1, "")], True),
+        ("aaa", [FINE, FINE, FINE], False),  # three workers, two devices
+        ("aab", [FINE, FINE, NONE], False),
+        ("aa", [Devices(), Devices()], False),
+    ],
+)
+def test_nccl_is_for_worlds_with_a_device_for_each_worker(hosts: str, devices: list[Devices], is_used: bool) -> None:
+    assert uses_nccl(hosts, devices, "auto") is is_used
+    for choice in ("tcp", "shm", "hierarchical", "gloo"):
+        assert not uses_nccl(hosts, devices, choice)
+
+
+def test_nccl_is_refused_where_a_rank_cannot_use_it() -> None:
+    with pytest.raises(ConfigError, match="rank 1 cannot use it: torch finds no CUDA device; use auto"):
+        uses_nccl("ab", [FINE, NONE], "nccl")
+    assert uses_nccl("aaa", [FINE, FINE, FINE], "nccl")  # each may be shown another one; this is found out later
+
+
+@pytest.mark.parametrize(("hosts", "way"), [("aa", Way.SHARED_MEMORY), ("aab", Way.HIERARCHICAL), ("ab", Way.TCP)])
+def test_under_nccl_all_other_tensors_take_the_fastest_way(hosts: str, way: Way) -> None:
+    assert decide(hosts, "nccl") is way
+
+
+def test_only_who_may_use_nccl_looks_for_devices() -> None:
+    assert own_devices("tcp") == Devices()
+    assert own_devices("auto").problem != Devices().problem
+
+
+def test_ranks_that_share_a_device_are_named() -> None:
+    assert shared_devices([b"a", b"b"]) == ""
+    assert shared_devices([b"a", b"b", b"a"]) == "ranks 0, 2 share a device"
+    assert shared_devices([b"a", b"b", b"a", b"b"]) == "ranks 0, 2 and ranks 1, 3 share a device"

@@ -27,6 +27,10 @@ def test_through_shared_memory_nothing_goes_on_in_the_background() -> None:
     assert not around(cores=64, is_by_network=False).has_core_to_spare
 
 
+def test_where_a_device_computes_cores_are_to_spare() -> None:
+    assert Surroundings(1, 4, 1, is_by_network=False, is_on_device=True).has_core_to_spare
+
+
 def test_without_cores_to_spare_or_much_to_cut_there_is_one_bucket() -> None:
     assert bucket_bytes(100 * MB, 2, False, None) == 0
     assert bucket_bytes(1 * MB, 2, True, None) == 0
