@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test chaos schedules check format bench docs clean
+.PHONY: help demo test test-gpu chaos schedules check format bench docs clean
 
 help:  ## what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
 
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
@@ -14,6 +15,9 @@ demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 test: $(READY)  ## all tests but the long chaos runs
 	@echo "Running the tests, with real processes and real kills; this takes a few minutes ..."
 	@$(BIN)/python -m pytest
+
+test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
 
 chaos: $(READY)  ## many random schedules of kills, leaves and joins; CHAOS_SCHEDULES=100 CHAOS_SEED=1000
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos

@@ -143,7 +143,7 @@ def build(
             hierarchical = share_memory_within_hosts(built, layout(hosts, rank), among)
             assert not isinstance(hierarchical, str), hierarchical
             return hierarchical
-        if choice in ("staged", "device", "cuda", "nccl"):
+        if choice in ("device", "cuda", "nccl"):
             return with_devices(built, choice)
         return choose(built, hosts, choice, among)[0]
 
@@ -167,7 +167,6 @@ def ring(size: int, check: Callable[[], None] | None = None, choice: str = "tcp"
 def with_devices(built: Transport, choice: str) -> Transport:
     """What takes tensors on devices, upon a ring and shared memory.
 
-    staged  every tensor is staged, as if it were on a device
     device  every tensor goes through a process group, as if that were NCCL's: it is Gloo's
     cuda    tensors are on the one CUDA device, and staged
     nccl    each rank's are on a CUDA device of its own
@@ -176,8 +175,6 @@ def with_devices(built: Transport, choice: str) -> Transport:
         return OnDevice(built, "cuda:0") if choice in ("cuda", "nccl") else built
     host = share_memory(built)
     assert not isinstance(host, str), host
-    if choice == "staged":
-        return StagedTransport(host, is_host=lambda _: False)
     staged = StagedTransport(host)
     if choice == "device":
         return DeviceTransport(staged, built, GlooDevices(built.rank), is_required=True)

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from farandole.collectives import device_transport
+from farandole.collectives.buffers import DTYPES
 from farandole.collectives.device_transport import DeviceTransport
+from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.staging import StagedTransport, host_transport
 from farandole.collectives.torch_groups.construction import Construction
@@ -98,6 +100,31 @@ def test_the_transport_of_the_host_is_found_below_all_others() -> None:
         assert host_transport(built[1]) is built[1]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_staged_tensors_are_those_of_the_transport_below(dtype: torch.dtype) -> None:
+    with rings.ring(2, choice="shm") as world:
+        staged = [StagedTransport(each, is_host=lambda _: False) for each in world.transports]
+        for numel in (0, 1, 70_000, 1000):
+            tensors = [torch.full((numel,), 2 + rank).to(dtype) for rank in range(2)]
+            notes = rings.in_threads(2, lambda rank, of=tensors: staged[rank].all_reduce(of[rank], bytes([rank])))
+            assert notes == [[b"\0", b"\1"]] * 2
+            assert all(tensor.eq(5).all() for tensor in tensors)
+            rings.in_threads(2, lambda rank, of=tensors: staged[rank].all_reduce(of[rank], op=Reduction.MAX))
+            tensors[1].fill_(9)
+            rings.in_threads(2, lambda rank, of=tensors: staged[rank].broadcast(of[rank], 1))
+            assert all(tensor.eq(9).all() for tensor in tensors)
+
+
+def test_a_staged_tensor_stays_as_it_is_when_the_transport_below_ends() -> None:
+    with rings.ring(2, choice="shm") as world:
+        staged = StagedTransport(world.transports[0], is_host=lambda _: False)
+        tensor = torch.full((70_000,), 7.0)
+        threading.Timer(0.05, staged.abort, ["worker w1 was lost"]).start()
+        with pytest.raises(GenerationEnded, match="w1 was lost"):
+            staged.all_reduce(tensor)
+        assert tensor.eq(7.0).all()
+
+
 # A group in the making ---------------------------------------------------------------------------------------
 
 
@@ -156,9 +183,9 @@ def test_what_goes_wrong_on_one_rank_is_known_to_all_at_once() -> None:
 
 def test_an_abort_ends_the_wait_for_a_group_and_the_group() -> None:
     with making() as (built, both):
-        threading.Timer(0.1, lambda: [each.abort("worker w1 was lost") for each in built]).start()
+        threading.Timer(0.1, built[0].abort, ["worker w2 was lost"]).start()
         outcomes = rings.outcomes_in_threads(2, lambda rank: both[rank].construct(built[rank]))
-        assert [type(outcome) for outcome in outcomes] == [GenerationEnded] * 2
+        assert [type(outcome) for outcome in outcomes] == [GenerationEnded, PeerLost]
         assert all(each.given_up.wait(5) for each in both)
 
 

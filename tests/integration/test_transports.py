@@ -33,7 +33,7 @@ class Kind:
 
 KINDS = [
     *("tcp", "shm", "hierarchical", "gloo"),
-    *("staged", "device"),  # what tensors on devices take, in the host's memory: see rings.with_devices()
+    "device",  # what tensors on devices take, in the host's memory: see rings.with_devices()
     *(pytest.param(each, marks=pytest.mark.gpu) for each in ("cuda", "nccl")),
 ]
 

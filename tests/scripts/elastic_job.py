@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--frozen-mb", type=int, default=0, help="parameters that only have to be copied")
     parser.add_argument("--raise-once", type=Path, help="rank 1 makes this file at step 50, and raises")
     parser.add_argument("--exit-once", type=Path, help="rank 1 makes this file at step 50, and exits with code 0")
-    parser.add_argument("--device", type=torch.device, help="that of the worker's slot without it")
+    parser.add_argument("--device", default="cpu", help="slot: that of the worker's slot")
     parser.add_argument("--mean-each-step", action="store_true", help="a collective of the user's own")
     parser.add_argument("--records")
     options = parser.parse_args()
@@ -53,7 +53,7 @@ def main() -> None:
         torch.nn.Dropout(0.1),
         torch.nn.Linear(options.width, 1),
     )
-    device = fd.device() if options.device is None else options.device
+    device = fd.device() if options.device == "slot" else torch.device(options.device)
     model.to(device)
     if options.frozen_mb:
         model.frozen = torch.nn.Parameter(torch.rand(options.frozen_mb << 18, device=device), requires_grad=False)
