@@ -7,6 +7,7 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Literal, get_args
 
 import msgspec
@@ -114,6 +115,12 @@ def own_devices(choice: str) -> Devices:
     """This process's, where `choice` leaves it to them. No device is touched: a CUDA context takes memory on it."""
     if choice not in ("auto", "nccl"):
         return Devices()
+    return _own_devices()
+
+
+@cache
+def _own_devices() -> Devices:
+    """Once: counting may ask the driver, which takes milliseconds that a regroup does not have."""
     return Devices(torch.cuda.device_count(), own_problem())
 
 
