@@ -47,25 +47,39 @@ def graft(crew: Crew, graphs: Sequence[Graph], is_shared: bool = False) -> list[
     return [[next(grafted) for _ in graph.outs] for graph in graphs]
 
 
-def refuse_foreign(graph: Graph) -> None:
-    """Raise ConfigError when the replica has computed with something that needs a gradient and is none of its leaves:
+def traced(masters: Tensors, leaves: Tensors, outs: Tensors) -> Graph:
+    """The graph of one replica, with the leaves that it has used: torch calls the hooks of a parameter for each node
+    that could give it a gradient.
+
+    Raises ConfigError when the replica has computed with something that needs a gradient and is none of its leaves:
     that gradient would be lost."""
-    ours = {id(leaf) for leaf in graph.leaves}
-    waiting = [out.grad_fn for out in graph.outs if out.grad_fn is not None]
+    ours = {id(leaf) for leaf in leaves}
+    used = {id(out) for out in outs if out.is_leaf}
+    waiting = [out.grad_fn for out in outs if out.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in ours:
-            raise ConfigError(
-                f"forward() has used a tensor of shape {tuple(variable.shape)} that requires gradients and is neither "
-                "a parameter of the module that DataParallel has nor one of its inputs; register it, or pass it in. (A "
-                "parameter or a module that is reached through a plain list or a closure is not that of the replica)"
-            )
+        if variable is not None:
+            if id(variable) not in ours:
+                raise _foreign(variable)
+            used.add(id(variable))
+        elif node.name() == "CheckpointFunctionBackward":  # reentrant: what it has used does not show
+            used = ours
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
+    pairs = [(master, leaf) for master, leaf in zip(masters, leaves, strict=True) if id(leaf) in used]
+    return Graph([master for master, _ in pairs], [leaf for _, leaf in pairs], outs)
+
+
+def _foreign(variable: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"forward() has used a tensor of shape {tuple(variable.shape)} that requires gradients and is neither a "
+        "parameter of the module that DataParallel has nor one of its inputs; register it, or pass it in. (A "
+        "parameter or a module that is reached through a plain list or a closure is not that of the replica)"
+    )
 
 
 class _Node:
@@ -205,7 +219,7 @@ def _with_graph(
         tasks.append(partial(_some, graph, outs, leaves, [needed[place] for place in places], True, True))
     found = node.crew.run(tasks)
     inner = [
-        Graph(
+        traced(
             graph.masters + [grad for grad in given if grad.requires_grad],
             graph.leaves + [leaf for leaf in leaves if leaf.requires_grad],
             [grad for grad in grads if grad is not None and grad.requires_grad],

@@ -10,7 +10,7 @@ import torch
 
 from farandole.parallel.crew import Crew
 from farandole.parallel.dividing import Part
-from farandole.parallel.grafting import Graph, graft, refuse_foreign
+from farandole.parallel.grafting import Graph, graft, traced
 from farandole.parallel.nesting import changed
 from farandole.parallel.randomness import Draws, ReplicaRandomness
 from farandole.parallel.replicas import replicas
@@ -22,23 +22,16 @@ def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], crew: Cre
     inputs = [_Inputs(part) for part in parts]
     draws = Draws()
     try:
-        outputs = crew.run(
+        computed = crew.run(
             [
-                partial(_compute, copy, each, draws, place)
-                for place, (copy, each) in enumerate(zip(copies, inputs, strict=True))
+                partial(_compute, copy, each, masters, own, draws, place)
+                for place, (copy, each, own) in enumerate(zip(copies, inputs, leaves, strict=True))
             ]
         )
     finally:
         draws.close()
-    graphs = [
-        Graph(masters + each.masters, own + each.leaves, _outs(output))
-        for own, each, output in zip(leaves, inputs, outputs, strict=True)
-    ]
-    if not any(graph.outs for graph in graphs):
-        return outputs
-    refuse_foreign(graphs[0])
-    grafted = graft(crew, graphs)
-    return [_replaced(output, graph.outs, new) for output, graph, new in zip(outputs, graphs, grafted, strict=True)]
+    grafted = graft(crew, [graph for _, graph in computed])
+    return [_replaced(output, graph.outs, new) for (output, graph), new in zip(computed, grafted, strict=True)]
 
 
 class _Inputs:
@@ -59,9 +52,18 @@ class _Inputs:
         return self.leaves[-1].clone()  # what is no leaf may be changed in place, by ReLU(inplace=True) for one
 
 
-def _compute(replica: torch.nn.Module, inputs: _Inputs, draws: Draws, place: int) -> Any:
+def _compute(
+    replica: torch.nn.Module,
+    inputs: _Inputs,
+    masters: list[torch.Tensor],
+    leaves: list[torch.Tensor],
+    draws: Draws,
+    place: int,
+) -> tuple[Any, Graph]:
+    """In the replica's thread."""
     with ReplicaRandomness(draws, place):
-        return replica(*inputs.args, **inputs.kwargs)
+        output = replica(*inputs.args, **inputs.kwargs)
+    return output, traced(masters + inputs.masters, leaves + inputs.leaves, _outs(output))
 
 
 def _outs(output: Any) -> list[torch.Tensor]:
