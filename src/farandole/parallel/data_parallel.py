@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from farandole.errors import ConfigError
 from farandole.parallel.crew import Crew
@@ -81,7 +82,7 @@ class DataParallel(torch.nn.Module):
         self._placement = place(module, threads, device_ids, output_device)
         self._crew = Crew(self._placement.replicas)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # around it all may be compiled; this one loads the compiler when it is first called, if it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         placement = self._placement
         parts = divide(args, kwargs, self.dim, placement.replicas, self.min_share)

@@ -80,13 +80,16 @@ def _replica(modules: list[torch.nn.Module], replaced: dict[int, torch.Tensor], 
 
     for module in modules:
         new = copies[id(module)]
-        new._parameters = _mapped(module._parameters, lambda parameter: replaced.get(id(parameter), parameter))
-        # The dict itself: what is assigned in forward() stays, too.
-        new._buffers = module._buffers if keeps_buffers else _mapped(module._buffers, copied)
-        new._modules = _mapped(module._modules, lambda child: copies[id(child)])
-        names = getattr(module, "_flat_weights_names", None)
+        # Not by setattr(), with which torch looks for parameters and children: it took most of the time.
+        new.__dict__.update(
+            _parameters=_mapped(module._parameters, lambda parameter: replaced.get(id(parameter), parameter)),
+            # The dict itself: what is assigned in forward() stays, too.
+            _buffers=module._buffers if keeps_buffers else _mapped(module._buffers, copied),
+            _modules=_mapped(module._modules, lambda child: copies[id(child)]),
+        )
+        names = module.__dict__.get("_flat_weights_names")
         if names is not None:  # a recurrent layer keeps its parameters in a list, too
-            new._flat_weights = [getattr(new, name, None) for name in names]
+            new.__dict__["_flat_weights"] = [getattr(new, name, None) for name in names]
     root: torch.nn.Module = copies[id(modules[0])]
     return root
 
@@ -96,6 +99,14 @@ def _mapped(entries: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, 
 
 
 def _shallow(module: torch.nn.Module) -> torch.nn.Module:
-    """By torch's method, which modules override that keep references to their parts elsewhere."""
-    copy: torch.nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    """A class may know better than we what of its instances must not be shared."""
+    kind = type(module)
+    if kind._replicate_for_data_parallel is not _TORCHS_OWN:
+        known: torch.nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return known
+    copy = kind.__new__(kind)
+    copy.__dict__.update(module.__dict__, _is_replica=True)
     return copy
+
+
+_TORCHS_OWN = torch.nn.Module._replicate_for_data_parallel
