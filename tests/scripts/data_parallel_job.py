@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import farandole as fd
+from farandole.testing.quick_start import without_compiler
 
 SAMPLES, BATCH, EPOCHS = 105, 10, 5  # the last batch of an epoch has five samples, over all workers
 STEPS = -(-SAMPLES // BATCH) * EPOCHS
@@ -24,6 +25,8 @@ def main() -> None:
     parser.add_argument("--store", help="a file that does not exist yet, for DDP's group")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.way != "ddp":  # which needs it
+        without_compiler()
     fd.init()
     reference = model()
     threads = options.threads[fd.rank() % len(options.threads)]

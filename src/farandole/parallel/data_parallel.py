@@ -17,6 +17,15 @@ from farandole.parallel.placement import Device, place, refuse_elsewhere
 from farandole.parallel.replicas import refuse_in_replicas
 from farandole.parallel.threads import compute_in_threads
 
+_OF_STATE = (
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What decides how a module is saved and loaded: the same objects for both."""
+
 
 class DataParallel(torch.nn.Module):
     """A module whose forward and backward passes run on the parts of a batch at the same time.
@@ -76,7 +85,8 @@ class DataParallel(torch.nn.Module):
         # Not as a child: the names of parameters and buffers are the module's, not "module.weight".
         self.__dict__["module"] = module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        for shared in _OF_STATE:
+            setattr(self, shared, getattr(module, shared))
         self.training = module.training
         self.dim, self.scalars, self.min_share = dim, scalars, min_share
         self._placement = place(module, threads, device_ids, output_device)
