@@ -304,6 +304,7 @@ def test_an_exception_in_a_replica_comes_to_the_caller_with_its_traceback(where:
     assert_close([ours.weight.grad], [torch.full((5,), 4.0)])
 
 
+@pytest.mark.filterwarnings("ignore:This process")  # Python 3.12 and later on forks of processes with threads
 def test_it_works_in_a_forked_process() -> None:
     ours, x = DataParallel(twice(), threads=2), samples(4)
     ours(x)
