@@ -86,7 +86,7 @@ class _Node:
     """What the node in the caller's graph knows.
 
     graphs       None when a backward pass has freed them
-    is_shared    graphs are part of those of another node, whose backward pass must find them
+    is_shared    graphs are also part of those of another node, whose backward pass must find them whole
     """
 
     def __init__(
@@ -209,7 +209,6 @@ def _with_graph(
     node: _Node, graphs: Sequence[Graph], of_outs: Sequence[Gradients], needed: Sequence[bool]
 ) -> Gradients:
     """The same for backward(create_graph=True): gradients are outputs of the replicas, too, and are grafted."""
-    node.is_shared = True
     second, tasks = [], []
     for graph, grads, places in zip(graphs, of_outs, node.places, strict=True):
         given = [grad for grad in grads if grad is not None]

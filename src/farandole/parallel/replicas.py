@@ -87,9 +87,6 @@ def _replica(modules: list[torch.nn.Module], replaced: dict[int, torch.Tensor], 
             _buffers=module._buffers if keeps_buffers else _mapped(module._buffers, copied),
             _modules=_mapped(module._modules, lambda child: copies[id(child)]),
         )
-        names = module.__dict__.get("_flat_weights_names")
-        if names is not None:  # a recurrent layer keeps its parameters in a list, too
-            new.__dict__["_flat_weights"] = [getattr(new, name, None) for name in names]
     root: torch.nn.Module = copies[id(modules[0])]
     return root
 

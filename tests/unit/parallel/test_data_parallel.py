@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -311,6 +312,7 @@ def test_it_works_in_a_forked_process() -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(30)  # a child that hangs would hang us, too
         os.write(write, b"1" if torch.equal(ours(x), ours.module(x)) else b"0")
         os._exit(0)
     os.close(write)
