@@ -140,16 +140,16 @@ def _data_parallel(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Threads"
     yield "One process with `fd.DataParallel` beside the plain module with one thread, and with as many threads within"
     yield "each operation of torch; times of one thread by those of each, in turns: higher is faster."
-    yield "Processor time is DataParallel's by one thread's."
+    yield "Processor time is DataParallel's by one thread's; the bound is what free cores would bring at most."
     yield ""
-    yield "| model | samples | threads | one thread | DataParallel | within operations | processor time |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| model | samples | threads | one thread | DataParallel | within operations | processor time | bound |"
+    yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         low, speed, high = row["speed"]["ours"]
         yield (
             f"| {row['label']} | {row['samples']} | {row['threads']} | {row['ms']['one']:.1f} ms "
             f"| **{speed:.2f}** ({low:.2f} to {high:.2f}) | {row['speed']['inside'][1]:.2f} "
-            f"| {row['processor'][1]:.2f} |"
+            f"| {row['processor'][1]:.2f} | {row['bound'][1]:.2f} |"
         )
     yield ""
 
