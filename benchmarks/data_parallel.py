@@ -4,9 +4,9 @@ one     the plain module, one thread
 inside  the plain module, as many threads within each operation of torch
 ours    fd.DataParallel with as many threads, each with one within an operation
 
-A step is zero_grad, forward, loss and backward. Ratios are taken turn by turn. Two more ratios are of processor times,
-and hold on a busy machine, too: what DataParallel spends by what one thread does; and `bound`, one thread's time by that of
-the calling thread or of the others, whichever is longer: what free cores would bring at most.
+A step is zero_grad, forward, loss and backward. Ratios are taken turn by turn. Two more are of processor times, and
+hold on a busy machine, too: what DataParallel spends by what one thread does; and `bound`, one thread's time by that
+of the calling thread or of the others, whichever is longer: what free cores would bring at most.
 """
 
 from __future__ import annotations
