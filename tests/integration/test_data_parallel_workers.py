@@ -16,12 +16,11 @@ SCRIPT = str(SCRIPTS / "data_parallel_job.py")
 @pytest.mark.parametrize(
     "words",
     [
-        ["--way", "loader"],
         ["--way", "loader", "--threads", "2", "0"],  # one worker with two threads, the other without DataParallel
         ["--way", "horovod", "--threads", "2", "3"],
         ["--way", "ddp"],
     ],
-    ids=["loader", "one_of_two", "horovod", "ddp"],
+    ids=["one_of_two", "horovod", "ddp"],
 )
 def test_two_workers_with_threads_are_as_one_process_without(words: list[str], tmp_path: Path) -> None:
     done = farandole_run(
