@@ -43,6 +43,7 @@ def tables(results: Row) -> str:
         "all_reduce": _all_reduce,
         "commit": _commit,
         "memory": _memory,
+        "data_parallel": _data_parallel,
         "alone": _alone,
     }
     lines = [line for name, write_part in parts.items() if results.get(name) for line in write_part(results[name])]
@@ -132,6 +133,24 @@ def _memory(rows: Sequence[Row]) -> Iterator[str]:
         else:
             more = 100 * (row["over_ddp"] - 1)
             yield f"| Farandole, {TRANSPORTS[row['transport']]} | {row['mb']:.0f} MB | **{more:.1f} %** |"
+    yield ""
+
+
+def _data_parallel(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Threads"
+    yield "One process with `fd.DataParallel` beside the plain module with one thread, and with as many threads within"
+    yield "each operation of torch; times of one thread by those of each, in turns: higher is faster."
+    yield "Processor time is DataParallel's by one thread's; the bound is what free cores would bring at most."
+    yield ""
+    yield "| model | samples | threads | one thread | DataParallel | within operations | processor time | bound |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        low, speed, high = row["speed"]["ours"]
+        yield (
+            f"| {row['label']} | {row['samples']} | {row['threads']} | {row['ms']['one']:.1f} ms "
+            f"| **{speed:.2f}** ({low:.2f} to {high:.2f}) | {row['speed']['inside'][1]:.2f} "
+            f"| {row['processor'][1]:.2f} | {row['bound'][1]:.2f} |"
+        )
     yield ""
 
 

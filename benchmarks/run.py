@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import farandole
-from benchmarks import all_reduce, data_order, memory, plot, recovery, report, step_time
+from benchmarks import all_reduce, data_order, data_parallel, memory, plot, recovery, report, step_time
 from benchmarks.jobs import DEFAULT_TRANSPORTS, ROOT, TRANSPORTS
 from benchmarks.models import TASKS
 
@@ -40,6 +40,7 @@ def main() -> None:
         "commit": lambda: step_time.commit_table(options.transports, options.turns, _LONGER * options.seconds),
         "memory": lambda: memory.table(options.transports),
         "data-order": data_order.measure,
+        "data-parallel": lambda: data_parallel.table(options.turns, options.seconds),
         "alone": lambda: step_time.alone_table(_ALONE_MODELS, 4 * options.turns, options.seconds),
     }
     results = _before(options.output)
@@ -59,7 +60,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["recovery", "step-time", "all-reduce", "commit", "memory", "data-order", "alone"]
+    names = ["recovery", "step-time", "all-reduce", "commit", "memory", "data-order", "data-parallel", "alone"]
     parser.add_argument("--only", nargs="+", choices=names, help="these parts; the others stay as they were measured")
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), help="of the step times")
     parser.add_argument(

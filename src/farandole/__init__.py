@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from farandole.optim import distributed_optimizer as optimizer
     from farandole.optim.distributed_optimizer import DistributedOptimizer
     from farandole.optim.weighting import weight
+    from farandole.parallel.data_parallel import DataParallel
     from farandole.worker.capabilities import (
         ccl_built,
         cuda_built,
@@ -130,6 +131,7 @@ _HOMES = {
     "launch.run_function": "run",
     "optim.distributed_optimizer": "DistributedOptimizer",
     "optim.weighting": "weight",
+    "parallel.data_parallel": "DataParallel",
     "worker.capabilities": (
         "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "
         "mpi_threads_supported nccl_built rocm_built"
@@ -154,6 +156,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DataParallel",
     "DistributedOptimizer",
     "FarandoleError",
     "FatalError",

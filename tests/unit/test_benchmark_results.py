@@ -44,6 +44,13 @@ def test_the_picture_has_a_bar_for_each_row_and_for_each_mean() -> None:
     assert all("0.80 of DDP" in each for each in said)
 
 
+def test_the_threads_of_data_parallel_have_a_table() -> None:
+    ratios = {"speed": {"ours": [1.4, 1.5, 1.6], "inside": [1.0, 1.2, 1.3]}, "processor": [1, 1.1, 1.2]}
+    row = {"label": "A", "samples": 16, "threads": 2, "ms": {"one": 8.0}, "bound": [1.7, 1.8, 1.9], **ratios}
+    text = report.tables({"machine": MACHINE, "data_parallel": [row]})
+    assert "| A | 16 | 2 | 8.0 ms | **1.50** (1.40 to 1.60) | 1.20 | 1.10 | 1.80 |" in text
+
+
 def test_a_picture_of_a_single_row_has_no_mean() -> None:
     root = ElementTree.fromstring(plot.picture(ROWS[:1], MACHINE))
     assert len(list(root.iter(f"{SVG}title"))) == 1

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "optim": {"collectives", "state"},
     "data": {"collectives", "state"},
     "ledger": set(),
+    "parallel": set(),
     "checkpoint": {"state"},
     "worker": {"collectives", "state", "optim", "data", "ledger", "checkpoint"},
     "elastic": {"collectives", "state", "optim", "data", "worker"},

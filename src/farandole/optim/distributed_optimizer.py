@@ -111,6 +111,8 @@ class ReducingOptimizer(WrappedOptimizer):
         self._loss = options.loss
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # a Function that gives none for it
+            return
         batch = step.batch()
         if batch is not None:
             if self._native.waits_in is not batch:

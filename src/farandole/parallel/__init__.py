@@ -1,0 +1,1 @@
+"""One process, several threads or devices: fd.DataParallel."""

@@ -1,0 +1,150 @@
+"""DataParallel: one process, several threads or devices, one optimizer. Scripts put it around their module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from farandole.errors import ConfigError
+from farandole.parallel.crew import Crew
+from farandole.parallel.devices import compute_on_devices, moved
+from farandole.parallel.dividing import divide
+from farandole.parallel.joining import Scalars, join
+from farandole.parallel.placement import Device, place, refuse_elsewhere
+from farandole.parallel.replicas import refuse_in_replicas
+from farandole.parallel.threads import compute_in_threads
+
+_OF_STATE = (
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What decides how a module is saved and loaded: the same objects for both."""
+
+
+class DataParallel(torch.nn.Module):
+    """A module whose forward and backward passes run on the parts of a batch at the same time.
+
+    model = fd.DataParallel(model, threads=2)         # on the CPU
+    model = fd.DataParallel(model.cuda(), [0, 1])     # on two devices
+
+    module         on the CPU, or on the first device; it stays the master copy, which the optimizer moves
+    device_ids     CUDA devices; all of this machine, if the module is on one
+    output_device  where outputs go: the first device
+    dim            of tensors going in and coming out: the one of the samples
+    threads        replicas on the CPU; as many as torch uses within one operation, which are divided among them
+    scalars        tensors without dimensions, such as losses: their "mean", weighted by each replica's samples, so that
+                   it is that of the whole batch; their "sum"; or "each", a vector with one for each replica. A mean of
+                   integers is refused, unless they are the same
+    min_share      fewest samples of a replica: 2 for BatchNorm. A batch with fewer than twice as many is computed whole
+
+    Inputs may be nested in any way. Tensors are divided along `dim`, in parts that differ by one sample at most; those
+    of size 1 there, and all that is no tensor, come to each replica as they are. Tensors that come out are
+    concatenated; all that is no tensor must be the same in all replicas.
+
+    Gradients are those of the module: summed over the replicas before they reach a parameter, whose hooks fire once in
+    each pass. Losses that couple the samples of a batch, and BatchNorm, see a replica's part. Buffers are those that
+    the first replica leaves, attributes that forward() sets are lost. On the CPU random numbers of torch follow from
+    the state of its default generator (randomness.py), those of Python and numpy from who is first. Hooks of modules
+    run in each replica.
+
+    Parameters, buffers, state_dict() and attributes are the module's, by the module's names: what was saved with or
+    without DataParallel, also torch's, can be loaded with or without.
+
+    Raises ConfigError: from the constructor for parameters on several devices or without a shape, and for arguments
+    that do not fit the module; from forward() for inputs with different numbers of samples, outputs that do not fit
+    together, compiled and scripted modules, SyncBatchNorm, a tensor with gradients that is neither parameter nor input.
+    An exception in a replica is raised as it is, when all have ended.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        threads: int | None = None,
+        scalars: Scalars = "mean",
+        min_share: int = 1,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"DataParallel wraps a torch.nn.Module, got {type(module).__name__}")
+        if scalars not in ("mean", "sum", "each"):
+            raise ConfigError(f'DataParallel: scalars must be "mean", "sum" or "each", got {scalars!r}')
+        if isinstance(min_share, bool) or not isinstance(min_share, int) or min_share < 1:
+            raise ConfigError(f"DataParallel: min_share must be a number from 1 on, got {min_share!r}")
+        for each in module.modules():
+            refuse_in_replicas(each)
+        # Not as a child: the names of parameters and buffers are the module's, not "module.weight".
+        self.__dict__["module"] = module
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        for shared in _OF_STATE:
+            setattr(self, shared, getattr(module, shared))
+        self.training = module.training
+        self.dim, self.scalars, self.min_share = dim, scalars, min_share
+        self._placement = place(module, threads, device_ids, output_device)
+        self._crew = Crew(self._placement.replicas)
+
+    @_disable_dynamo  # around it all may be compiled; this one loads the compiler when it is first called, if it is
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        placement = self._placement
+        parts = divide(args, kwargs, self.dim, placement.replicas, self.min_share)
+        refuse_elsewhere(self.module, placement.home)
+        if len(parts) == 1:
+            home = placement.home
+            outputs = [
+                self.module(*moved(args, home), **moved(kwargs, home))
+                if placement.devices
+                else self.module(*args, **kwargs)
+            ]
+        elif placement.devices:
+            outputs = compute_on_devices(self.module, parts, placement, self._crew)
+        else:
+            outputs = compute_in_threads(self.module, parts, self._crew)
+        return join(outputs, [part.samples for part in parts], self.dim, self.scalars)
+
+    # All else is the module's ----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("module")
+        if module is None:  # while it is being unpickled
+            return super().__getattr__(name)
+        return getattr(module, name)
+
+    def train(self, mode: bool = True) -> DataParallel:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> DataParallel:
+        self.module.apply(fn)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The module's; names that all begin with "module.", as torch.nn.DataParallel and DistributedDataParallel save
+        them, are taken, too."""
+        if state_dict and "module" not in self._modules and all(name.startswith("module.") for name in state_dict):
+            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DataParallel:
+        self.module._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        where = ", ".join(map(str, self._placement.devices)) or f"threads={self._placement.threads}"
+        return f"{type(self.module).__name__}, {where}"
