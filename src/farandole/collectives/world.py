@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,12 +32,20 @@ class World:
 
 _current: World | None = None
 _refusal: str | None = None
+_on_enter: list[Callable[[World | None], None]] = []
 
 
 def enter(world: World | None) -> None:
     """Make `world` the current one; None after shutdown()."""
     global _current
     _current = world
+    for callback in _on_enter:
+        callback(world)
+
+
+def on_enter(callback: Callable[[World | None], None]) -> None:
+    """From now on `callback(world)` is called whenever a world has become the current one."""
+    _on_enter.append(callback)
 
 
 def current() -> World:
