@@ -11,6 +11,7 @@ from farandole.errors import NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 
 if TYPE_CHECKING:
+    from farandole.collectives.mail.mail import Mail
     from farandole.collectives.named.engine import NamedCollectives
 
 
@@ -20,6 +21,7 @@ class World:
 
     transport       for the main thread: gradients, agreements, state. All ranks make the same calls in the same order
     named           the named collectives, on connections of their own
+    mail            letters from one rank to another; for the main thread, too
     is_homogeneous  every host has the same number of workers
     """
 
@@ -28,6 +30,7 @@ class World:
     transport: Transport
     named: NamedCollectives | None = None
     is_homogeneous: bool = True
+    mail: Mail | None = None
 
 
 _current: World | None = None

@@ -11,11 +11,13 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
+from farandole.collectives.buffers import byte_view
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.process_group import failures, moving, reducing
 from farandole.process_group.members import Members
-from farandole.process_group.works import Done
+from farandole.process_group.memory import as_bytes, contiguous, require_cpu
+from farandole.process_group.works import Done, Receiving
 
 BACKEND = "farandole"
 
@@ -202,6 +204,35 @@ class FarandoleGroup(ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done:  # type: ignore[override]
         return self._do("barrier", [], lambda transport: transport.barrier())
 
+    # From one rank to another --------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Done:
+        """Returns when the message is on its way: the tensor may be changed."""
+        self._operations += 1
+        try:
+            mail, ranks, group = self.members.mail("send")
+            for tensor in tensors:
+                mail.send(ranks[target], _subject(group, tag), byte_view(as_bytes(contiguous(tensor))))
+        except RecoverableError as error:
+            failures.remember(error)
+            raise
+        return Done(tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Receiving:
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Receiving:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Receiving:
+        if len(tensors) != 1:
+            raise ValueError(f"recv: one tensor at a time, got {len(tensors)}")
+        require_cpu(tensors[0])
+        self._operations += 1
+        mail, ranks, group = self.members.mail("recv")
+        expected = mail.expect(None if source is None else ranks[source], _subject(group, tag))
+        return Receiving(mail, expected, tensors[0], ranks)
+
     # Names that c10d had for them before ---------------------------------------------------------------------
 
     def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Done:
@@ -264,6 +295,11 @@ class FarandoleGroup(ProcessGroup):
 
 def _several(tensors: Tensors | torch.Tensor) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _subject(group: bytes, tag: int) -> bytes:
+    """Of messages; those of collectives have 16 bytes of a digest in front."""
+    return b"message " + group + tag.to_bytes(8, "big", signed=True)
 
 
 def _op(opts: Any) -> ReduceOp:

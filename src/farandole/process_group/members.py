@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Protocol
 
 from farandole.collectives import world
+from farandole.collectives.alone import AloneTransport
+from farandole.collectives.mail.mail import Mail
+from farandole.collectives.mail.transport import MailTransport
 from farandole.collectives.transport import Transport
+from farandole.errors import GroupOutdated
+
+_EVERYBODYS = bytes(8)
 
 
 class Members(Protocol):
@@ -19,6 +27,11 @@ class Members(Protocol):
 
     def transport(self, op: str) -> Transport:
         """For the operation `op`, which is about to begin. Raises what makes it impossible."""
+        ...
+
+    def mail(self, op: str) -> tuple[Mail, Sequence[int], bytes]:
+        """As transport(), for letters: the mail, the members by their ranks in it, and 8 bytes that tell this group's
+        letters from those of others."""
         ...
 
     def close(self) -> None: ...
@@ -39,5 +52,70 @@ class Everybody:
         world.raise_if_refused(op)
         return world.current().transport
 
+    def mail(self, op: str) -> tuple[Mail, Sequence[int], bytes]:
+        world.raise_if_refused(op)
+        return _mail_of(world.current(), op), range(self.size), _EVERYBODYS
+
     def close(self) -> None:
         """The world stays: it is fd.shutdown() that leaves it."""
+
+
+class Some:
+    """Some ranks of one generation, or all in another order. With it, they end.
+
+    ranks   the members, in the order of the group
+    number  how many groups of the same members were made before in this generation: alike on all of them
+    """
+
+    def __init__(self, ranks: Sequence[int], number: int) -> None:
+        self._world, self._ranks = world.current(), list(ranks)
+        self._digest = blake2b(repr((self._ranks, number)).encode(), digest_size=16).digest()
+        self._transport: Transport | None = None
+        self._is_closed = False
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.index(self._world.placement.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def transport(self, op: str) -> Transport:
+        self._raise_if_over(op)
+        if self._transport is None:
+            self._transport = self._connect(op)
+        return self._transport
+
+    def mail(self, op: str) -> tuple[Mail, Sequence[int], bytes]:
+        self._raise_if_over(op)
+        return _mail_of(self._world, op), self._ranks, self._digest[:8]
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _connect(self, op: str) -> Transport:
+        if self._ranks == list(range(self._world.placement.size)):
+            return self._world.transport  # all ranks make the same calls on both, in the same order
+        if len(self._ranks) == 1:
+            return AloneTransport(self._world.id.number)
+        return MailTransport(_mail_of(self._world, op), self._ranks, self._digest)
+
+    def _raise_if_over(self, op: str) -> None:
+        world.raise_if_refused(op)
+        here = world.current()
+        if here is not self._world:
+            raise GroupOutdated(
+                f"{op}: this group was made of ranks {self._ranks} in generation {self._world.id}, and this is "
+                f"generation {here.id}: who has these ranks now, if anybody, is not the same. Make groups and device "
+                f"meshes inside the elastic function, which is called again, or in a callback of "
+                f"state.register_reset_callbacks()"
+            )
+        if self._is_closed:
+            raise GroupOutdated(f"{op}: this group of ranks {self._ranks} was destroyed")
+
+
+def _mail_of(here: world.World, op: str) -> Mail:
+    if here.mail is None:
+        raise ValueError(f"{op}: this worker is alone, there is nobody to write to")
+    return here.mail

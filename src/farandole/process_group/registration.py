@@ -15,10 +15,11 @@ from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
 from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.process_group.group import BACKEND, FarandoleGroup
-from farandole.process_group.members import Everybody
+from farandole.process_group.members import Everybody, Some
 from farandole.process_group.store import NoStore
 
 _init: Callable[[], None] | None = None
+_made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: how many there were before
 
 
 def register(init: Callable[[], None]) -> None:
@@ -76,13 +77,26 @@ def _create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup
     _enter_world()
     here = world.current().placement
     if opts.global_ranks_in_group:
-        raise ConfigError("not yet")
+        return _subgroup(list(opts.global_ranks_in_group))
     if (opts.group_rank, opts.group_size) != (here.rank, here.size):
         raise ConfigError(
             f"init_process_group(rank={opts.group_rank}, world_size={opts.group_size}): this is rank {here.rank} of "
             f"{here.size}, and that may change; leave rank, world_size, RANK and WORLD_SIZE out"
         )
+    _open_mail(world.current())
     return FarandoleGroup(Everybody())
+
+
+def _subgroup(ranks: list[int]) -> FarandoleGroup:
+    """Called on its members only, for each group of the same ranks in the same order."""
+    if not isinstance(dist.group.WORLD, FarandoleGroup):
+        raise ConfigError(
+            f'new_group(backend="farandole"): the default group is one of {dist.get_backend()}, whose ranks need not '
+            f'be ours; call init_process_group("farandole")'
+        )
+    key = tuple(ranks)
+    number = _made[key] = _made.get(key, -1) + 1
+    return FarandoleGroup(Some(ranks, number))
 
 
 def _enter_world() -> None:
@@ -92,6 +106,20 @@ def _enter_world() -> None:
 
 def _follow(entered: world.World | None) -> None:
     """A generation has begun: c10d's own notes of the default group are those of its size."""
+    _made.clear()
     group = dist.group.WORLD
     if entered is not None and isinstance(group, FarandoleGroup):
+        _open_mail(entered)
+        _forget_subgroups()
         _world.pg_group_ranks[group] = {rank: rank for rank in range(entered.placement.size)}
+
+
+def _forget_subgroups() -> None:
+    """Who looks for a group of some ranks must not find one of the last generation, but make a new one."""
+    for tag, groups in _world.tags_to_pg.items():
+        _world.tags_to_pg[tag] = [each for each in groups if each is dist.group.WORLD]
+
+
+def _open_mail(entered: world.World) -> None:
+    if entered.mail is not None:
+        entered.mail.open()
