@@ -127,13 +127,13 @@ def _reduce_sparse(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> 
     total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape).coalesce()
     if _kind(op) == ReduceOp.AVG:
         total = total / transport.size
-    tensor.detach().copy_(total)
+    tensor.copy_(total)  # not of a detached one: that would get the indices, and not this
 
 
 def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
     """c10d passes both: ReduceOp.SUM, and a ReduceOp of that kind."""
-    kind: Any = op
-    return kind.op if isinstance(op, ReduceOp) else kind  # type: ignore[no-any-return]
+    either: Any = op
+    return getattr(either, "op", either)  # type: ignore[no-any-return]
 
 
 def _name(op: ReduceOp) -> str:

@@ -24,9 +24,7 @@ class NoStore(Store):
         )
 
 
-_OPERATIONS = (
-    "set get add wait check compare_set delete_key num_keys append multi_get multi_set queue_push queue_pop queue_len"
-)
+_OPERATIONS = "set get add wait check compare_set delete_key num_keys append multi_get multi_set clone"
 
 for _name in _OPERATIONS.split(" "):
     setattr(NoStore, _name, NoStore._refuse)
