@@ -124,7 +124,8 @@ def _reduce_sparse(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> 
     values = [mine.values().new_empty((count, *mine.values().shape[1:])) for count in counts]
     gather_tensors(transport, mine.indices().contiguous(), indices)
     gather_tensors(transport, mine.values().contiguous(), values)
-    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape).coalesce()
+    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False)
+    total = total.coalesce()
     if _kind(op) == ReduceOp.AVG:
         total = total / transport.size
     tensor.copy_(total)  # not of a detached one: that would get the indices, and not this

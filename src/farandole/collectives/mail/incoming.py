@@ -70,6 +70,7 @@ class Incoming:
             for entry in list(self._selector.get_map().values()):
                 if isinstance(entry.fileobj, socket.socket) and entry.fileobj is not self._listener.sock:
                     entry.fileobj.close()
+            self._wake.close()
             self._selector.close()
             self._listener.close()
 
