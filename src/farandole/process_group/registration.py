@@ -18,6 +18,8 @@ from farandole.process_group.group import BACKEND, FarandoleGroup
 from farandole.process_group.members import Everybody, Some
 from farandole.process_group.store import NoStore
 
+_no_store = NoStore()  # torch keeps but the part of it that is C++
+
 _init: Callable[[], None] | None = None
 _made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: how many there were before
 
@@ -59,7 +61,7 @@ def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]
     _enter_world()
     here = world.current().placement
     said = _query_to_dict(urlparse(url).query)
-    yield NoStore(), int(said.get("rank", here.rank)), int(said.get("world_size", here.size))
+    yield _no_store, int(said.get("rank", here.rank)), int(said.get("world_size", here.size))
 
 
 def _backend_asked_for() -> str | None:
