@@ -65,6 +65,11 @@ class Mail:
         self._incoming: Incoming | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def address(self) -> Address:
+        """Where the others reach this worker."""
+        return self._listener.address
+
     def open(self) -> None:
         """From now on letters are taken in. Idempotent."""
         with self._changed:
