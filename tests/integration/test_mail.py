@@ -17,6 +17,7 @@ from farandole.collectives.mail.incoming import CHANNEL
 from farandole.collectives.mail.mail import Correspondent, Mail
 from farandole.collectives.mail.transport import MailTransport
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.ring import OnBroken
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
 from tests.rings import KEY, in_threads
@@ -26,10 +27,10 @@ SUBJECT = b"s" * 16
 
 
 @contextmanager
-def mails(size: int) -> Iterator[list[Mail]]:
+def mails(size: int, on_broken: OnBroken | None = None) -> Iterator[list[Mail]]:
     listeners = [DataListener() for _ in range(size)]
     everybody = [Correspondent(f"w{rank}", listener.address) for rank, listener in enumerate(listeners)]
-    made = [Mail(listener, GENERATION, KEY, rank, everybody) for rank, listener in enumerate(listeners)]
+    made = [Mail(listener, GENERATION, KEY, rank, everybody, on_broken) for rank, listener in enumerate(listeners)]
     for mail in made:
         mail.open()
     try:
@@ -61,12 +62,14 @@ def test_an_empty_letter() -> None:
 
 
 def test_a_rank_that_goes_is_lost_for_who_waits_for_it_and_what_it_sent_arrives() -> None:
-    with mails(2) as (one, other):
+    hints: list[tuple[str, str, str]] = []
+    with mails(2, lambda *hint: hints.append(hint)) as (one, other):
         one.send(1, b"first", b"text")
         one.close()
         assert other.receive(0, b"first") == b"text"
         with pytest.raises(PeerLost, match="receive failed in generation 7: lost rank 0"):
             other.receive(0, b"second")
+        assert hints == [("w0", "receive", "end of file")]
         with pytest.raises(GenerationEnded):  # and so does everything after it
             other.receive(0, b"third")
 

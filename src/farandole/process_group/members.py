@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
@@ -68,51 +69,58 @@ class Some:
     """
 
     def __init__(self, ranks: Sequence[int], number: int) -> None:
-        self._world, self._ranks = world.current(), list(ranks)
+        here = world.current()
+        self._world, self._ranks, self._placement = weakref.ref(here), list(ranks), here.placement
+        self._generation = here.id
         self._digest = blake2b(repr((self._ranks, number)).encode(), digest_size=16).digest()
         self._transport: Transport | None = None
         self._is_closed = False
 
     @property
     def rank(self) -> int:
-        return self._ranks.index(self._world.placement.rank)
+        return self._ranks.index(self._placement.rank)
 
     @property
     def size(self) -> int:
         return len(self._ranks)
 
     def transport(self, op: str) -> Transport:
-        self._raise_if_over(op)
+        here = self._require_own_world(op)
         if self._transport is None:
-            self._transport = self._connect(op)
+            self._transport = self._connect(here, op)
         return self._transport
 
     def mail(self, op: str) -> tuple[Mail, Sequence[int], bytes]:
-        self._raise_if_over(op)
-        return _mail_of(self._world, op), self._ranks, self._digest[:8]
+        return _mail_of(self._require_own_world(op), op), self._ranks, self._digest[:8]
 
     def close(self) -> None:
         self._is_closed = True
+        self.forget()
 
-    def _connect(self, op: str) -> Transport:
-        if self._ranks == list(range(self._world.placement.size)):
-            return self._world.transport  # all ranks make the same calls on both, in the same order
+    def forget(self) -> None:
+        """Its generation is over: what is large of that must not live on in a group that somebody has kept."""
+        self._transport = None
+
+    def _connect(self, here: world.World, op: str) -> Transport:
+        if self._ranks == list(range(here.placement.size)):
+            return here.transport  # all ranks make the same calls on both, in the same order
         if len(self._ranks) == 1:
-            return AloneTransport(self._world.id.number)
-        return MailTransport(_mail_of(self._world, op), self._ranks, self._digest)
+            return AloneTransport(here.id.number)
+        return MailTransport(_mail_of(here, op), self._ranks, self._digest)
 
-    def _raise_if_over(self, op: str) -> None:
+    def _require_own_world(self, op: str) -> world.World:
         world.raise_if_refused(op)
         here = world.current()
-        if here is not self._world:
+        if here is not self._world():
             raise GroupOutdated(
-                f"{op}: this group was made of ranks {self._ranks} in generation {self._world.id}, and this is "
+                f"{op}: this group was made of ranks {self._ranks} in generation {self._generation}, and this is "
                 f"generation {here.id}: who has these ranks now, if anybody, is not the same. Make groups and device "
                 f"meshes inside the elastic function, which is called again, or in a callback of "
                 f"state.register_reset_callbacks()"
             )
         if self._is_closed:
             raise GroupOutdated(f"{op}: this group of ranks {self._ranks} was destroyed")
+        return here
 
 
 def _mail_of(here: world.World, op: str) -> Mail:

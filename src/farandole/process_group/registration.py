@@ -118,6 +118,9 @@ def _follow(entered: world.World | None) -> None:
 
 def _forget_subgroups() -> None:
     """Who looks for a group of some ranks must not find one of the last generation, but make a new one."""
+    for group in _world.pg_map:
+        if isinstance(group, FarandoleGroup) and isinstance(group.members, Some):
+            group.members.forget()
     for tag, groups in _world.tags_to_pg.items():
         _world.tags_to_pg[tag] = [each for each in groups if each is dist.group.WORLD]
 

@@ -139,7 +139,8 @@ class WorldBuilder:
 
     def _mail(self, listener: DataListener, start: Start, directory: list[Member]) -> Mail:
         correspondents = [Correspondent(member.worker, member.mail) for member in directory]
-        mail = Mail(listener, start.id, start.data_key, start.placement.rank, correspondents, self._check)
+        number, rank = start.id.number, start.placement.rank
+        mail = Mail(listener, start.id, start.data_key, rank, correspondents, self._reporter(number), self._check)
         self._watch(start.id.number, mail)
         return mail
 

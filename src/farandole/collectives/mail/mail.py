@@ -21,6 +21,7 @@ from farandole.collectives.handshake import Introduction
 from farandole.collectives.listener import DataListener
 from farandole.collectives.mail.incoming import CHANNEL, FRAME, SUBJECT_BYTES, Incoming
 from farandole.collectives.mail.letters import Expected, Letter, Letters
+from farandole.collectives.ring import OnBroken
 from farandole.errors import GenerationEnded, PeerLost
 from farandole.membership import Address, GenerationId
 
@@ -42,7 +43,8 @@ class Mail:
     """send(), expect() and wait_for() are for the main thread, abort() is for any. Any failure ends it: the others see
     their connections end, and know.
 
-    check  called at least once a second while something waits; may raise
+    on_broken  called with (worker of the peer, "send" | "receive" | "connect", detail) before PeerLost is raised
+    check      called at least once a second while something waits; may raise
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Mail:
         key: bytes,
         rank: int,
         correspondents: Sequence[Correspondent],
+        on_broken: OnBroken | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.rank, self.size, self.generation = rank, len(correspondents), generation.number
-        self._listener, self._id, self._key, self._check = listener, generation, key, check
+        self._listener, self._id, self._key = listener, generation, key
+        self._on_broken, self._check = on_broken, check
         self._correspondents = correspondents
         self._letters = Letters()
         self._changed = threading.Condition()
@@ -222,6 +226,8 @@ class Mail:
         self._raise_if_ended(op)
         error = PeerLost(op, self.generation, rank, detail)
         self.abort(str(error))
+        if self._on_broken is not None:
+            self._on_broken(self._correspondents[rank].worker, op, detail)
         raise error
 
     def _raise_if_ended(self, op: str) -> None:
