@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.distributed.nn.functional
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -108,13 +108,20 @@ def check_distributed_data_parallel() -> None:
 
 
 def check_fully_sharded() -> None:
-    """FSDP2: three steps are those of one process on the whole batch."""
+    compare_with_one_process(init_device_mesh("cpu", (fd.size(),)))
+
+
+def check_hybrid_sharded() -> None:
+    """Replicated over two, sharded over the others."""
+    compare_with_one_process(init_device_mesh("cpu", (2, fd.size() // 2), mesh_dim_names=("replicate", "shard")))
+
+
+def compare_with_one_process(mesh: DeviceMesh) -> None:
+    """Three steps of FSDP2 are those of one process on the whole batch."""
     alone = model()
     sharded = copy.deepcopy(alone)
-    mesh = init_device_mesh("cpu", (fd.size(),))
-    for layer in (sharded[0], sharded[2]):
+    for layer in (sharded[0], sharded[2], sharded):
         fully_shard(layer, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.1, foreach=False) for each in (alone, sharded)]
     for _ in range(3):
         for each, x, optimizer in ((alone, batch(), optimizers[0]), (sharded, mine(batch()), optimizers[1])):

@@ -10,7 +10,7 @@ from tests.checks.running import Found, explain, problems
 from tests.jobs import SCRIPTS
 from tests.scripts.process_group import CHECKS
 
-NEEDS_AN_EVEN_NUMBER = {"c10d_libraries.a_device_mesh"}
+NEEDS_AN_EVEN_NUMBER = {"c10d_libraries.a_device_mesh", "c10d_libraries.hybrid_sharded"}
 
 
 @cache
