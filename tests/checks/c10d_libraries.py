@@ -147,6 +147,23 @@ def check_a_distributed_checkpoint() -> None:
         shutil.rmtree(folder)
 
 
+def check_a_distributed_checkpoint_in_the_background() -> None:
+    folder = fd.broadcast_object(tempfile.mkdtemp(prefix="dcp-") if fd.rank() == 0 else None)
+    group = dist.new_group()
+    mesh = init_device_mesh("cpu", (fd.size(),))
+    sharded = distribute_tensor(torch.ones(2 * fd.size(), 6), mesh, [Shard(0)])
+    saved = dcp.async_save({"sharded": sharded}, checkpoint_id=folder, process_group=group)
+    for _ in range(100):
+        dist.all_reduce(torch.ones(1000))  # training goes on
+    saved.result(timeout=15)
+    loaded = {"sharded": distribute_tensor(torch.zeros(2 * fd.size(), 6), mesh, [Shard(0)])}
+    dcp.load(loaded, checkpoint_id=folder)
+    assert loaded["sharded"].full_tensor().unique().tolist() == [1.0]
+    dist.barrier()
+    if fd.rank() == 0:
+        shutil.rmtree(folder)
+
+
 def check_destroyed_and_initialized_again() -> None:
     dist.destroy_process_group()
     assert not dist.is_initialized()

@@ -89,6 +89,22 @@ def test_a_rank_that_has_failed_takes_the_others_with_it() -> None:
         in_threads(3, wait)
 
 
+def test_several_threads_write_to_one_rank() -> None:
+    with mails(2) as (one, other):
+
+        def work(number: int) -> None:
+            sender, subject = (
+                (one, b"thread %d" % (number // 2)) if number % 2 else (other, b"thread %d" % (number // 2))
+            )
+            for size in (1, 1_000_000, 3):
+                sender.send(1 - sender.rank, subject, bytes([number]) * size)
+            assert [sender.receive(1 - sender.rank, subject) for _ in range(3)] == [
+                bytes([number ^ 1]) * size for size in (1, 1_000_000, 3)
+            ]
+
+        in_threads(8, work)
+
+
 def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
     with mails(2) as (one, _):
         thread = threading.Timer(0.1, one.abort, ("for a test",))

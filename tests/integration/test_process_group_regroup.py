@@ -41,6 +41,7 @@ def test_ranks_and_size_follow_the_generation(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_same_group_reduces_over_the_workers_that_there_are(size: int) -> None:
     assert [each["total"] for each in of("reduced", size)] == [sum(range(size))] * size
+    assert [each["gradient"] for each in of("reduced", size)] == [[1.0]] * size  # C++ divides by the size, too
 
 
 @pytest.mark.parametrize("size", SIZES[:-1])

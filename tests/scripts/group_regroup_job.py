@@ -82,8 +82,10 @@ def train(state: fd.elastic.TorchState) -> None:
         made.append(group)
     total = torch.tensor([float(fd.rank())])
     dist.all_reduce(total)
+    model.zero_grad()
     backward()
-    say(event="reduced", total=total.item())
+    assert model.weight.grad is not None
+    say(event="reduced", total=total.item(), gradient=model.weight.grad.unique().tolist())
     state.commit()
     if size == 1:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -65,6 +66,8 @@ class Some:
     """Some ranks of one generation, or all in another order. With it, they end.
 
     ranks   the members, in the order of the group
+    A group that another thread than the main one is the first to use is for that thread.
+
     number  how many groups of the same members were made before in this generation: alike on all of them
     """
 
@@ -102,7 +105,8 @@ class Some:
         self._transport = None
 
     def _connect(self, here: world.World, op: str) -> Transport:
-        if self._ranks == list(range(here.placement.size)):
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._ranks == list(range(here.placement.size)):
             return here.transport  # all ranks make the same calls on both, in the same order
         if len(self._ranks) == 1:
             return AloneTransport(here.id.number)

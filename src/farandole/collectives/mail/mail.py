@@ -22,7 +22,7 @@ from farandole.collectives.listener import DataListener
 from farandole.collectives.mail.incoming import CHANNEL, FRAME, SUBJECT_BYTES, Incoming
 from farandole.collectives.mail.letters import Expected, Letter, Letters
 from farandole.collectives.ring import OnBroken
-from farandole.errors import GenerationEnded, PeerLost
+from farandole.errors import FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Address, GenerationId
 
 _SLICE_S = 1.0
@@ -40,8 +40,8 @@ class Correspondent:
 
 
 class Mail:
-    """send(), expect() and wait_for() are for the main thread, abort() is for any. Any failure ends it: the others see
-    their connections end, and know.
+    """For any number of threads, as long as what each of them says and awaits has subjects of its own. Any failure ends
+    it: the others see their connections end, and know.
 
     on_broken  called with (worker of the peer, "send" | "receive" | "connect", detail) before PeerLost is raised
     check      called at least once a second while something waits; may raise
@@ -66,6 +66,7 @@ class Mail:
         self._gone: set[int] = set()
         self._abort_reason: str | None = None
         self._outgoing: dict[int, socket.socket] = {}
+        self._sending = [threading.Lock() for _ in correspondents]
         self._incoming: Incoming | None = None
         self._thread: threading.Thread | None = None
 
@@ -101,17 +102,15 @@ class Mail:
         if target == self.rank:
             self._deliver(Letter(target, _filled(subject), bytearray(b"".join(bytes(part) for part in parts))))
             return
-        sock = self._outgoing.get(target)
-        if sock is None:
-            sock = self._dial(target)
-            with self._changed:
-                self._outgoing[target] = sock
-            self._raise_if_ended("send")
         views = [memoryview(part) for part in parts]
         header = FRAME.pack(subject, sum(view.nbytes for view in views))
         try:
-            for view in (memoryview(header), *views):
-                self._write(sock, view)
+            with self._sending[target]:
+                sock = self._connection(target)
+                for view in (memoryview(header), *views):
+                    self._write(sock, view)
+        except FarandoleError:
+            raise
         except OSError as error:
             self._end_by_loss("send", target, str(error))
         except BaseException as error:
@@ -191,6 +190,15 @@ class Mail:
         with self._changed:
             self._gone.add(source)
             self._changed.notify_all()
+
+    def _connection(self, target: int) -> socket.socket:
+        sock = self._outgoing.get(target)
+        if sock is None:
+            sock = self._dial(target)
+            with self._changed:
+                self._outgoing[target] = sock
+            self._raise_if_ended("send")
+        return sock
 
     def _dial(self, target: int) -> socket.socket:
         to = self._correspondents[target]
