@@ -39,6 +39,15 @@ def check_a_size_that_is_ours_may_be_given() -> None:
         dist.destroy_process_group()
 
 
+def check_the_backend_may_be_named_for_a_device() -> None:
+    with without_default_group():
+        dist.init_process_group("cpu:farandole")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == fd.size()
+        dist.destroy_process_group()
+
+
 def check_a_default_group_of_another_backend() -> None:
     with without_default_group(), tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

@@ -24,6 +24,7 @@ model = torch.nn.Linear(2, 1, bias=False)
 parallel = torch.nn.parallel.DistributedDataParallel(model)
 state = fd.elastic.TorchState(model=model, generations=0)
 made: list[dist.ProcessGroup] = []
+awaited: list[dist.Work] = []
 
 
 def say(**words: object) -> None:
@@ -52,6 +53,7 @@ OPERATIONS: dict[int, Callable[[], None]] = {5: in_subgroup, 4: all_reduce, 3: b
 
 def outdated(group: dist.ProcessGroup) -> str:
     for use in (
+        awaited[-1].wait,
         lambda: dist.all_reduce(torch.ones(1), group=group),
         lambda: dist.barrier(group),
         lambda: group.send([torch.ones(1)], 0, 0),
@@ -80,6 +82,8 @@ def train(state: fd.elastic.TorchState) -> None:
     group = dist.new_group(list(range(1, size)) if size == 5 else list(range(size)))
     if isinstance(group, FarandoleGroup):  # this rank is a member
         made.append(group)
+    if size > 1 and (work := dist.irecv(torch.ones(1), (fd.rank() + 1) % size, tag=9)) is not None:
+        awaited.append(work)
     total = torch.tensor([float(fd.rank())])
     dist.all_reduce(total)
     model.zero_grad()

@@ -11,7 +11,7 @@ _seen: tuple[world.World, RecoverableError] | None = None
 def remember(error: RecoverableError) -> None:
     """An operation of a group has raised it."""
     global _seen
-    if world.is_entered():
+    if world.is_entered() and getattr(error, "generation", None) == world.current().id.number:
         _seen = world.current(), error
 
 

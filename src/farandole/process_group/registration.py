@@ -49,13 +49,17 @@ def open_default_group() -> None:
                 f"torch.distributed.destroy_process_group() first, or do not ask for ours"
             )
         return
+    hook = sys.excepthook
     dist.init_process_group(BACKEND)
+    # c10d's puts a rank in front of each line of a traceback, which may be another one by then. Who starts workers
+    # tells their lines apart, and shows what all of them say once.
+    sys.excepthook = hook
 
 
 def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]]) -> Iterator[Any]:
     """torch's env://, which needs nothing from the environment where our backend is asked for: rank and size are
     known, and the ranks have met."""
-    if _backend_asked_for() != BACKEND:
+    if _backend_asked_for() not in (BACKEND, f"cpu:{BACKEND}"):
         yield from theirs(url, **options)
         return
     _enter_world()

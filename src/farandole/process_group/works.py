@@ -9,9 +9,10 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
+from farandole.collectives import world
 from farandole.collectives.mail.letters import Expected, Letter
 from farandole.collectives.mail.mail import Mail
-from farandole.errors import CollectiveMismatch, RecoverableError
+from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError
 from farandole.process_group import failures
 from farandole.process_group.memory import as_bytes, in_place
 
@@ -73,9 +74,15 @@ class Receiving(Work):
         self._letter: Letter | None = None
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Raises RecoverableError when the sender was lost, CollectiveMismatch for a message of another size."""
+        """Raises RecoverableError when the sender was lost, CollectiveMismatch for a message of another size,
+        GroupOutdated when there was a regroup since it was asked for."""
         if self._letter is not None:
             return True
+        if world.current().mail is not self._mail:
+            raise GroupOutdated(
+                f"recv: a message of generation {self._mail.generation} cannot come any more, this is generation "
+                f"{world.current().id}: ask for messages anew in each generation"
+            )
         try:
             letter = self._mail.wait_for(self._expected)
         except RecoverableError as error:
