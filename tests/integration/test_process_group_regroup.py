@@ -44,6 +44,11 @@ def test_the_same_group_reduces_over_the_workers_that_there_are(size: int) -> No
     assert [each["gradient"] for each in of("reduced", size)] == [[1.0]] * size  # C++ divides by the size, too
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_device_mesh_is_made_anew(size: int) -> None:
+    assert [each["members"] for each in of("reduced", size)] == [size] * size
+
+
 @pytest.mark.parametrize("size", SIZES[:-1])
 def test_a_lost_worker_raises_in_everybody_and_in_every_operation(size: int) -> None:
     raised = of("raised", size)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import farandole as fd
 from farandole.errors import GroupOutdated, RecoverableError
@@ -86,10 +87,13 @@ def train(state: fd.elastic.TorchState) -> None:
         awaited.append(work)
     total = torch.tensor([float(fd.rank())])
     dist.all_reduce(total)
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("all", "line"))
+    members = torch.ones(1)
+    dist.all_reduce(members, group=mesh["line"].get_group())
     model.zero_grad()
     backward()
     assert model.weight.grad is not None
-    say(event="reduced", total=total.item(), gradient=model.weight.grad.unique().tolist())
+    say(event="reduced", total=total.item(), members=members.item(), gradient=model.weight.grad.unique().tolist())
     state.commit()
     if size == 1:
         return
