@@ -15,7 +15,7 @@ from farandole.collectives.buffers import byte_view
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.process_group import failures, moving, reducing
-from farandole.process_group.members import Members
+from farandole.process_group.members import Members, alone_in
 from farandole.process_group.memory import as_bytes, contiguous, require_cpu
 from farandole.process_group.works import Done, Receiving
 
@@ -285,8 +285,9 @@ class FarandoleGroup(ProcessGroup):
     def _do(self, op: str, written: Tensors, carry_out: Callable[[Transport], None]) -> Done:
         self._operations += 1
         try:
-            with torch.no_grad():
-                carry_out(self.members.transport(op))
+            transport = self.members.transport(op)
+            with torch.no_grad(), alone_in(transport, op):
+                carry_out(transport)
         except RecoverableError as error:
             failures.remember(error)
             raise

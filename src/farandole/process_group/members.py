@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Protocol
 
@@ -13,9 +14,30 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.mail.mail import Mail
 from farandole.collectives.mail.transport import MailTransport
 from farandole.collectives.transport import Transport
-from farandole.errors import GroupOutdated
+from farandole.errors import GroupOutdated, StepError
 
 _EVERYBODYS = bytes(8)
+
+
+_in_everybodys = threading.Lock()
+
+
+@contextmanager
+def alone_in(transport: Transport, op: str) -> Iterator[None]:
+    """While an operation is carried out. Raises StepError where two threads are in operations of the transport of all
+    ranks: which of them is first would not be the same everywhere."""
+    if transport is not world.current().transport:
+        yield  # of a group that has its own letters
+    elif _in_everybodys.acquire(blocking=False):
+        try:
+            yield
+        finally:
+            _in_everybodys.release()
+    else:
+        raise StepError(
+            f"{op}: another thread is in a collective of all ranks at this moment. Make a group for this thread by "
+            f"torch.distributed.new_group(), and use it in this thread only (dcp.async_save(process_group=...))"
+        )
 
 
 class Members(Protocol):
