@@ -9,6 +9,7 @@ FarandoleError
 └── FatalError             a person has to act
     ├── ConfigError        flags, arguments or environment that cannot work
     ├── NotInitialized     a call that needs init() came before it
+    ├── GroupOutdated  a process group of an earlier generation was used
     ├── StepError          the training loop broke a rule of the step
     ├── DataError          data set, loader or cursor do not fit together
     ├── AuthenticationError  the other side of a connection did not prove the job token
@@ -67,6 +68,11 @@ class ConfigError(FatalError, ValueError):
 
 class NotInitialized(FatalError, ValueError):
     """A call that needs `init()` came before it (a ValueError, as in Horovod)."""
+
+
+class GroupOutdated(FatalError):
+    """A subgroup of torch.distributed was made in a generation that is over. Its ranks are other workers now, or
+    nobody."""
 
 
 class CollectiveMismatch(FatalError, HorovodInternalError):

@@ -17,13 +17,14 @@ MAY_IMPORT = {
     GROUND: set(),
     "collectives": set(),
     "state": {"collectives"},
+    "process_group": {"collectives"},
     "optim": {"collectives", "state"},
     "data": {"collectives", "state"},
     "ledger": set(),
     "parallel": set(),
     "checkpoint": {"state"},
-    "worker": {"collectives", "state", "optim", "data", "ledger", "checkpoint"},
-    "elastic": {"collectives", "state", "optim", "data", "worker"},
+    "worker": {"collectives", "process_group", "state", "optim", "data", "ledger", "checkpoint"},
+    "elastic": {"collectives", "process_group", "state", "optim", "data", "worker"},
     "coordinator": set(),
     "launch": {"coordinator", "horovod", "ledger", "checkpoint"},  # where the alias lies; folders, without torch
     "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from farandole.errors import NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 
 if TYPE_CHECKING:
+    from farandole.collectives.mail.mail import Mail
     from farandole.collectives.named.engine import NamedCollectives
 
 
@@ -19,6 +21,7 @@ class World:
 
     transport       for the main thread: gradients, agreements, state. All ranks make the same calls in the same order
     named           the named collectives, on connections of their own
+    mail            letters from one rank to another; for the main thread, too
     is_homogeneous  every host has the same number of workers
     """
 
@@ -27,16 +30,25 @@ class World:
     transport: Transport
     named: NamedCollectives | None = None
     is_homogeneous: bool = True
+    mail: Mail | None = None
 
 
 _current: World | None = None
 _refusal: str | None = None
+_on_enter: list[Callable[[World | None], None]] = []
 
 
 def enter(world: World | None) -> None:
     """Make `world` the current one; None after shutdown()."""
     global _current
     _current = world
+    for callback in _on_enter:
+        callback(world)
+
+
+def on_enter(callback: Callable[[World | None], None]) -> None:
+    """From now on `callback(world)` is called whenever a world has become the current one."""
+    _on_enter.append(callback)
 
 
 def current() -> World:

@@ -22,6 +22,7 @@ from farandole.env import read_fixed_env, read_horovod_settings, read_scratch_fo
 from farandole.errors import JobEnded
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
+from farandole.process_group.registration import open_default_group, register
 from farandole.state import save_once
 from farandole.worker import logs, scratch
 from farandole.worker.fixed_job import FixedJob
@@ -37,7 +38,12 @@ _slot = 0
 _is_dynamic = False  # init(process_sets="dynamic")
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    *,
+    default_group: bool = False,
+) -> None:
     """Join the job that this process was started for. Idempotent.
 
     Under `farandole run`: waits until all workers of the start have called it; a worker that was started into
@@ -47,6 +53,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     comm          Horovod's; None, or the ranks of all workers: smaller worlds are process sets here
     process_sets  a list of ProcessSet to register, the same on all workers; or "dynamic", so that
                   add_process_set() may be called later
+    default_group  torch.distributed's default group becomes ours, too, as by init_process_group("farandole")
 
     Raises ConfigError for an environment that makes no sense, JobEnded when the job is over already, ValueError
     for process sets that are not the same on all workers, are no ranks of this job, or say the same twice, OSError
@@ -54,6 +61,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     """
     global _is_dynamic
     if world.is_entered():
+        if default_group:
+            open_default_group()
         return
     _is_dynamic = process_sets == "dynamic"
     wanted: list[Any] = [] if process_sets is None or _is_dynamic else list(process_sets)
@@ -66,6 +75,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         _check_comm(comm)
         register_static(wanted, is_newcomer=_job is not None and _job.is_newcomer())
         _start_timeline()
+        if default_group:
+            open_default_group()
     except BaseException:
         shutdown()
         raise
@@ -254,3 +265,6 @@ def _in_one_line(summary: str) -> str:
     if not lines:
         return summary
     return lines[-1] if any(line.startswith("Original Traceback") for line in lines) else lines[0]
+
+
+register(init)

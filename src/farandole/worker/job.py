@@ -152,6 +152,8 @@ class Job:
             old.transport.close()
             if old.named is not None:
                 old.named.close()
+            if old.mail is not None:
+                old.mail.close()
         self._retired.clear()
 
     def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from farandole.collectives.hierarchical.builder import RINGS
 from farandole.collectives.listener import DataListener
+from farandole.collectives.mail.mail import Correspondent, Mail
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.settings import NamedSettings
@@ -50,6 +51,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     address: Address
     host: str  # Placement.cross_rank does not tell hosts apart: it counts only those that have this local rank
     has_process_sets: bool
+    mail: Address
     devices: Devices = Devices()
 
 
@@ -96,7 +98,18 @@ class WorldBuilder:
         first. Raises PeerLost, GenerationEnded, and what `check` and `watch` raise."""
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
-        directory = _directory(ring, self._member())
+        for_mail = DataListener(self._listener.address.host)
+        try:
+            directory = _directory(ring, self._member(for_mail.address))
+            mail = self._mail(for_mail, start, directory)
+            return self._build_upon(ring, start, directory, channel, timeout_s, mail)
+        except BaseException:
+            for_mail.close()
+            raise
+
+    def _build_upon(
+        self, ring: Transport, start: Start, directory: list[Member], channel: int, timeout_s: float, mail: Mail
+    ) -> Built:
         host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s)
         steps, words = for_devices(
             host, ring, way, [each.host for each in directory], [each.devices for each in directory], read_transport()
@@ -116,13 +129,20 @@ class WorldBuilder:
 
         named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=self._settings())
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
-        entered = World(start.id, start.placement, steps, named, is_homogeneous)
+        entered = World(start.id, start.placement, steps, named, is_homogeneous, mail)
         self._say(words, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
-    def _member(self) -> Member:
+    def _member(self, mail: Address) -> Member:
         devices = own_devices(read_transport())
-        return Member(self._worker, self._listener.address, self._host, process_sets.has_added(), devices)
+        return Member(self._worker, self._listener.address, self._host, process_sets.has_added(), mail, devices)
+
+    def _mail(self, listener: DataListener, start: Start, directory: list[Member]) -> Mail:
+        correspondents = [Correspondent(member.worker, member.mail) for member in directory]
+        number, rank = start.id.number, start.placement.rank
+        mail = Mail(listener, start.id, start.data_key, rank, correspondents, self._reporter(number), self._check)
+        self._watch(start.id.number, mail)
+        return mail
 
     def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
         """Of all members of `start`."""

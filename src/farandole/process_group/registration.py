@@ -1,0 +1,134 @@
+"""How torch.distributed comes to know the backend "farandole". worker/context.py calls it, when it is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
+
+from farandole.collectives import world
+from farandole.errors import ConfigError
+from farandole.process_group.group import BACKEND, FarandoleGroup
+from farandole.process_group.members import Everybody, Some
+from farandole.process_group.store import NoStore
+
+_no_store = NoStore()  # torch keeps but the part of it that is C++
+
+_init: Callable[[], None] | None = None
+_made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: how many there were before
+
+
+def register(init: Callable[[], None]) -> None:
+    """From now on init_process_group("farandole") makes our group the default one. Idempotent.
+
+    init  enters the world, if nobody has yet
+    """
+    global _init
+    _init = init
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    theirs = _rendezvous_handlers["env"]
+    _rendezvous_handlers["env"] = lambda url, **options: _meet(url, options, theirs)
+    world.on_enter(_follow)
+
+
+def open_default_group() -> None:
+    """What init(default_group=True) does: as init_process_group("farandole"), unless that was called already. Raises
+    ConfigError when another backend's group is the default one."""
+    if dist.is_initialized():
+        if not isinstance(dist.group.WORLD, FarandoleGroup):
+            raise ConfigError(
+                f"the default group of torch.distributed is one of {dist.get_backend()} already: call "
+                f"torch.distributed.destroy_process_group() first, or do not ask for ours"
+            )
+        return
+    hook = sys.excepthook
+    dist.init_process_group(BACKEND)
+    # c10d's puts a rank in front of each line of a traceback, which may be another one by then. Who starts workers
+    # tells their lines apart, and shows what all of them say once.
+    sys.excepthook = hook
+
+
+def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]]) -> Iterator[Any]:
+    """torch's env://, which needs nothing from the environment where our backend is asked for: rank and size are
+    known, and the ranks have met."""
+    if _backend_asked_for() not in (BACKEND, f"cpu:{BACKEND}"):
+        yield from theirs(url, **options)
+        return
+    _enter_world()
+    here = world.current().placement
+    said = _query_to_dict(urlparse(url).query)
+    yield _no_store, int(said.get("rank", here.rank)), int(said.get("world_size", here.size))
+
+
+def _backend_asked_for() -> str | None:
+    """The handler of a rendezvous is not told which backend it is for: the call of init_process_group says it."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
+            return str(frame.f_locals["backend"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
+    """c10d calls it for each group."""
+    _enter_world()
+    here = world.current().placement
+    if opts.global_ranks_in_group:
+        return _subgroup(list(opts.global_ranks_in_group))
+    if (opts.group_rank, opts.group_size) != (here.rank, here.size):
+        raise ConfigError(
+            f"init_process_group(rank={opts.group_rank}, world_size={opts.group_size}): this is rank {here.rank} of "
+            f"{here.size}, and that may change; leave rank, world_size, RANK and WORLD_SIZE out"
+        )
+    _open_mail(world.current())
+    return FarandoleGroup(Everybody())
+
+
+def _subgroup(ranks: list[int]) -> FarandoleGroup:
+    """Called on its members only, for each group of the same ranks in the same order."""
+    if not isinstance(dist.group.WORLD, FarandoleGroup):
+        raise ConfigError(
+            f'new_group(backend="farandole"): the default group is one of {dist.get_backend()}, whose ranks need not '
+            f'be ours; call init_process_group("farandole")'
+        )
+    key = tuple(ranks)
+    number = _made[key] = _made.get(key, -1) + 1
+    return FarandoleGroup(Some(ranks, number))
+
+
+def _enter_world() -> None:
+    assert _init is not None, "register() comes first"
+    _init()
+
+
+def _follow(entered: world.World | None) -> None:
+    """A generation has begun: c10d's own notes of the default group are those of its size."""
+    _made.clear()
+    group = dist.group.WORLD
+    if entered is not None and isinstance(group, FarandoleGroup):
+        _open_mail(entered)
+        _forget_subgroups()
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(entered.placement.size)}
+
+
+def _forget_subgroups() -> None:
+    """Who looks for a group of some ranks must not find one of the last generation, but make a new one."""
+    for group in _world.pg_map:
+        if isinstance(group, FarandoleGroup) and isinstance(group.members, Some):
+            group.members.forget()
+    for tag, groups in _world.tags_to_pg.items():
+        _world.tags_to_pg[tag] = [each for each in groups if each is dist.group.WORLD]
+
+
+def _open_mail(entered: world.World) -> None:
+    if entered.mail is not None:
+        entered.mail.open()

@@ -1,0 +1,131 @@
+"""What a collective of c10d returns: a Work whose result is there. group.py makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+from farandole.collectives import world
+from farandole.collectives.mail.letters import Expected, Letter
+from farandole.collectives.mail.mail import Mail
+from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError
+from farandole.process_group import failures
+from farandole.process_group.memory import as_bytes, in_place
+
+
+class Done(Work):
+    """Collectives are carried out in the order in which they are called, and in the calling thread: whoever waits
+    for one does not have to. What fails raises where it was called, which C++ sees as well.
+
+    tensors  what the operation wrote
+    source   the rank that a message came from
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int = -1) -> None:
+        super().__init__()
+        self._tensors, self._source = list(tensors), source
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """As wait()."""
+
+    def block_current_stream(self) -> None:
+        """There are no streams on a CPU."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Completed, with the tensors."""
+        future: Future[list[torch.Tensor]] = Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class Receiving(Work):
+    """A message that may not have come yet; wait() writes it into the tensor.
+
+    ranks  the members of the group, by their ranks in the mail
+    """
+
+    def __init__(self, mail: Mail, expected: Expected, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._mail, self._expected, self._tensor, self._ranks = mail, expected, tensor, ranks
+        self._letter: Letter | None = None
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Raises RecoverableError when the sender was lost, CollectiveMismatch for a message of another size,
+        GroupOutdated when there was a regroup since it was asked for."""
+        if self._letter is not None:
+            return True
+        if world.current().mail is not self._mail:
+            raise GroupOutdated(
+                f"recv: a message of generation {self._mail.generation} cannot come any more, this is generation "
+                f"{world.current().id}: ask for messages anew in each generation"
+            )
+        try:
+            letter = self._mail.wait_for(self._expected)
+        except RecoverableError as error:
+            failures.remember(error)
+            raise
+        with in_place(self._tensor) as dense:
+            memory = as_bytes(dense)
+            if memory.numel() != len(letter.content):
+                raise CollectiveMismatch(
+                    f"recv: rank {self._ranks.index(letter.source)} has sent {len(letter.content)} bytes, and the "
+                    f"tensor of shape {tuple(dense.shape)} and dtype {dense.dtype} takes {memory.numel()}"
+                )
+            if memory.numel():
+                memory.copy_(torch.frombuffer(letter.content, dtype=torch.uint8))
+        self._letter = letter
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._expected.letter is not None and self.wait()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        self.wait()
+        assert self._letter is not None
+        return list(self._ranks).index(self._letter.source)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        self.wait()
+        return Done([self._tensor]).get_future()

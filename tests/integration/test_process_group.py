@@ -1,0 +1,29 @@
+"""The backend "farandole" of torch.distributed over real processes: each check of tests/scripts/process_group.py."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.checks.running import Found, explain, problems
+from tests.jobs import SCRIPTS
+from tests.scripts.process_group import CHECKS
+
+NEEDS_AN_EVEN_NUMBER = {"c10d_libraries.a_device_mesh", "c10d_libraries.hybrid_sharded"}
+
+
+@cache
+def found(size: int) -> Found:
+    """One job for all checks."""
+    wanted = [check for check in CHECKS if not (size % 2 and check in NEEDS_AN_EVEN_NUMBER)]
+    return problems(SCRIPTS / "process_group.py", size, *wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_ranks(check: str, size: int) -> None:
+    if size % 2 and check in NEEDS_AN_EVEN_NUMBER:
+        size = 2
+    said = found(size)
+    assert said.get(check) == [None] * size, explain(said, check)
