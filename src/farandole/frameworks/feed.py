@@ -82,6 +82,11 @@ class Feed:
 
     # The framework iterates ------------------------------------------------------------------------------
 
+    @property
+    def dataset(self) -> Any:
+        """Frameworks look at its length."""
+        return self.loader.dataset
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -118,8 +123,9 @@ class Feed:
         assert self._state is not None
         decided = self._state.step
         while True:
-            result = compute(batch)
             optimizer = self._state.optimizer
+            optimizer.zero_grad()  # what an aborted step has left; nothing while micro-batches are being added up
+            result = compute(batch)
             optimizer.synchronize()  # also what no parameter had a gradient for: a fault must show here, not in step()
             if step.state() == "reduced":
                 return result
