@@ -17,25 +17,25 @@ from tests.scripts.framework_model import EPOCHS, SAMPLES, STEPS_PER_EPOCH, trai
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
-def train_with_a_kill_and_a_join(folder: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
-    """Check all that must hold, whichever trainer it was; what the three workers have written at their ends."""
-    flags = ["-np", "3", "--sample-ledger", str(folder / "ledger")]
+def train_with_a_kill_and_a_join(folder: Path, script: str, size: int, *arguments: str) -> list[dict[str, Any]]:
+    """Check all that must hold, whichever trainer it was; what the workers have written at their ends."""
+    flags = ["-np", str(size), "--sample-ledger", str(folder / "ledger")]
     words = ["--slow-below", "3", "--folder", str(folder), *arguments]  # the replacement is in the third generation
     with RunningJob(flags, SCRIPTS / script, words, folder, folder / "output") as running:
-        latest = running.wait_until(all_training(3), 60)
+        latest = running.wait_until(all_training(size), 60)
         running.kill(latest[1]["pid"])
         assert running.wait(90) == 0, (folder / "output").read_text()
     proof = Proof(folder)
-    assert list(proof.generations().values()) == [3, 2, 3]
+    assert list(proof.generations().values()) == [size, size - 1, size]
     ledger = check(Folder(folder / "ledger"))
     assert ledger.is_exact
     assert ledger.whole_epochs() == EPOCHS
     assert proof.redone() <= 1
     ends = proof.ends()
-    assert {latest[0]["pid"], latest[2]["pid"]} < {end["pid"] for end in ends}
+    assert {latest[rank]["pid"] for rank in latest if rank != 1} < {end["pid"] for end in ends}
     assert [(end["end"], end["result"], end["epoch"], end["scheduler_last_epoch"]) for end in ends] == [
         (STEPS, STEPS, EPOCHS, STEPS)
-    ] * 3
+    ] * size
     assert len({end["parameters"] for end in ends}) == 1
     trained = proof.samples_by_step()
     assert sorted(trained) == list(range(STEPS))

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 
 def test_train_survives_a_kill_and_a_join_and_ends_with_the_model_of_one_process(tmp_path: Path) -> None:
-    """With micro-batches, of which survivors have more than three workers had."""
-    ends = train_with_a_kill_and_a_join(tmp_path, "transformers_job.py", "--micro-batch-size", "4")
+    """With micro-batches, of which survivors have more than two workers had."""
+    ends = train_with_a_kill_and_a_join(tmp_path, "transformers_job.py", 2, "--micro-batch-size", "4")
     every_step = [(step + 1) / STEPS_PER_EPOCH for step in range(EPOCHS * STEPS_PER_EPOCH)]
     newcomer, *survivors = sorted(ends, key=lambda end: len(end["epochs"]))
     assert all(end["epochs"] == pytest.approx(every_step) for end in survivors)  # each step was seen once

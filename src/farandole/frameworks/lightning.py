@@ -30,7 +30,6 @@ _OURS = {
     "fast_dev_run": "use max_steps",
     "use_distributed_sampler": "the elastic.DataLoader divides the samples",
     "sync_batchnorm": "use farandole.SyncBatchNorm",
-    "barebones": "",
 }
 
 
@@ -46,7 +45,9 @@ class Trainer(pl.Trainer):
     - The module, the optimizer, schedulers, the state_dict() of callbacks and whether to stop are the same on all
       workers after each change. What else the module or a callback keeps is each worker's own.
     - A validation is done by every worker, on what its loader gives: with torch's DataLoader on everything, alike.
-    - `self.log(..., sync_dist=True)` gives the mean of the workers' values.
+    - `self.log(..., sync_dist=True)` gives the mean of the workers' values. When a worker is lost in it, or in another
+      collective of the module's, the step is done again; behind the last batch of an epoch, hooks that were not called
+      yet are left out.
     - Rank 0 writes checkpoints and logs. The rank changes when workers are lost, and then another one does.
     - A worker that joins sees on_train_start, and no on_train_epoch_start of an epoch in which it joins; so does, now
       and then, a survivor of a fault.
@@ -54,6 +55,8 @@ class Trainer(pl.Trainer):
     Raises ConfigError for what is not supported: several optimizers or manual optimization, `dataloader_iter`,
     ckpt_path= (`farandole run --checkpoint`), another loader, and the arguments in _OURS. NotInitialized before init().
     """
+
+    fit_loop: Any
 
     def __init__(self, *, max_epochs: int | None = None, max_steps: int = -1, **kwargs: Any) -> None:
         for name, instead in _OURS.items():

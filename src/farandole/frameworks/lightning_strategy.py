@@ -29,6 +29,7 @@ class FarandoleStrategy(Strategy):
     with sync_dist=True, and whether to stop. Barriers and broadcasts, which guard files there, are not: rank 0 alone
     writes files."""
 
+    optimizers: Any
     strategy_name = "farandole"
     is_distributed = True  # else Lightning leaves out sync_dist
 

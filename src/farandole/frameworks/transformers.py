@@ -41,17 +41,19 @@ class Trainer(transformers.Trainer):
       often it had to be done again, and however many micro-batches it has.
     - Where the Trainer counts the labels of a batch (`num_items_in_batch`), the loss is the mean over those of the
       global batch, whoever has how many; else the mean over its samples.
-    - Model, optimizer, scheduler, the best metric, the attributes that callbacks export and whether to stop are the same
-      on all workers after each change. What else a callback keeps, and the history of logs, is each worker's own.
+    - Model, optimizer, scheduler, the best metric, the attributes that callbacks export and whether to stop are the
+      same on all workers after each change. What else a callback keeps, and the history of logs, is each worker's own.
     - Evaluations are done by every worker, on the whole eval_dataset.
     - Rank 0 writes checkpoints and prints; the loss that it prints is that of its share. The rank changes when workers
       are lost, and then another one does.
     - A worker that joins sees on_train_begin; so does, now and then, a survivor of a fault.
     - The loader makes the batches: per_device_train_batch_size, dataloader_*, group_by_length mean nothing.
 
-    Raises ConfigError for what is not supported: see _refuse(), train(resume_from_checkpoint=), hyperparameter_search().
-    NotInitialized before init().
+    Raises ConfigError for what is not supported: see _refuse(); train(resume_from_checkpoint=),
+    hyperparameter_search(). NotInitialized before init().
     """
+
+    optimizer: Any
 
     def __init__(self, model: Any, args: transformers.TrainingArguments, *, train_loader: Any, **kwargs: Any) -> None:
         for name, instead in _NO_ARGUMENT.items():
