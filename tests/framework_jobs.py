@@ -22,7 +22,7 @@ def train_with_a_kill_and_a_join(folder: Path, script: str, size: int, *argument
     flags = ["-np", str(size), "--sample-ledger", str(folder / "ledger")]
     words = ["--slow-below", "3", "--folder", str(folder), *arguments]  # the replacement is in the third generation
     with RunningJob(flags, SCRIPTS / script, words, folder, folder / "output") as running:
-        latest = running.wait_until(all_training(size), 60)
+        latest = running.wait_until(lambda latest: all_training(size)(latest) and _has_stepped(latest), 60)
         running.kill(latest[1]["pid"])
         assert running.wait(90) == 0, (folder / "output").read_text()
     proof = Proof(folder)
@@ -44,3 +44,7 @@ def train_with_a_kill_and_a_join(folder: Path, script: str, size: int, *argument
         assert torch.allclose(parameter, reference[name], rtol=0, atol=1e-10), name
     assert sorted(sample for step in range(STEPS_PER_EPOCH) for _, sample in trained[step]) == list(range(SAMPLES))
     return ends
+
+
+def _has_stepped(latest: dict[int, dict[str, Any]]) -> bool:
+    return all(record.get("before", 0) >= 3 for record in latest.values())
