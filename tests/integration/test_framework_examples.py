@@ -38,7 +38,7 @@ def worker_in(ledger: Path, script: Path) -> int:
 def test_an_example_survives_a_kill(tmp_path: Path, framework: str, epochs: int, steps: int) -> None:
     pytest.importorskip(framework)
     script, ledger = EXAMPLES / framework / "train.py", tmp_path / "ledger"
-    words = [*FARANDOLE_RUN, "-np", "2", "--sample-ledger", str(ledger), sys.executable, str(script)]
+    words = [*FARANDOLE_RUN, "-np", "2", "--restarts", "0", "--sample-ledger", str(ledger), sys.executable, str(script)]
     with (
         (tmp_path / "output").open("wb") as output,
         subprocess.Popen([*words, "--epochs", str(epochs)], stdout=output, stderr=output) as job,

@@ -67,6 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("error", category=UserWarning, module="torch")
+    warnings.filterwarnings("error", message=".*not resumable")
     fd.init()
     loader = fd.elastic.DataLoader(
         TensorDataset(*digits()), GLOBAL_BATCH_SIZE, seed=3, micro_batch_size=options.micro_batch_size

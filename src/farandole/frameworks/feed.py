@@ -87,6 +87,13 @@ class Feed:
         """Frameworks look at its length."""
         return self.loader.dataset
 
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's. Lightning warns of loaders without one, when it begins in the middle of an epoch."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
     def __len__(self) -> int:
         return len(self.loader)
 
