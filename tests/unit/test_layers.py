@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "checkpoint": {"state"},
     "worker": {"collectives", "process_group", "state", "optim", "data", "ledger", "checkpoint"},
     "elastic": {"collectives", "process_group", "state", "optim", "data", "worker"},
+    "frameworks": {"collectives", "state", "optim", "data", "worker", "elastic"},
     "coordinator": set(),
     "launch": {"coordinator", "horovod", "ledger", "checkpoint"},  # where the alias lies; folders, without torch
     "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names

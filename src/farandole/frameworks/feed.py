@@ -1,0 +1,143 @@
+"""What a framework that owns the training loop is fed with: one batch for each decided step, and nothing to repeat.
+
+A framework believes in one process, and in an optimizer that steps whenever it is told to. So a batch that comes again
+after a fault, and the further micro-batches of a global batch, are trained inside of the step that the framework is in.
+Where that cannot be (the framework would count wrongly), its loop is left and entered anew where training is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from farandole.data.epoch import Epoch
+from farandole.data.loader import DataLoader
+from farandole.elastic import StepState, run
+from farandole.errors import ConfigError
+from farandole.state import step
+
+ResultT = TypeVar("ResultT")
+
+_NOTHING = object()
+
+
+class Again(BaseException):
+    """Leave the framework's loop, and enter it anew where training is. No Exception: no framework may handle it."""
+
+
+class Feed:
+    """A framework iterates over it, once per epoch, in place of the loader.
+
+    The first pass begins where training is, in the middle of an epoch for a worker that joins there; len() is that of a
+    whole epoch. Raises ConfigError for a loader that is not an elastic.DataLoader, or whose epochs differ in length.
+    """
+
+    def __init__(self, loader: object) -> None:
+        if not isinstance(loader, DataLoader):
+            raise ConfigError(
+                f"the training loader must be a farandole.elastic.DataLoader, got {type(loader).__name__}: write "
+                f"fd.elastic.DataLoader(dataset, global_batch_size=...)"
+            )
+        if loader.state_dict().get("tail") == "carry":
+            raise ConfigError('tail="carry" makes epochs of different lengths, which frameworks do not expect')
+        self.loader = loader
+        self._state: StepState | None = None
+        self._epochs = 0
+        self._numbers: Iterator[Epoch] | None = None
+        self._batches: Iterator[Any] = iter(())
+        self._ahead: Any = _NOTHING  # a batch that was fetched, and not handed out yet
+
+    # The elastic function --------------------------------------------------------------------------------
+
+    def train(
+        self, state: StepState, epochs: int, enter: Callable[[bool], ResultT], is_stopped: Callable[[], bool]
+    ) -> ResultT:
+        """Run the framework's loop, by `enter`, as an elastic function. Its value.
+
+        enter       starts at `place()`; called again when the loop was left on the way. Its argument is whether there
+                    is anything left to train
+        is_stopped  whether the framework has decided to train no more; part of `state`
+        """
+        self._state, self._epochs = state, epochs
+
+        def call(_: StepState) -> ResultT:
+            self._numbers, self._ahead = None, _NOTHING
+            while True:
+                try:
+                    result = enter(not is_stopped() and self._fetch())
+                except Again:
+                    continue
+                if self.loader.fraction >= 1.0:
+                    self._fetch()  # the end of the last epoch: all workers come here
+                return result
+
+        return run(call)(state)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where training is: the epoch, global batches trained in it, steps decided since the start of the job."""
+        assert self._state is not None
+        size = int(self.loader.state_dict()["global_batch_size"])
+        return self.loader.epoch, -(-self.loader.cursor // size), self._state.step
+
+    # The framework iterates ------------------------------------------------------------------------------
+
+    @property
+    def dataset(self) -> Any:
+        """Frameworks look at its length."""
+        return self.loader.dataset
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's. Lightning warns of loaders without one, when it begins in the middle of an epoch."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._ahead is _NOTHING and not self._fetch():
+            return
+        while self._ahead is not _NOTHING:
+            batch, self._ahead = self._ahead, _NOTHING
+            yield batch
+            self._ahead = next(self._batches, _NOTHING)
+
+    def _fetch(self) -> bool:
+        """Have the next batch ready, of this epoch or, where all workers are through with it, of the next one. False:
+        there is none."""
+        if self._ahead is not _NOTHING:
+            return True
+        if self._numbers is None:
+            self._numbers = self.loader.epochs(self._epochs)
+        for _ in self._numbers:
+            self._batches = iter(self.loader)
+            self._ahead = next(self._batches, _NOTHING)
+            if self._ahead is not _NOTHING:
+                return True
+        return False
+
+    # One step of the framework's -------------------------------------------------------------------------
+
+    def until_reduced(self, batch: Any, compute: Callable[[Any], ResultT]) -> ResultT:
+        """`compute(batch)`, forward and backward, until the gradients of a whole global batch are here: then the next
+        step() applies them on all workers. The value of the last call.
+
+        Raises Again when the step turns out to be decided already, by workers that were ahead of this one.
+        """
+        assert self._state is not None
+        decided = self._state.step
+        while True:
+            optimizer = self._state.optimizer
+            optimizer.zero_grad()  # what an aborted step has left; nothing while micro-batches are being added up
+            result = compute(batch)
+            optimizer.synchronize()  # also what no parameter had a gradient for: a fault must show here, not in step()
+            if step.state() == "reduced":
+                return result
+            optimizer.step()  # of a micro-batch, or of a step that was aborted: it applies nothing
+            batch = next(self._batches, _NOTHING)
+            if self._state.step != decided:
+                self._ahead = batch
+                raise Again

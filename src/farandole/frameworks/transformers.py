@@ -1,0 +1,227 @@
+"""A Trainer of Hugging Face's transformers whose train() is elastic. Scripts use it in place of transformers.Trainer.
+
+It overrides methods that are no public interface: pyproject.toml says which versions were tested.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import ExportableState, PrinterCallback
+from transformers.training_args import ParallelMode
+
+from farandole.collectives import world
+from farandole.elastic import TorchState
+from farandole.errors import ConfigError
+from farandole.frameworks.feed import Feed
+from farandole.optim.distributed_optimizer import DistributedOptimizer
+from farandole.optim.weighting import weight
+from farandole.optim.wrapping import WrappedOptimizer
+
+__all__ = ["Trainer"]
+
+_NO_ARGUMENT = {
+    "train_dataset": "give train_loader=fd.elastic.DataLoader(dataset, global_batch_size=..., collate_fn=...)",
+    "model_init": "give the model; every worker has to begin with the same one",
+}
+
+
+class Trainer(transformers.Trainer):
+    """transformers.Trainer for `farandole run`: train() goes on when workers come and go.
+
+        fd.init()
+        loader = fd.elastic.DataLoader(dataset, global_batch_size=64, collate_fn=transformers.default_data_collator)
+        trainer = farandole.frameworks.transformers.Trainer(model, TrainingArguments(...), train_loader=loader)
+        trainer.train()
+
+    - A step of the Trainer's is one of Farandole's: callbacks, global_step and the scheduler see each one once, however
+      often it had to be done again, and however many micro-batches it has.
+    - Where the Trainer counts the labels of a batch (`num_items_in_batch`), the loss is the mean over those of the
+      global batch, whoever has how many; else the mean over its samples.
+    - Model, optimizer, scheduler, the best metric, the attributes that callbacks export and whether to stop are the
+      same on all workers after each change. What else a callback keeps, and the history of logs, is each worker's own.
+    - Evaluations are done by every worker, on the whole eval_dataset.
+    - Rank 0 writes checkpoints and prints; the loss that it prints is that of its share. The rank changes when workers
+      are lost, and then another one does.
+    - A worker that joins sees on_train_begin; so does, now and then, a survivor of a fault.
+    - The loader makes the batches: per_device_train_batch_size, dataloader_*, group_by_length mean nothing.
+
+    Raises ConfigError for what is not supported: see _refuse(); train(resume_from_checkpoint=),
+    hyperparameter_search(). NotInitialized before init().
+    """
+
+    optimizer: Any
+
+    def __init__(self, model: Any, args: transformers.TrainingArguments, *, train_loader: Any, **kwargs: Any) -> None:
+        for name, instead in _NO_ARGUMENT.items():
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"Trainer({name}=...) is not supported by Farandole: {instead}")
+        _refuse(args)
+        world.current()  # NotInitialized here is clearer than later
+        self._feed = Feed(train_loader)
+        super().__init__(model=model, args=args, **kwargs)
+        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
+            self.add_callback(PrinterCallback)  # a bar cannot begin in the middle, where another worker prints
+        self.callback_handler.callbacks.insert(0, _EpochOfTheLoader(self._feed))
+
+    # Training --------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
+        """As transformers', but for resume_from_checkpoint and trial."""
+        if resume_from_checkpoint:
+            raise ConfigError(
+                "train(resume_from_checkpoint=...) would begin elsewhere than the loader: use `farandole run "
+                "--checkpoint DIR`, or load the weights into the model before train()"
+            )
+        if trial is not None:
+            raise ConfigError("hyperparameter_search() is not supported: start a job for each trial")
+        return super().train(**kwargs)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """All of the training, elastic; transformers' loop may begin several times in it."""
+        epochs, *_, max_steps = self.set_initial_training_values(self.args, self._feed)
+        self.create_optimizer()
+        self.create_scheduler(max_steps)
+        self._created_lr_scheduler = False  # else it would be made anew
+        progress = _Progress(self)
+        state: Any = TorchState(
+            model=self.model,
+            optimizer=self.optimizer,
+            loader=self._feed.loader,
+            scheduler=self.lr_scheduler,
+            progress_of_trainer=progress,
+        )
+        state.register_reset_callbacks([self._take_rank])
+        loop = super()._inner_training_loop
+
+        def enter(is_left: bool) -> Any:
+            self._begin_at = self._feed.place[0] if is_left else epochs
+            return loop(*args, **kwargs)
+
+        return self._feed.train(state, epochs, enter, lambda: progress.is_stopped)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Where training is, not where a checkpoint was."""
+        progress = _Progress(self)
+        kept = progress.state_dict()
+        super()._init_training_state(*args, **kwargs)
+        progress.load_state_dict(kept)
+        self.state.global_step = self._feed.place[2]
+        return self._begin_at, 0
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Forward and backward, until the gradients of a global batch are complete."""
+        one_step = super().training_step
+
+        def compute(batch: Any) -> Any:
+            items = num_items_in_batch if batch is inputs else self._get_num_items_in_batch([batch], self.args.device)
+            if items is not None:
+                weight(float(items))
+            return one_step(model, batch, items)
+
+        return self._feed.until_reduced(inputs, compute)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; it is wrapped."""
+        if self.optimizer is None:
+            super().create_optimizer(*args, **kwargs)
+        if not isinstance(self.optimizer, (WrappedOptimizer, AcceleratedOptimizer)):
+            self._plain = self.optimizer
+            self._plain._opt_called = True  # a scheduler watches it for having stepped; ours steps in its place
+            self.optimizer = DistributedOptimizer(self._plain)
+        return self.optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        # Accelerate has loaded the optimizer's own state into it, which gives it new groups; a scheduler of the user's
+        # changes those of the plain one.
+        self._plain.param_groups, self._plain.state = self.optimizer.param_groups, self.optimizer.state
+        return prepared
+
+    def get_train_dataloader(self) -> Any:
+        return self._feed
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(self._feed.loader.state_dict()["global_batch_size"])
+
+    # Rank 0 writes and prints ----------------------------------------------------------------------------
+
+    def is_world_process_zero(self) -> bool:
+        return world.current().placement.rank == 0
+
+    def is_local_process_zero(self) -> bool:
+        return self.is_world_process_zero()
+
+    def _take_rank(self) -> None:
+        self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers', by rank 0."""
+        if self.is_world_process_zero():
+            super().save_model(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_world_process_zero():
+            super()._save_checkpoint(*args, **kwargs)
+
+
+class _Progress:
+    """What the Trainer and its callbacks have to keep beside the counters, which follow from the loader."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._trainer.control.should_training_stop)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": {name: getattr(self._trainer.state, name) for name in _BEST},
+            "is_stopped": self.is_stopped,
+            "callbacks": [dict(each.state()["attributes"]) for each in self._callbacks()],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for name, value in saved["best"].items():
+            setattr(self._trainer.state, name, value)
+        self._trainer.control.should_training_stop = saved["is_stopped"]
+        for callback, attributes in zip(self._callbacks(), saved["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+    def _callbacks(self) -> list[Any]:
+        return [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+
+
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+
+
+class _EpochOfTheLoader(transformers.TrainerCallback):
+    """The Trainer counts batches from where it began, which may have been the middle of an epoch."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        epoch, batches, _ = self._feed.place
+        state.epoch = epoch + batches / len(self._feed)
+
+
+def _refuse(args: transformers.TrainingArguments) -> None:
+    """Raise ConfigError for arguments that cannot be followed."""
+    refused = [
+        (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps", "use DataLoader(micro_batch_size=...)"),
+        (args.fp16 or args.bf16, "fp16 and bf16", "32-bit precision is what was tested"),
+        (args.auto_find_batch_size, "auto_find_batch_size", "use DataLoader(micro_batch_size=...)"),
+        (args.load_best_model_at_end, "load_best_model_at_end", "load the checkpoint after train()"),
+        (bool(args.fsdp or args.deepspeed), "fsdp and deepspeed", "the model is whole on each worker"),
+        (args.parallel_mode == ParallelMode.DISTRIBUTED, "torch.distributed", "start it by `farandole run`"),
+        (args.n_gpu > 0, "a GPU", "workers train on the CPU: use_cpu=True"),
+    ]
+    for is_given, name, instead in refused:
+        if is_given:
+            raise ConfigError(f"{name} is not supported by Farandole's Trainer: {instead}")

@@ -1,0 +1,26 @@
+"""fit() of Lightning as an elastic job: real processes, a real kill, and a worker that joins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.framework_jobs import train_with_a_kill_and_a_join
+from tests.scripts.framework_model import EPOCHS, STEPS_PER_EPOCH
+
+pytest.importorskip("lightning")
+
+
+def test_fit_survives_a_kill_and_a_join_and_ends_with_the_model_of_one_process(tmp_path: Path) -> None:
+    """With micro-batches, of which the survivor has more than two workers had, and with a collective of the user's in
+    each, in which the fault leaves the loop of fit()."""
+    ends = train_with_a_kill_and_a_join(tmp_path, "lightning_job.py", 2, "--micro-batch-size", "4", "--sync-dist")
+    newcomer, *survivors = sorted(ends, key=lambda end: len(end["batches_seen"]))
+    in_epoch = list(range(STEPS_PER_EPOCH)) * EPOCHS
+    assert all(end["batches_seen"] == in_epoch for end in survivors)  # hooks see a step that is done again once
+    assert newcomer["batches_seen"] == in_epoch[-len(newcomer["batches_seen"]) :]
+    assert all(end["epochs_ended"] == list(range(EPOCHS)) for end in survivors)
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {
+        f"epoch={epoch}-step={STEPS_PER_EPOCH * (epoch + 1)}.ckpt" for epoch in range(EPOCHS)
+    }

@@ -1,0 +1,130 @@
+"""Trainers of others say what they cannot do under Farandole, and what to do instead, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import farandole as fd
+from farandole.errors import ConfigError, NotInitialized
+from farandole.frameworks.feed import Feed
+
+DATA = torch.utils.data.TensorDataset(torch.zeros(10, 2), torch.zeros(10))
+
+
+@pytest.fixture
+def initialized() -> Iterator[None]:
+    fd.init()
+    yield
+    fd.shutdown()
+
+
+@pytest.mark.usefixtures("initialized")
+def test_a_feed_takes_elastic_loaders_with_equal_epochs_only() -> None:
+    with pytest.raises(ConfigError, match=r"must be a farandole.elastic.DataLoader, got DataLoader"):
+        Feed(torch.utils.data.DataLoader(DATA))
+    with pytest.raises(ConfigError, match='tail="carry"'):
+        Feed(fd.elastic.DataLoader(DATA, 4, tail="carry"))
+    assert len(Feed(fd.elastic.DataLoader(DATA, 4))) == 3
+
+
+# Lightning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("initialized")
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"max_epochs": 1, "accumulate_grad_batches": 2}, "micro_batch_size"),
+        ({"max_epochs": 1, "precision": "16-mixed"}, "32-bit precision"),
+        ({"max_epochs": 1, "devices": 2}, "farandole run -np N"),
+        ({"max_epochs": 1, "strategy": "ddp"}, "it is Farandole's"),
+        ({}, "max_epochs or max_steps"),
+    ],
+)
+def test_a_trainer_of_lightning_refuses_settings(settings: dict[str, Any], advice: str) -> None:
+    pytest.importorskip("lightning")
+    from farandole.frameworks.lightning import Trainer
+
+    with pytest.raises(ConfigError, match=advice):
+        Trainer(**settings)
+
+
+def test_a_trainer_of_lightning_is_made_after_init() -> None:
+    pytest.importorskip("lightning")
+    from farandole.frameworks.lightning import Trainer
+
+    with pytest.raises(NotInitialized):
+        Trainer(max_epochs=1)
+
+
+@pytest.mark.usefixtures("initialized")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_fit_refuses_a_plain_loader_manual_optimization_and_a_checkpoint() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    from farandole.frameworks.lightning import Trainer
+
+    class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self, is_automatic: bool = True) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+            self.automatic_optimization = is_automatic
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            raise AssertionError
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def trainer() -> Any:
+        return Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+    elastic = fd.elastic.DataLoader(DATA, 4)
+    with pytest.raises(ConfigError, match=r"fd.elastic.DataLoader\(dataset"):
+        trainer().fit(Module(), torch.utils.data.DataLoader(DATA))
+    with pytest.raises(ConfigError, match="automatic_optimization=False"):
+        trainer().fit(Module(is_automatic=False), elastic)
+    with pytest.raises(ConfigError, match="farandole run --checkpoint"):
+        trainer().fit(Module(), elastic, ckpt_path="last")
+
+
+# transformers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("initialized")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("arguments", "more", "advice"),
+    [
+        ({"gradient_accumulation_steps": 2}, {}, "micro_batch_size"),
+        ({"bf16": True}, {}, "32-bit precision"),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}, {}, r"after train\(\)"),
+        ({}, {"train_dataset": DATA}, "train_loader"),
+        ({}, {"model_init": lambda: torch.nn.Linear(2, 1)}, "give the model"),
+    ],
+)
+def test_a_trainer_of_transformers_refuses_settings(
+    tmp_path: Path, arguments: dict[str, Any], more: dict[str, Any], advice: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from farandole.frameworks.transformers import Trainer
+
+    settings = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
+    with pytest.raises(ConfigError, match=advice):
+        Trainer(torch.nn.Linear(2, 1), settings, train_loader=fd.elastic.DataLoader(DATA, 4), **more)
+
+
+@pytest.mark.usefixtures("initialized")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_train_refuses_a_checkpoint_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from farandole.frameworks.transformers import Trainer
+
+    settings = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(torch.nn.Linear(2, 1), settings, train_loader=fd.elastic.DataLoader(DATA, 4))
+    with pytest.raises(ConfigError, match="farandole run --checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
