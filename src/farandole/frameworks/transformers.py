@@ -134,13 +134,6 @@ class Trainer(transformers.Trainer):
             self.optimizer = DistributedOptimizer(self._plain)
         return self.optimizer
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
-        # Accelerate has loaded the optimizer's own state into it, which gives it new groups; a scheduler of the user's
-        # changes those of the plain one.
-        self._plain.param_groups, self._plain.state = self.optimizer.param_groups, self.optimizer.state
-        return prepared
-
     def get_train_dataloader(self) -> Any:
         return self._feed
 

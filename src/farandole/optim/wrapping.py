@@ -95,7 +95,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; backward passes are counted from zero again."""
         self._passes.forget()
+        groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
+        # torch makes new ones, but the optimizer that was wrapped has these: a scheduler of it would change nothing.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state
 
     # The user's step -------------------------------------------------------------------------------------
 

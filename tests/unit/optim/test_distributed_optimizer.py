@@ -622,3 +622,18 @@ def test_a_backward_that_raised_leaves_nothing_for_the_next_batch() -> None:
         for _ in hand_out([4]):
             loss(net, x).backward()
             assert torch.allclose(net.weight.grad, wanted, rtol=0, atol=1e-14)
+
+
+def test_a_scheduler_of_the_optimizer_that_was_wrapped_still_counts_after_a_state_was_loaded() -> None:
+    net = model()
+    plain = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.1)
+    wrapped = DistributedOptimizer(plain)
+    loss(net, samples(2)).backward()
+    wrapped.step()
+    wrapped.load_state_dict(wrapped.state_dict())
+    plain._opt_called = True  # type: ignore[attr-defined]  # the scheduler watches it for having stepped
+    scheduler.step()
+    assert wrapped.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert plain.state is wrapped.state
+    assert "momentum_buffer" in plain.state[net.weight]
