@@ -13,11 +13,12 @@ import torch.nn.functional as F
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS, check_job, farandole_run
+from tests.jobs import SCRIPTS, check_job
 
 SCRIPT = SCRIPTS / "ddp_elastic_job.py"
 _spec = importlib.util.spec_from_file_location("ddp_elastic_job", SCRIPT)
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 job: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(job)
 
@@ -72,6 +73,5 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 )
 def test_a_kill_and_a_join_leave_what_one_process_makes_of_the_whole_batches(tmp_path: Path, arguments: str) -> None:
     proof, ours = disturbed(tmp_path, *arguments.split())
-    assert {kind: difference(ours[kind], in_one_process(kind, proof)) < 1e-10 for kind in ours} == dict.fromkeys(
-        ours, True
-    )
+    found = {kind: difference(ours[kind], in_one_process(kind, proof)) for kind in ours}
+    assert all(each < 1e-10 for each in found.values()), found

@@ -1,5 +1,5 @@
-"""torch's DistributedDataParallel and an ordinary optimizer in an elastic function, in the ways that people write it; in
-float64, so that the result can be compared with that of one process."""
+"""torch's DistributedDataParallel and ordinary optimizers in an elastic function, in the ways that people write them;
+in float64, so that the result can be compared with that of one process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
+from farandole.testing.quick_start import without_compiler
 from farandole.testing.records import Records
 
 SAMPLES, FEATURES, CLASSES = 210, 16, 4
@@ -97,15 +98,18 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 20, gamma=0.8)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind == "scaled")
 
-    def body(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+    def body(self, x: torch.Tensor, y: torch.Tensor, is_last: bool) -> bool:
         """Whether the step was applied."""
         self.optimizer.zero_grad()
         self.backward(x, y)
         if self.kind == "clip":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        if self.kind != "scaled":
+            return bool(self.optimizer.step())
+        if not is_last:
+            return False
         was_applied = bool(self.scaler.step(self.optimizer))
-        if was_applied:
-            self.scaler.update()
+        self.scaler.update()
         return was_applied
 
     def classic_body(self, x: torch.Tensor, y: torch.Tensor, number: int) -> bool:
@@ -143,6 +147,7 @@ def main() -> None:
     parser.add_argument("--records")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    without_compiler()
     fd.init()
     dist.init_process_group("farandole")
 
@@ -177,7 +182,7 @@ def main() -> None:
                 time.sleep(0.02 * 1.1**state.step if fd.generation() < options.slow_below else 0)
                 for each in trainings:
                     classic = each.kind == "classic"
-                    was_applied = each.classic_body(x, y, number) if classic else each.body(x, y)
+                    was_applied = each.classic_body(x, y, number) if classic else each.body(x, y, loader.batch.is_last)
                 if was_applied:
                     records.after_step(state)
         return fd.mean(float(state.step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, KeysView
 
 import torch
 
@@ -43,6 +43,10 @@ class Accumulated:
     def close_body(self, keys: Collection[int]) -> None:
         """What it leaves for these from now on does not count."""
         self._closed.update(keys)
+
+    def keys(self) -> KeysView[int]:
+        """Of the parameters that have something here."""
+        return self._sums.keys()
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self._sums.get(id(parameter))

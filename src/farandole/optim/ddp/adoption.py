@@ -1,5 +1,5 @@
-"""DistributedDataParallel modules of a state become elastic, and the optimizers of their parameters decide steps. The run
-loops call it when an elastic function is entered."""
+"""Modules of a state that are a DistributedDataParallel become elastic, and the optimizers of their parameters decide
+steps. The run loops call it when an elastic function is entered."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> D
 
 def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     """Of the parameters that its reducer reduces."""
-    parameters, _ = ddp._build_params_for_reducer()
+    parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     named = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return {parameter: named[id(parameter)] for parameter in parameters}
 
@@ -72,8 +72,8 @@ def _refuse(ddp: DistributedDataParallel) -> None:
     if not isinstance(group, FarandoleGroup) or group.size() != world.current().placement.size:
         raise ConfigError(
             f"DistributedDataParallel over a group of {group.size()} workers by {group.name()} cannot follow the "
-            f'world, which has {world.current().placement.size}: call torch.distributed.init_process_group("{BACKEND}"), '
-            f"and leave process_group and device_mesh out"
+            f"world, which has {world.current().placement.size}: call "
+            f'torch.distributed.init_process_group("{BACKEND}"), and leave process_group and device_mesh out'
         )
     if ddp.static_graph:
         refuse_static_graph()
@@ -96,7 +96,8 @@ def _refuse(ddp: DistributedDataParallel) -> None:
             "an optimizer that steps inside of backward() cannot be held back when a worker is lost; call "
             "its step() after backward()"
         )
-    if any(ddp._build_params_for_reducer()[1]):
+    _, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    if any(are_sparse):
         raise ConfigError(
             "DistributedDataParallel of an Embedding with sparse=True: its gradients cannot be weighed in "
             "buckets; say sparse=False, or use fd.DistributedOptimizer"

@@ -7,8 +7,9 @@ with each bucket, and the optimizers (stepping.py) when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+
 import torch
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from farandole.errors import StepError
@@ -101,6 +102,11 @@ class DdpPath:
         if bucket.is_last():
             self.has_passed = self.is_reduced = True
         return future
+
+    def used_before(self) -> list[int]:
+        """Places of the parameters that have gradients of earlier micro-batches."""
+        keys = self._accumulated.keys()
+        return [place for place, each in enumerate(self.parameters) if id(each) in keys] if keys else []
 
     def _begin_pass(self) -> Pass:
         batch = _undecided()

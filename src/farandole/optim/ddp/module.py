@@ -38,15 +38,15 @@ class ElasticModule(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if _PATH not in self.__dict__:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         asked = self.require_backward_grad_sync
         self.require_backward_grad_sync = self._begin_forward(asked)
         try:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             self.require_backward_grad_sync = asked
 
-    @torch._disable_dynamo(recursive=False)
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _begin_forward(self, asked: bool) -> bool:
         """Whether the backward pass reduces."""
         path, here = self._farandole_path, world.current()
@@ -78,7 +78,9 @@ class ElasticModule(DistributedDataParallel):
         if step.state() == "aborted":
             return
         try:
-            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+            super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
+                tensors, buffer_size, authoritative_rank
+            )
         except RecoverableError:
             if not absorb():
                 raise
@@ -88,7 +90,7 @@ class ElasticModule(DistributedDataParallel):
         if _PATH not in self.__dict__:
             super().register_comm_hook(state, hook)
             return
-        self._check_comm_hook(hook)
+        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         if self._farandole_path.hook is not None:
             raise RuntimeError("register_comm_hook can only be called once")
         self._comm_hooks.append((hook, state))
@@ -106,11 +108,11 @@ class ElasticModule(DistributedDataParallel):
     def _set_static_graph(self) -> None:
         if _PATH in self.__dict__:
             refuse_static_graph()
-        super()._set_static_graph()
+        super()._set_static_graph()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are of the user's class, and do not follow the world."""
-        state = self.__getstate__()
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
         for name in (_PATH, "_farandole_world", "_farandole_group"):
             state.pop(name, None)
         return copyreg.__newobj__, (type(self).__mro__[2],), state  # type: ignore[attr-defined]
@@ -139,13 +141,13 @@ def refuse_static_graph() -> None:
     )
 
 
-def _make_reducer(ddp: ElasticModule, path: DdpPath) -> None:
+def _make_reducer(ddp: Any, path: DdpPath) -> None:
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     theirs = ddp.process_group, ddp.__dict__.get("_bucket_config")
     del ddp.reducer  # which removes its hooks
     ddp.logger = None
-    ddp._farandole_group = ddp.process_group = ReducerGroup()
+    ddp._farandole_group = ddp.process_group = ReducerGroup(path.used_before)
     if theirs[1] is not None:
         ddp._bucket_config = _FinalBuckets(theirs[1])
     try:
@@ -154,7 +156,9 @@ def _make_reducer(ddp: ElasticModule, path: DdpPath) -> None:
         ddp.process_group = theirs[0]
         if theirs[1] is not None:
             ddp._bucket_config = theirs[1]
-    dist._register_comm_hook(ddp.reducer, None, path.on_bucket)
+    dist._register_comm_hook(  # type: ignore[attr-defined]
+        ddp.reducer, None, path.on_bucket
+    )
 
 
 class _FinalBuckets:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from farandole.collectives import world

@@ -61,7 +61,8 @@ class SteppingOptimizer(ScaledStep):
         batch = step.batch()
         if batch is not None and step.is_undecided() and self._farandole_ticket is not batch.ticket:
             keys = self._keys()
-            if not all([path.begin_zeroing(batch, keys) for path in self._farandole_paths]):
+            may_zero = [path.begin_zeroing(batch, keys) for path in self._farandole_paths]
+            if not all(may_zero):
                 return
         super().zero_grad(set_to_none=set_to_none)
 

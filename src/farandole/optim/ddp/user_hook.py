@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +53,8 @@ def registered_hook(ddp: DistributedDataParallel) -> UserHook | None:
     if ddp._comm_hooks:
         hook, state = ddp._comm_hooks[-1]
         return UserHook(state, hook)
-    built_in = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    said = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    built_in = str(said.get("comm_hook", ""))
     if built_in.endswith("FP16_COMPRESS"):
         return UserHook(None, fp16_compress_hook)
     if built_in and not built_in.endswith("ALLREDUCE"):
