@@ -2,8 +2,8 @@
 
 Its reducer cuts the gradients into buckets anew after the first backward pass, in the order in which they came, by a
 collective in the next forward pass. A worker that joins would do that when all others have done it long ago, and add
-up other gradients than theirs until then. So the reducer is made once more, with the limits of its final buckets and
-the order of the parameters, and kept from ever doing it. That way all workers have the same buckets at all times.
+up other gradients than theirs until then. So the reducer is made once more, with buckets in the order of the
+parameters, and kept from ever doing it. That way all workers have the same buckets at all times.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _make_reducer(ddp: Any, path: DdpPath) -> None:
     ddp.logger = None
     ddp._farandole_group = ddp.process_group = ReducerGroup(path.used_before)
     if theirs[1] is not None:
-        ddp._bucket_config = _FinalBuckets(theirs[1])
+        ddp._bucket_config = _FinalBuckets(theirs[1], has_one=ddp.bucket_bytes_cap_default)
     try:
         ddp._ddp_init_helper(parameters, sparse, names, False)
     finally:
@@ -162,15 +162,16 @@ def _make_reducer(ddp: Any, path: DdpPath) -> None:
 
 
 class _FinalBuckets:
-    """The limits of a DistributedDataParallel's buckets, from the beginning those that it would have later on. torch
+    """The limits of a DistributedDataParallel's buckets, from the beginning: those that the user has given, else one
+    bucket for all. Buckets are reduced where they are complete, not in the background: several are only slower. torch
     before 2.13 does not ask: there is one bucket then."""
 
-    def __init__(self, theirs: Any) -> None:
-        self._theirs = theirs
+    def __init__(self, theirs: Any, has_one: bool) -> None:
+        self._theirs, self._has_one = theirs, has_one
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._theirs, name)
 
     def compute_bucket_size_limits(self, static_graph: bool, find_unused_parameters: bool) -> Any:
-        # Where unused parameters are looked for, buckets are never cut anew.
-        return self._theirs.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True)
+        # Where unused parameters are looked for, buckets are never cut anew: the limits are the final ones.
+        return self._theirs.compute_bucket_size_limits(static_graph=False, find_unused_parameters=not self._has_one)

@@ -105,6 +105,8 @@ class StepPass:
             flat.zero_()  # not multiplied: a ghost's inf times 0 would be NaN
         elif factor != 1.0:
             flat.mul_(factor)
+        if not self._accumulated.keys():
+            return
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             earlier = self._accumulated.of(parameter)
             if earlier is not None:

@@ -22,6 +22,7 @@ class SteppingOptimizer(ScaledStep):
     """Mixed in before the user's class, by make_stepping()."""
 
     _farandole_paths: Sequence[DdpPath]
+    _farandole_reduced: frozenset[int]  # parameters, by id
     _farandole_ticket: Ticket | None  # the one that it has applied
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -87,27 +88,28 @@ class SteppingOptimizer(ScaledStep):
                 "optimizer.step() of a batch whose gradients were not reduced: each loop body needs a backward pass "
                 "outside of no_sync(), of an output of the DistributedDataParallel itself (not of its .module)"
             )
-        refuse_unreduced(self, self._farandole_paths)
+        _refuse_unreduced(self, self._farandole_reduced)
 
 
 def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) -> None:
     """From now on `optimizer`, the same object, decides steps. Raises ConfigError for one that cannot."""
-    refuse_unreduced(optimizer, paths)
+    reduced = frozenset[int]().union(*(path.keys for path in paths))
+    _refuse_unreduced(optimizer, reduced)
     base, scales = type(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer.__class__ = type(base.__name__, (SteppingOptimizer, base), {"__module__": base.__module__})
     assert isinstance(optimizer, SteppingOptimizer)
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
     optimizer._base_scales = bool(scales)
-    optimizer._farandole_paths, optimizer._farandole_ticket = list(paths), None
+    optimizer._farandole_paths, optimizer._farandole_reduced = list(paths), reduced
+    optimizer._farandole_ticket = None
     if "step" in optimizer.__dict__:
         optimizer.step = _as_schedulers_patch_it(optimizer)  # type: ignore[method-assign]
     for path in paths:
         path.own(optimizer._keys())
 
 
-def refuse_unreduced(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) -> None:
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, reduced: frozenset[int]) -> None:
     """Raise ConfigError for a parameter whose gradients nobody reduces: workers would drift apart."""
-    reduced = frozenset[int]().union(*(path.keys for path in paths))
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if parameter.requires_grad and id(parameter) not in reduced:
