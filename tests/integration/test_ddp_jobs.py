@@ -75,3 +75,10 @@ def test_a_kill_and_a_join_leave_what_one_process_makes_of_the_whole_batches(tmp
     proof, ours = disturbed(tmp_path, *arguments.split())
     found = {kind: difference(ours[kind], in_one_process(kind, proof)) for kind in ours}
     assert all(each < 1e-10 for each in found.values()), found
+
+
+def test_buffers_are_sent_and_hooks_that_compress_go_on_whoever_comes_or_goes(tmp_path: Path) -> None:
+    _, ours = disturbed(tmp_path, "--kinds", "norm", "power", "fp16")
+    assert all(value.isfinite().all() for state in ours.values() for value in state.values())
+    assert ours["norm"]["norm.num_batches_tracked"] >= 54
+

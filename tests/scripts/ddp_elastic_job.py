@@ -189,9 +189,12 @@ def main() -> None:
 
     result = train(state)
     values = {each.kind: each.model.module.state_dict() for each in trainings}
-    everything = hashlib.sha256(repr([value.tolist() for kind in values.values() for value in kind.values()]).encode())
+    everything = repr([value.tolist() for each in trainings for value in each.model.parameters()])
     records.at_end(
-        state, scheduler_last_epoch=trainings[0].scheduler.last_epoch, result=result, everything=everything.hexdigest()
+        state,
+        scheduler_last_epoch=trainings[0].scheduler.last_epoch,
+        result=result,
+        everything=hashlib.sha256(everything.encode()).hexdigest(),
     )
     if options.result and fd.rank() == 0:
         torch.save(values, options.result)

@@ -3,12 +3,14 @@ weights and our header. passes.py calls it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -31,8 +33,8 @@ class UserHook:
         self._beginning = _remember(state)
 
     def begin_generation(self) -> None:
-        if self._beginning is not None:
-            self._state.__dict__.update(copy.deepcopy(self._beginning))
+        for name, value in copy.deepcopy(self._beginning).items():
+            setattr(self._state, name, value)
 
     def start(self, bucket: GradBucket) -> Future[torch.Tensor]:
         return self._hook(self._state, bucket)
@@ -62,12 +64,15 @@ def registered_hook(ddp: DistributedDataParallel) -> UserHook | None:
     return None
 
 
-def _remember(state: Any) -> dict[str, Any] | None:
-    """A deep copy of what it keeps; groups are none of it. None where it keeps nothing, or that cannot be copied."""
-    kept = getattr(state, "__dict__", None)
-    if not kept:
-        return None
-    try:
-        return copy.deepcopy({key: value for key, value in kept.items() if "group" not in key})
-    except (TypeError, RuntimeError):
-        return None
+def _remember(state: Any) -> dict[str, Any]:
+    """Deep copies of what it keeps, by name. Groups are none of it, nor what cannot be copied."""
+    names = [*getattr(state, "__dict__", ())]
+    for kind in type(state).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    kept = {}
+    for name in names:
+        if hasattr(state, name) and not isinstance(getattr(state, name), ProcessGroup):
+            with contextlib.suppress(TypeError, RuntimeError):
+                kept[name] = copy.deepcopy(getattr(state, name))
+    return kept
