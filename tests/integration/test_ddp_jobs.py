@@ -4,6 +4,8 @@ global batches."""
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,19 @@ from farandole.testing.running_job import RunningJob, all_training
 from tests.jobs import SCRIPTS, check_job
 
 SCRIPT = SCRIPTS / "ddp_elastic_job.py"
-_spec = importlib.util.spec_from_file_location("ddp_elastic_job", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-job: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(job)
+COMMIT_SCRIPT = SCRIPTS / "ddp_commit_job.py"
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+job, commit_job = _module(SCRIPT), _module(COMMIT_SCRIPT)
 
 EPOCHS = 6  # 54 steps, the last one of each epoch with 10 samples instead of 25
 
@@ -45,7 +55,8 @@ def disturbed(folder: Path, *arguments: str) -> tuple[Proof, dict[str, dict[str,
     """A job of three whose rank 1 is killed, and replaced: its records, and its parameters by kind."""
     result = folder / "result.pt"
     words = [*arguments, "--epochs", str(EPOCHS), "--slow-below", "3", "--result", str(result)]
-    with RunningJob(["-np", "3"], SCRIPT, words, folder, folder / "output") as running:
+    flags = ["-np", "3", "--sample-ledger", str(folder / "ledger")]
+    with RunningJob(flags, SCRIPT, words, folder, folder / "output") as running:
         latest = running.wait_until(all_training(3), 60)
         running.kill(latest[1]["pid"])
         assert running.wait(60) == 0, (folder / "output").read_text()
@@ -55,6 +66,9 @@ def disturbed(folder: Path, *arguments: str) -> tuple[Proof, dict[str, dict[str,
     assert proof.redone() <= 1
     assert proof.steps() == 54
     assert len({end["everything"] for end in proof.ends()}) == 1
+    command = [sys.executable, "-m", "farandole", "ledger", "check", str(folder / "ledger")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert checked.stdout.endswith("exactly once: yes\n"), checked.stdout + checked.stderr
     return proof, torch.load(result)
 
 
@@ -82,3 +96,19 @@ def test_buffers_are_sent_and_hooks_that_compress_go_on_whoever_comes_or_goes(tm
     assert all(value.isfinite().all() for state in ours.values() for value in state.values())
     assert ours["norm"]["norm.num_batches_tracked"] >= 54
 
+
+def test_under_the_commit_rule_workers_that_join_have_the_same_buckets(tmp_path: Path) -> None:
+    result, steps = tmp_path / "result.pt", 50
+    words = ["--steps", str(steps), "--slow-below", "3", "--result", str(result)]
+    with RunningJob(["-np", "2"], COMMIT_SCRIPT, words, tmp_path, tmp_path / "output") as running:
+        latest = running.wait_until(all_training(2), 60)
+        running.kill(latest[0]["pid"])
+        assert running.wait(60) == 0, (tmp_path / "output").read_text()
+    assert set(Proof(tmp_path).generations().values()) == {1, 2}
+    model = commit_job.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        commit_job.loss(model, step).backward()
+        optimizer.step()
+    assert difference(torch.load(result), dict(model.state_dict())) < 1e-12

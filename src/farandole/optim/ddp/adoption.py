@@ -31,8 +31,7 @@ def adopt(
 
     Raises ConfigError for what cannot be made elastic, with nothing changed in that object.
     """
-    found = {id(each): each for module in modules for each in module.modules()}
-    paths = [_adopted(each, accumulates) for each in found.values() if isinstance(each, DistributedDataParallel)]
+    paths = [_adopted(each, accumulates) for each in _parallel(modules)]
     for optimizer in optimizers if paths else ():
         keys = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         of_this = [path for path in paths if not path.keys.isdisjoint(keys)]
@@ -46,6 +45,21 @@ def adopt(
         if not isinstance(optimizer, SteppingOptimizer):
             make_stepping(optimizer, of_this)
     return bool(paths)
+
+
+def adopt_modules(values: Iterable[object]) -> None:
+    """Each DistributedDataParallel over a group of ours among the values, or inside of a module among them. Without a
+    batch of a loader it takes the mean over all workers, and raises RecoverableError on a fault; its buckets are the
+    same on all workers. Raises ConfigError as adopt() does."""
+    for each in _parallel(values):
+        if isinstance(each.process_group, FarandoleGroup):
+            _adopted(each, lambda: False)
+
+
+def _parallel(values: Iterable[object]) -> list[DistributedDataParallel]:
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    found = {id(each): each for module in modules for each in module.modules()}
+    return [each for each in found.values() if isinstance(each, DistributedDataParallel)]
 
 
 def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> DdpPath:
