@@ -4,6 +4,7 @@ in float64, so that the result can be compared with that of one process."""
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import time
 from collections.abc import Callable
@@ -188,6 +189,7 @@ def main() -> None:
         return fd.mean(float(state.step))
 
     result = train(state)
+    assert type(copy.deepcopy(trainings[0].model)) is DistributedDataParallel
     values = {each.kind: each.model.module.state_dict() for each in trainings}
     everything = repr([value.tolist() for each in trainings for value in each.model.parameters()])
     records.at_end(

@@ -415,6 +415,15 @@ def _wrapped() -> Any:
     return [ddp], [DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))]
 
 
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Of the name of torch's, which wants a group of several processes."""
+
+
+def _divided() -> Any:
+    ddp = parallel()
+    return [ddp], [ZeroRedundancyOptimizer(ddp.parameters(), lr=0.1)]
+
+
 def _sparse() -> Any:
     return [parallel(torch.nn.Embedding(3, 2, sparse=True))], []
 
@@ -433,6 +442,7 @@ def _replaced_step() -> Any:
         (_with_loose_parameter, r"parameter 4 of group 0 .* shape \(7,\)"),
         (_wrapped, "reduced twice"),
         (_sparse, "sparse=False"),
+        (_divided, "ZeroRedundancyOptimizer divides its work"),
         (_replaced_step, "replaced on the object"),
     ],
 )

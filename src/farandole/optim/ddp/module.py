@@ -37,7 +37,8 @@ class ElasticModule(DistributedDataParallel):
     _farandole_group: ReducerGroup  # C++ keeps the half of it only that is C++
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if _PATH not in self.__dict__:
+        is_after_training = not torch.is_grad_enabled() and not world.is_entered()
+        if _PATH not in self.__dict__ or is_after_training:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         asked = self.require_backward_grad_sync
         self.require_backward_grad_sync = self._begin_forward(asked)
@@ -115,7 +116,7 @@ class ElasticModule(DistributedDataParallel):
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         for name in (_PATH, "_farandole_world", "_farandole_group"):
             state.pop(name, None)
-        return copyreg.__newobj__, (type(self).__mro__[2],), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (type(self).__mro__[2], object, None), state  # type: ignore[attr-defined]
 
 
 def follow_world(ddp: DistributedDataParallel, path: DdpPath) -> None:

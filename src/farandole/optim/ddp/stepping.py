@@ -17,6 +17,8 @@ from farandole.state import step
 from farandole.state.ticket import Ticket
 from farandole.state.undo import Undo
 
+_OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: they take a while to import
+
 
 class SteppingOptimizer(ScaledStep):
     """Mixed in before the user's class, by make_stepping()."""
@@ -86,13 +88,19 @@ class SteppingOptimizer(ScaledStep):
         if not are_reduced:
             raise StepError(
                 "optimizer.step() of a batch whose gradients were not reduced: each loop body needs a backward pass "
-                "outside of no_sync(), of an output of the DistributedDataParallel itself (not of its .module)"
+                "outside of no_sync(), of an output of the DistributedDataParallel itself (not of its .module); where "
+                "some parameters get no gradient in it, say find_unused_parameters=True"
             )
         _refuse_unreduced(self, self._farandole_reduced)
 
 
 def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) -> None:
     """From now on `optimizer`, the same object, decides steps. Raises ConfigError for one that cannot."""
+    if any(kind.__name__ in _OF_THEIR_OWN for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{type(optimizer).__name__} divides its work among the workers that there were when it was made, and "
+            f"cannot follow the world: use the optimizer that it is made of"
+        )
     reduced = frozenset[int]().union(*(path.keys for path in paths))
     _refuse_unreduced(optimizer, reduced)
     base, scales = type(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
