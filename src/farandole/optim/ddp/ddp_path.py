@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from farandole.collectives import world
 from farandole.errors import StepError
 from farandole.optim.ddp.accumulated import Accumulated
 from farandole.optim.ddp.passes import DroppedPass, Pass, PlainPass, StepPass
@@ -47,6 +48,8 @@ class DdpPath:
         self._accumulated = Accumulated()
         self._owned: set[int] = set()  # parameters that optimizers step
         self.has_passed = False  # buckets were reduced since the reducer was reset
+        self._reduces = False  # the next backward pass
+        self._weighed: set[int] = set()  # parameters whose `.grad` was multiplied in this pass
         self._forget()
 
     def _forget(self) -> None:
@@ -67,15 +70,15 @@ class DdpPath:
     def begin_forward(self, is_asked_to_reduce: bool) -> bool:
         """Whether the backward pass of this forward pass reduces; not in no_sync(), if that is what was asked for."""
         batch = _undecided()
+        self._watch()
+        self._weighed.clear()
         if batch is None:
-            return is_asked_to_reduce
-        self._notice(batch)
-        accumulates = self._accumulates()
-        if accumulates or not batch.is_last:
-            self._watch()
-        if batch.is_padding or not batch.is_last:
-            return False
-        return is_asked_to_reduce or accumulates  # which body is the last one is not for `no_sync()` to say
+            self._reduces = is_asked_to_reduce
+        else:
+            self._notice(batch)
+            # Which body is the last one is not for `no_sync()` to say, where the loader accumulates.
+            self._reduces = batch.is_last and not batch.is_padding and (is_asked_to_reduce or self._accumulates())
+        return self._reduces
 
     def _notice(self, batch: Batch) -> None:
         """What was kept belongs to the last global batch, which was decided or aborted, if there is a new one."""
@@ -101,6 +104,8 @@ class DdpPath:
         future = self._pass.take(bucket)
         if bucket.is_last():
             self.has_passed = self.is_reduced = True
+            self._reduces = False
+            self._weighed.clear()
         return future
 
     def used_before(self) -> list[int]:
@@ -122,7 +127,7 @@ class DdpPath:
             )
         factor = self._weights.note(batch)
         header = header_of(batch, self._digest, self._weights.said())
-        return StepPass(batch, header, factor, self._accumulated, self.hook)
+        return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed)
 
     # Micro-batches before the last one, and loop bodies that do not count -----------------------------------
 
@@ -134,16 +139,28 @@ class DdpPath:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Runs inside backward(), once for each parameter."""
-        batch = step.batch()
-        if batch is None or (batch.is_last and not batch.is_padding) or not step.is_undecided():
+        batch = _undecided()
+        if batch is None:
             return
         self._notice(batch)
-        if batch.is_padding:
+        if batch.is_last and not batch.is_padding:
+            if self._reduces and step.state() != "aborted":
+                self._weigh(parameter, batch)
+        elif batch.is_padding:
             if self._restored_in is not batch:
                 self._restored_in = batch
                 torch.autograd.Variable._execution_engine.queue_callback(self._restore)
         else:
             self._accumulated.take(parameter, self._weights.note(batch), may_be_dropped=step.is_shared())
+
+    def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
+        """Before the reducer copies it into its bucket, while it is hot in the cache."""
+        factor = self._weights.note(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
+        gradient = parameter.grad
+        if gradient is not None and factor:  # a ghost's inf times 0 would be NaN: its buckets are zeroed
+            self._weighed.add(id(parameter))
+            if factor != 1.0:
+                (gradient.detach() if gradient.requires_grad else gradient).mul_(factor)
 
     def begin_padding(self) -> None:
         """Remember the reduced gradients: autograd adds to them in place."""

@@ -8,6 +8,7 @@ between leaves zeros, and nothing goes wrong in the reducer itself.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Protocol
 
 import torch
@@ -57,11 +58,19 @@ class StepPass:
 
     factor       what this rank's weigh; 0 for a ghost
     accumulated  those of earlier micro-batches
+    weighed      parameters, by id, whose gradients were multiplied before they came into a bucket; grows
     """
 
     def __init__(
-        self, batch: Batch, header: StepHeader, factor: float, accumulated: Accumulated, hook: UserHook | None
+        self,
+        batch: Batch,
+        header: StepHeader,
+        factor: float,
+        accumulated: Accumulated,
+        hook: UserHook | None,
+        weighed: Container[int],
     ) -> None:
+        self._weighed = weighed
         self._batch, self._header, self._hook = batch, header, hook
         self._factor, self._accumulated = factor, accumulated
         self._transport = world.current().transport
@@ -103,11 +112,9 @@ class StepPass:
         flat, factor = bucket.buffer(), self._factor * scale
         if not factor:
             flat.zero_()  # not multiplied: a ghost's inf times 0 would be NaN
-        elif factor != 1.0:
-            flat.mul_(factor)
-        if not self._accumulated.keys():
-            return
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if factor and factor != 1.0 and id(parameter) not in self._weighed:
+                part.mul_(factor)  # what an earlier pass, in no_sync(), has left, and this one has not used
             earlier = self._accumulated.of(parameter)
             if earlier is not None:
                 _as_in_bucket(part, parameter).add_(earlier, alpha=scale)
