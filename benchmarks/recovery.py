@@ -15,7 +15,7 @@ WORKLOAD = Path(__file__).parent / "workload.py"
 
 
 def measure(
-    workers: int, kills: int, seed: int, num_workers: int = 0, width: int = 128, layers: int = 2
+    workers: int, kills: int, seed: int, num_workers: int = 0, width: int = 128, layers: int = 2, is_ddp: bool = False
 ) -> dict[str, Any]:
     """Kill a random worker `kills` times, each time after its predecessor's replacement has joined.
 
@@ -24,6 +24,7 @@ def measure(
     """
     chance = random.Random(seed)
     arguments = ["--num-workers", str(num_workers), "--width", str(width), "--layers", str(layers)]
+    arguments += ["--ddp"] if is_ddp else []
     recovery, joins = [], []
     with tempfile.TemporaryDirectory(prefix="farandole-bench-") as name:
         folder, output = Path(name), Path(name) / "output"

@@ -14,7 +14,7 @@ from benchmarks.models import TASKS
 
 Row = dict[str, Any]
 
-USES = {"farandole": "its loader", "horovod": "as Horovod"}  # what Farandole is used with
+USES = {"farandole": "its loader", "horovod": "as Horovod", "elastic_ddp": "as DDP"}  # what Farandole is used with
 BESIDE = ("ddp", "none", "one")  # what it is compared with
 COMMITS = {"commit": "a copy in the background", "promised": "commit_follows_step"}
 _COMMIT_STEPS = 4  # in a turn, so that most commits are those of a job that commits all the time

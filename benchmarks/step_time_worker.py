@@ -50,8 +50,8 @@ def _steps(options: argparse.Namespace) -> tuple[dict[str, ways.Step], Any]:
     """Of each way the step; and a state, where a way needs the elastic function."""
     task, steps, state = TASKS[options.model], {}, None
     for way in options.ways:
-        if way == "farandole":
-            steps[way], state = ways.farandole(task)
+        if way in ("farandole", "elastic_ddp"):
+            steps[way], state = getattr(ways, way)(task)
         elif way == "horovod":
             steps[way], state = ways.horovod(task, commit_follows_step="promised" in options.ways)
         elif way not in ("commit", "promised"):

@@ -17,12 +17,13 @@ from benchmarks.models import Task
 
 Step = Callable[[], None]
 
-# A process has one of the first two: outside of its loader's batches, Farandole's is an open step.
+# A process has one of the first two and elastic_ddp: outside of its loader's batches, Farandole's is an open step.
 WAYS = {
     "farandole": "Farandole with its loader",
     "horovod": "Farandole as Horovod is used, with torch's loader",
     "commit": "the same with state.commit() in every step",
     "promised": "the same with commit_follows_step=True",
+    "elastic_ddp": "DDP in an elastic function, with Farandole's loader",
     "ddp": "DDP on Gloo",
     "none": "no communication",
     "one": "one process, while the others wait",
@@ -40,11 +41,14 @@ def ddp(task: Task) -> Step:
     """As fast as DDP gets: gradients are views of its buckets, and buffers are not sent before each step, which
     Farandole does not do either."""
     model, optimizer = made(task)
+    return step(task, wrapped(model), optimizer, batches(task, dist.get_rank(), dist.get_world_size()))
+
+
+def wrapped(model: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
     wrap = torch.nn.parallel.DistributedDataParallel
     has_new_name = "forward_sync_buffers" in inspect.signature(wrap).parameters
     silent = {"forward_sync_buffers" if has_new_name else "broadcast_buffers": False}
-    parallel = wrap(model, gradient_as_bucket_view=True, **silent)
-    return step(task, parallel, optimizer, batches(task, dist.get_rank(), dist.get_world_size()))
+    return wrap(model, gradient_as_bucket_view=True, **silent, **arguments)
 
 
 def none(task: Task) -> Step:
@@ -70,15 +74,29 @@ def farandole(task: Task) -> tuple[Step, Any]:
     import farandole as fd
 
     model, optimizer = made(task)
-    distributed = fd.DistributedOptimizer(optimizer)
+    return with_loader(task, model, fd.DistributedOptimizer(optimizer))
+
+
+def elastic_ddp(task: Task) -> tuple[Step, Any]:
+    """As farandole(); the default group of the process is Gloo's, for DDP on that."""
+    from farandole.process_group.group import FarandoleGroup
+    from farandole.process_group.members import Everybody
+
+    model, optimizer = made(task)
+    return with_loader(task, wrapped(model, process_group=FarandoleGroup(Everybody())), optimizer)
+
+
+def with_loader(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Step, Any]:
+    import farandole as fd
+
     loader = fd.elastic.DataLoader(task.data(), task.batch * fd.size(), tail="drop")
-    state = fd.elastic.TorchState(model=model, optimizer=distributed, loader=loader)
+    state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
 
     def endless() -> Iterator[Any]:
         for _ in loader.epochs(1_000_000):
             yield from loader
 
-    return step(task, model, distributed, endless()), state
+    return step(task, model, optimizer, endless()), state
 
 
 def step(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[Any]) -> Step:

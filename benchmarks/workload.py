@@ -18,19 +18,24 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="of the hidden layers; 128: 0.025 M parameters")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel and torch's optimizer")
     parser.add_argument("--records")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    fd.init()
+    fd.init(default_group=options.ddp)
     numbers = torch.randn(4096, 64, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(numbers, numbers.sum(dim=1, keepdim=True))
     widths = [64] + [options.width] * options.layers
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = torch.nn.Sequential(*[m for layer in layers for m in (layer, torch.nn.ReLU())])
     model.append(torch.nn.Linear(options.width, 1))
-    optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if options.ddp:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        optimizer = fd.DistributedOptimizer(optimizer)
     loader = fd.elastic.DataLoader(dataset, global_batch_size=60, seed=0, num_workers=options.num_workers)
     state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
     records = Records(options.records)

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "collectives": set(),
     "state": {"collectives"},
     "process_group": {"collectives"},
-    "optim": {"collectives", "state"},
+    "optim": {"collectives", "process_group", "state"},
     "data": {"collectives", "state"},
     "ledger": set(),
     "parallel": set(),

@@ -242,6 +242,11 @@ class DataLoader:
     # The batch that is out -------------------------------------------------------------------------------
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a loop body need not call step(): micro_batch_size was given."""
+        return self._padding.is_allowed
+
+    @property
     def ticket(self) -> Ticket | None:
         """The ticket of the batch that is out."""
         return self.batch.ticket if self.batch is not None else None

@@ -19,19 +19,19 @@ class Padding:
     """`is_allowed`: whether the user accumulates; else a body without step() is an error."""
 
     def __init__(self, is_allowed: bool) -> None:
-        self._is_allowed = is_allowed
+        self.is_allowed = is_allowed
         self._data: Any = None
         self._count = 0
 
     def keep(self, data: Any) -> None:
         """The batch that is handed out, to hand it out once more."""
         self._count = 0
-        if self._is_allowed:
+        if self.is_allowed:
             self._data = data
 
     def is_due(self, batch: Batch | None) -> bool:
         """Whether all gradients are reduced and the loop body has not stepped."""
-        return self._is_allowed and batch is not None and batch.is_last and step.state() == "reduced"
+        return self.is_allowed and batch is not None and batch.is_last and step.state() == "reduced"
 
     def next(self, batch: Batch | None) -> tuple[Batch, list[int], Any]:
         """A batch that does not count, its samples (none), and the last micro-batch's data again. Raises StepError

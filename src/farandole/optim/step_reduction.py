@@ -12,12 +12,11 @@ from farandole.collectives.named.compression import NoneCompressor
 from farandole.errors import StepError
 from farandole.optim.bucketed_gradients import BucketedGradients
 from farandole.optim.company import Company
-from farandole.optim.header import StepHeader, check, ids_hash
 from farandole.optim.options import Options, refuse_for_loader
 from farandole.optim.own_gradients import OwnGradients
 from farandole.optim.parameters import check_devices, digest
 from farandole.optim.passes import Passes
-from farandole.optim.weighting import total
+from farandole.optim.step_agreement import conclude, header_of
 from farandole.state import boundary, recording, step
 from farandole.state.ticket import Batch
 
@@ -128,14 +127,9 @@ class StepReduction:
             self._add_up_alone(gradients, batch)
             return
         _company.refuse_reducing(id(self))
-        headers = gradients.reduce(self._header(batch, weight_said))
+        headers = gradients.reduce(header_of(batch, self._digest, weight_said))
         _company.landed(id(self))
-        check(headers)
-        weight = total([header.weight for header in headers])
-        if weight:  # with 0, nothing was added up
-            gradients.scale(batch.ticket.global_samples / weight)
-        recording.agree(sum(header.samples for header in headers), ids_hash(headers))
-        boundary.agree([header.prepared for header in headers])
+        gradients.scale(conclude(headers, batch))
         gradients.publish()
 
     def _add_up_alone(self, gradients: OwnGradients, batch: Batch) -> None:
@@ -152,18 +146,3 @@ class StepReduction:
         for parameter in self.gradients.parameters:
             self.gradients.zero(parameter)
         self.gradients.publish()
-
-    def _header(self, batch: Batch, weight_said: float) -> StepHeader:
-        ticket = batch.ticket
-        return StepHeader(
-            generation=world.current().id.number,
-            step=boundary.steps_decided(),
-            plan=self._digest,
-            epoch=ticket.epoch,
-            start=ticket.start,
-            stop=ticket.stop,
-            samples=ticket.samples,
-            prepared=boundary.prepared(),
-            weight=weight_said,
-            ids_hash=recording.intend(batch),  # the ledger's intent is written here, before anything is reduced
-        )

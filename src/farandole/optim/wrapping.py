@@ -13,6 +13,7 @@ from farandole.collectives import world
 from farandole.errors import StepError
 from farandole.optim.options import check_passes, names_of
 from farandole.optim.passes import Passes
+from farandole.optim.scaled_step import ScaledStep
 from farandole.state import boundary
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -41,11 +42,8 @@ def counts_passes() -> bool:
     return here.placement.size > 1 or (boundary.is_elastic() and here.id.number > 0)
 
 
-class WrappedOptimizer(torch.optim.Optimizer):
+class WrappedOptimizer(ScaledStep):
     """Mixed in before the user's optimizer class."""
-
-    # GradScaler then always calls our step(), also when it would skip: a skipped step is decided too.
-    _step_supports_amp_scaling = True
 
     def _set_up(self, named_parameters: Iterable[Any] | None, passes_per_step: int) -> None:
         # Fused optimizers unscale and skip by themselves; they say so on the instance or on their class.
@@ -104,28 +102,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
-
-    # The user's step -------------------------------------------------------------------------------------
-
-    def _apply(self, closure: Callable[[], float] | None = None, gradients: Iterable[torch.Tensor] = ()) -> Any:
-        """The step of the user's class, by GradScaler's rules if one has called us: `gradients` are unscaled
-        before, and nothing happens on inf or NaN. It has put `grad_scale` and `found_inf` on us, which the
-        user's class must not see, and takes them off."""
-        if self._base_scales:
-            return super().step(closure)
-        names = ("grad_scale", "found_inf")
-        asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
-        scale, found_inf = asked.get("grad_scale"), asked.get("found_inf")
-        try:
-            if found_inf is not None and bool(found_inf):
-                return None
-            if scale is not None:
-                inverse = scale.double().reciprocal().float()
-                for gradient in gradients:
-                    gradient.mul_(inverse.to(gradient.device, gradient.dtype))
-            return super().step(closure)
-        finally:
-            self.__dict__.update(asked)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]

@@ -20,7 +20,7 @@ def load_stateful(value: Any, saved: Any) -> None:
     """load_state_dict(). A GradScaler also forgets what it did since its last update(): its own leaves that, and
     would refuse to do the step again."""
     value.load_state_dict(saved)
-    if isinstance(value, torch.amp.GradScaler):
+    if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         value._per_optimizer_states.clear()
 
 

@@ -98,7 +98,11 @@ class StepState(TorchState):
             setattr(self, name, value)
         self._snapshot = SmallSnapshot()
         step.on_decided(self._on_decided)
-        # A plain one steps unseen: it is part of the state, and does not decide.
+        self.track_optimizers()
+
+    def track_optimizers(self) -> None:
+        """Find out which of its optimizers decide steps, as they are now. A plain one steps unseen: it is part of the
+        state, and does not decide."""
         step.track(each for each in self._optimizers_by_name().values() if hasattr(each, "abandon_step"))
 
     # What Horovod's scripts call -------------------------------------------------------------------------
@@ -120,6 +124,14 @@ class StepState(TorchState):
     def sync(self) -> None:
         """Not possible: the run loop synchronizes a state with a loader. Raises ConfigError."""
         raise ConfigError("a TorchState with a loader is synchronized by elastic.run; do not call sync()")
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Those that it was given."""
+        return list(self._modules().values())
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that it was given."""
+        return list(self._optimizers_by_name().values())
 
     # Progress --------------------------------------------------------------------------------------------
 

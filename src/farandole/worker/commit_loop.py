@@ -21,6 +21,7 @@ from farandole.errors import (
     RecoverableError,
 )
 from farandole.messages import Elastic, Synced
+from farandole.optim.ddp.adoption import adopt_modules
 from farandole.state import boundary, recording, step
 from farandole.state.background_copy import finish_all
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
@@ -58,6 +59,7 @@ class CommitLoop:
         self._is_torn = False  # neither the last commit nor the next one is whole
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
+        adopt_modules(vars(self._state).values())  # their optimizers step as always: a fault leaves the function
         boundary.install(self)
         recording.install_for_samplers(self._records)
         try:

@@ -11,6 +11,7 @@ from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, JobEnded, RecoverableError
 from farandole.messages import Elastic, Synced
+from farandole.optim.ddp.adoption import adopt
 from farandole.state import boundary, recording, step
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.step_state import StepState
@@ -43,6 +44,8 @@ class StepLoop:
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         state = self._state
+        if adopt(state.modules(), state.optimizers(), self._accumulates):
+            state.track_optimizers()
         boundary.install(self)
         recording.install(self._records)
         if state.loader is not None:
@@ -63,6 +66,9 @@ class StepLoop:
             if self._records is not None:
                 self._records.close()
             step.close()
+
+    def _accumulates(self) -> bool:
+        return bool(getattr(self._state.loader, "accumulates", False))
 
     def _run(self, call: Callable[[], ResultT]) -> ResultT:
         self._enter()

@@ -1,0 +1,118 @@
+"""Modules of a state that are a DistributedDataParallel become elastic, and the optimizers of their parameters decide
+steps. The run loops call it when an elastic function is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from farandole.collectives import world
+from farandole.errors import ConfigError
+from farandole.optim.ddp.ddp_path import DdpPath
+from farandole.optim.ddp.module import follow_world, path_of, refuse_static_graph
+from farandole.optim.ddp.stepping import SteppingOptimizer, make_stepping
+from farandole.optim.ddp.user_hook import registered_hook
+from farandole.optim.parameters import check_devices
+from farandole.optim.wrapping import WrappedOptimizer
+from farandole.process_group.group import BACKEND, FarandoleGroup
+
+
+def adopt(
+    modules: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    accumulates: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Whether there is a DistributedDataParallel among the modules, or inside of them. Again for the same ones it
+    changes nothing.
+
+    accumulates  whether the loop body may run without step(), in the meantime (the loader's micro_batch_size)
+
+    Raises ConfigError for what cannot be made elastic, with nothing changed in that object.
+    """
+    paths = [_adopted(each, accumulates) for each in _parallel(modules)]
+    for optimizer in optimizers if paths else ():
+        keys = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        of_this = [path for path in paths if not path.keys.isdisjoint(keys)]
+        if not of_this:
+            continue
+        if isinstance(optimizer, WrappedOptimizer):
+            raise ConfigError(
+                "a DistributedOptimizer has parameters of a DistributedDataParallel: their gradients would be reduced "
+                "twice. Give the state torch's optimizer, or do not wrap the model"
+            )
+        if not isinstance(optimizer, SteppingOptimizer):
+            make_stepping(optimizer, of_this)
+    return bool(paths)
+
+
+def adopt_modules(values: Iterable[object]) -> None:
+    """Each DistributedDataParallel over a group of ours among the values, or inside of a module among them. Without a
+    batch of a loader it takes the mean over all workers, and raises RecoverableError on a fault; its buckets are the
+    same on all workers. Raises ConfigError as adopt() does."""
+    for each in _parallel(values):
+        if isinstance(each.process_group, FarandoleGroup):
+            _adopted(each, lambda: False)
+
+
+def _parallel(values: Iterable[object]) -> list[DistributedDataParallel]:
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    found = {id(each): each for module in modules for each in module.modules()}
+    return [each for each in found.values() if isinstance(each, DistributedDataParallel)]
+
+
+def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> DdpPath:
+    path = path_of(ddp)
+    if path is None:
+        _refuse(ddp)
+        names = _names(ddp)
+        check_devices(names)
+        path = DdpPath(names, accumulates, registered_hook(ddp))
+        follow_world(ddp, path)
+    return path
+
+
+def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """Of the parameters that its reducer reduces."""
+    parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    named = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    return {parameter: named[id(parameter)] for parameter in parameters}
+
+
+def _refuse(ddp: DistributedDataParallel) -> None:
+    """Raise ConfigError for what would not be right in an elastic function, saying why."""
+    group = ddp.process_group
+    if not isinstance(group, FarandoleGroup) or group.size() != world.current().placement.size:
+        raise ConfigError(
+            f"DistributedDataParallel over a group of {group.size()} workers by {group.name()} cannot follow the "
+            f"world, which has {world.current().placement.size}: call "
+            f'torch.distributed.init_process_group("{BACKEND}"), and leave process_group and device_mesh out'
+        )
+    if ddp.static_graph:
+        refuse_static_graph()
+    if ddp._delay_all_reduce_params:
+        raise ConfigError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces past its buckets, where "
+            "gradients are not weighed by the workers' shares; leave it out"
+        )
+    if ddp.mixed_precision is not None:
+        raise ConfigError(
+            "DistributedDataParallel(mixed_precision=...) has a communication hook of its own; use torch.autocast"
+        )
+    if ddp._use_python_reducer:
+        raise ConfigError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' reduces past the buckets of "
+            "DistributedDataParallel; leave it as it is"
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        raise ConfigError(
+            "an optimizer that steps inside of backward() cannot be held back when a worker is lost; call "
+            "its step() after backward()"
+        )
+    _, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    if any(are_sparse):
+        raise ConfigError(
+            "DistributedDataParallel of an Embedding with sparse=True: its gradients cannot be weighed in "
+            "buckets; say sparse=False, or use fd.DistributedOptimizer"
+        )

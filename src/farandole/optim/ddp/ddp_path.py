@@ -1,0 +1,221 @@
+"""From gradient to step with a DistributedDataParallel and a loader of ours: which backward pass counts for what.
+
+What native_path.py is for a DistributedOptimizer. The module asks before each forward pass, the reducer inside of it
+with each bucket, and the optimizers (stepping.py) when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from farandole.collectives import world
+from farandole.errors import StepError
+from farandole.optim.ddp.accumulated import Accumulated
+from farandole.optim.ddp.passes import DroppedPass, Pass, PlainPass, StepPass
+from farandole.optim.ddp.user_hook import UserHook
+from farandole.optim.parameters import digest
+from farandole.optim.step_agreement import header_of
+from farandole.optim.weighting import Weights
+from farandole.state import step
+from farandole.state.ticket import Batch
+
+
+class DdpPath:
+    """One for each DistributedDataParallel.
+
+    names        the parameters that its reducer reduces, and what they are called
+    accumulates  whether the loop body may run without step() (the loader's micro_batch_size)
+    hook         the user's
+    """
+
+    def __init__(
+        self, names: Mapping[torch.Tensor, str], accumulates: Callable[[], bool], hook: UserHook | None
+    ) -> None:
+        self.parameters = list(names)
+        self.keys = frozenset(map(id, self.parameters))
+        self.hook = hook
+        self._accumulates = accumulates
+        self._digest = digest(names)
+        self.batch: Batch | None = None  # the one that all of this belongs to
+        self._pass: Pass = PlainPass(None)
+        self._has_stale = False  # `.grad` may hold what an aborted step has left
+        self._is_watching = False  # gradients are seen when they arrive, too
+        self._weights = Weights("mean")
+        self._accumulated = Accumulated()
+        self._owned: set[int] = set()  # parameters that optimizers step
+        self.has_passed = False  # buckets were reduced since the reducer was reset
+        self._reduces = False  # the next backward pass
+        self._weighed: set[int] = set()  # parameters whose `.grad` was multiplied in this pass
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing has happened for the ticket."""
+        self.is_reduced = False
+        self._stepped: set[int] = set()
+        self._reduced: list[torch.Tensor | None] | None = None  # kept while loop bodies run that do not count
+        self._restored_in: Batch | None = None
+        self._weights.forget()
+        self._accumulated.forget()
+
+    # The module asks -------------------------------------------------------------------------------------
+
+    def begin_generation(self) -> None:
+        if self.hook is not None:
+            self.hook.begin_generation()
+
+    def begin_forward(self, is_asked_to_reduce: bool) -> bool:
+        """Whether the backward pass of this forward pass reduces; not in no_sync(), if that is what was asked for."""
+        batch = _undecided()
+        self._watch()
+        self._weighed.clear()
+        if batch is None:
+            self._reduces = is_asked_to_reduce
+        else:
+            self._notice(batch)
+            # Which body is the last one is not for `no_sync()` to say, where the loader accumulates.
+            self._reduces = batch.is_last and not batch.is_padding and (is_asked_to_reduce or self._accumulates())
+        return self._reduces
+
+    def _notice(self, batch: Batch) -> None:
+        """What was kept belongs to the last global batch, which was decided or aborted, if there is a new one."""
+        last, self.batch = self.batch, batch
+        if batch is last:
+            return
+        if batch.index == 0 or last is None or batch.ticket is not last.ticket:
+            self._forget()
+            step.take_part(self)
+            if self._has_stale:
+                self._has_stale = False
+                for parameter in self.parameters:
+                    parameter.grad = None
+        else:
+            self._accumulated.begin_body()
+
+    # The reducer asks ------------------------------------------------------------------------------------
+
+    def on_bucket(self, _: object, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Runs inside backward(): the communication hook of DistributedDataParallel."""
+        if bucket.index() == 0:
+            self._pass = self._begin_pass()
+        future = self._pass.take(bucket)
+        if bucket.is_last():
+            self.has_passed = self.is_reduced = True
+            self._reduces = False
+            self._weighed.clear()
+        return future
+
+    def used_before(self) -> list[int]:
+        """Places of the parameters that have gradients of earlier micro-batches."""
+        keys = self._accumulated.keys()
+        return [place for place, each in enumerate(self.parameters) if id(each) in keys] if keys else []
+
+    def _begin_pass(self) -> Pass:
+        batch = _undecided()
+        if batch is None:
+            return PlainPass(self.hook)
+        self._notice(batch)
+        if step.state() == "aborted" or (self._owned and self._owned <= self._stepped):
+            return DroppedPass()
+        if self.is_reduced and batch.ticket.micro_batches > 1:
+            raise StepError(
+                "a second backward pass for the same batch before optimizer.step(), with micro-batches: its gradients "
+                "are reduced already. Add the losses and call backward() once"
+            )
+        factor = self._weights.note(batch)
+        header = header_of(batch, self._digest, self._weights.said())
+        return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed)
+
+    # Micro-batches before the last one, and loop bodies that do not count -----------------------------------
+
+    def _watch(self) -> None:
+        if not self._is_watching:
+            self._is_watching = True
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Runs inside backward(), once for each parameter."""
+        batch = _undecided()
+        if batch is None:
+            return
+        self._notice(batch)
+        if batch.is_last and not batch.is_padding:
+            if self._reduces and step.state() != "aborted":
+                self._weigh(parameter, batch)
+        elif batch.is_padding:
+            if self._restored_in is not batch:
+                self._restored_in = batch
+                torch.autograd.Variable._execution_engine.queue_callback(self._restore)
+        else:
+            self._accumulated.take(parameter, self._weights.note(batch), may_be_dropped=step.is_shared())
+
+    def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
+        """Before the reducer copies it into its bucket, while it is hot in the cache."""
+        factor = self._weights.note(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
+        gradient = parameter.grad
+        if gradient is not None and factor:  # a ghost's inf times 0 would be NaN: its buckets are zeroed
+            self._weighed.add(id(parameter))
+            if factor != 1.0:
+                (gradient.detach() if gradient.requires_grad else gradient).mul_(factor)
+
+    def begin_padding(self) -> None:
+        """Remember the reduced gradients: autograd adds to them in place."""
+        if self.is_reduced:
+            self._reduced = [None if each.grad is None else each.grad.clone() for each in self.parameters]
+
+    def _restore(self) -> None:
+        if self._reduced is None:
+            return
+        for parameter, gradient in zip(self.parameters, self._reduced, strict=True):
+            if gradient is None or parameter.grad is None:
+                parameter.grad = None if gradient is None else gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
+
+    def end_flight(self, reason: str) -> None:
+        """The step ends undecided. Nothing is on its way between two calls."""
+        self._has_stale = True
+
+    # Optimizers ask --------------------------------------------------------------------------------------
+
+    def own(self, keys: Collection[int]) -> None:
+        """There is an optimizer of these parameters, by id."""
+        self._owned.update(self.keys.intersection(keys))
+
+    def stepped(self, keys: Collection[int]) -> None:
+        """It has applied their gradients: those of later passes do not count, once all optimizers have."""
+        self._stepped.update(keys)
+
+    def begin_step(self, batch: Batch, keys: Collection[int]) -> bool:
+        """step() of an optimizer of the parameters `keys`. Whether their gradients are those of the global batch."""
+        self._notice(batch)
+        if not batch.is_last:
+            self._weights.note(batch)
+            self._accumulated.close_body(keys)
+            return False
+        if batch.is_padding and self._restored_in is not batch:
+            self._restored_in = batch
+            self._restore()
+        return self.is_reduced
+
+    def begin_zeroing(self, batch: Batch, keys: Collection[int]) -> bool:
+        """Whether zero_grad() may go on: not while the micro-batches of a global batch are being accumulated."""
+        self._notice(batch)
+        if step.state() == "aborted" or (batch.ticket.micro_batches == 1 and not batch.is_padding):
+            return True
+        if batch.is_padding:
+            return False
+        if step.is_shared():  # e.g. what a generator's loss has left in the discriminator
+            self._accumulated.drop_body(keys)
+            self.is_reduced = False
+            return True
+        return batch.index == 0
+
+
+def _undecided() -> Batch | None:
+    """The batch that is out, if its step is not decided."""
+    return step.batch() if step.is_undecided() else None

@@ -1,0 +1,178 @@
+"""A DistributedDataParallel that follows the world: the user's object, of a class that is made of its own and ours.
+
+Its reducer cuts the gradients into buckets anew after the first backward pass, in the order in which they came, by a
+collective in the next forward pass. A worker that joins would do that when all others have done it long ago, and add
+up other gradients than theirs until then. So the reducer is made once more, with buckets in the order of the
+parameters, and kept from ever doing it. That way all workers have the same buckets at all times.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from farandole.collectives import world
+from farandole.errors import ConfigError, RecoverableError
+from farandole.optim.ddp.ddp_path import DdpPath
+from farandole.optim.ddp.reducer_group import ReducerGroup
+from farandole.optim.ddp.user_hook import UserHook
+from farandole.optim.step_agreement import absorb
+from farandole.state import step
+
+ModuleT = TypeVar("ModuleT", bound=DistributedDataParallel)
+
+_PATH = "_farandole_path"
+
+
+class ElasticModule(DistributedDataParallel):
+    """Mixed in before the user's class, by follow_world()."""
+
+    _farandole_path: DdpPath
+    _farandole_world: world.World | None
+    _farandole_group: ReducerGroup  # C++ keeps the half of it only that is C++
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        is_after_training = not torch.is_grad_enabled() and not world.is_entered()
+        if _PATH not in self.__dict__ or is_after_training:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        asked = self.require_backward_grad_sync
+        self.require_backward_grad_sync = self._begin_forward(asked)
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.require_backward_grad_sync = asked
+
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def _begin_forward(self, asked: bool) -> bool:
+        """Whether the backward pass reduces."""
+        path, here = self._farandole_path, world.current()
+        if self._farandole_world is not here:
+            self._farandole_world = here
+            path.begin_generation()
+            self._reset()
+            self.require_forward_param_sync = True  # whatever it was that was aborted
+        if not torch.is_grad_enabled():
+            return asked
+        before = path.batch
+        reduces = path.begin_forward(asked)
+        if path.batch is not None and path.batch is not before:
+            # Workers that have joined may run more or fewer of the bodies that do not count.
+            self.require_forward_param_sync = path.batch.index == 0
+        if path.has_passed or not reduces:
+            self._reset()
+        return reduces
+
+    def _reset(self) -> None:
+        """The reducer forgets the passes so far: the order of their gradients, and one that was never ended."""
+        self._farandole_path.has_passed = False
+        self.reducer._reset_state()
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Buffers, in forward(). A fault aborts the step, as one in backward() does."""
+        if step.state() == "aborted":
+            return
+        try:
+            super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
+                tensors, buffer_size, authoritative_rank
+            )
+        except RecoverableError:
+            if not absorb():
+                raise
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As torch's: once, and before the first backward pass."""
+        if _PATH not in self.__dict__:
+            super().register_comm_hook(state, hook)
+            return
+        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        if self._farandole_path.hook is not None:
+            raise RuntimeError("register_comm_hook can only be called once")
+        self._comm_hooks.append((hook, state))
+        self._farandole_path.hook = UserHook(state, hook)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused in an elastic function."""
+        if _PATH not in self.__dict__:
+            return super().join(*args, **kwargs)
+        raise ConfigError(
+            "DistributedDataParallel.join() is not needed with a DataLoader of Farandole, which hands out equally many "
+            "batches on all workers and weighs them; leave it out"
+        )
+
+    def _set_static_graph(self) -> None:
+        if _PATH in self.__dict__:
+            refuse_static_graph()
+        super()._set_static_graph()  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are of the user's class, and do not follow the world."""
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        for name in (_PATH, "_farandole_world", "_farandole_group"):
+            state.pop(name, None)
+        return copyreg._reconstructor, (type(self).__mro__[2], object, None), state  # type: ignore[attr-defined]
+
+
+def follow_world(ddp: DistributedDataParallel, path: DdpPath) -> None:
+    """From now on `ddp` reduces the way `path` says, with the workers that there are."""
+    base = type(ddp)
+    ddp.__class__ = type(base.__name__, (ElasticModule, base), {"__module__": base.__module__})
+    assert isinstance(ddp, ElasticModule)
+    _make_reducer(ddp, path)
+    object.__setattr__(ddp, _PATH, path)
+    object.__setattr__(ddp, "_farandole_world", None)
+
+
+def path_of(ddp: DistributedDataParallel) -> DdpPath | None:
+    """The one that was given to follow_world()."""
+    return ddp.__dict__.get(_PATH)
+
+
+def refuse_static_graph() -> None:
+    raise ConfigError(
+        "DistributedDataParallel(static_graph=True) learns the order of the gradients in its first steps and relies on "
+        "it afterwards; a worker that joins has not seen those steps, and would reduce other gradients than the "
+        "others: leave static_graph out, and say find_unused_parameters=True if parameters are not used in every step"
+    )
+
+
+def _make_reducer(ddp: Any, path: DdpPath) -> None:
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    theirs = ddp.process_group, ddp.__dict__.get("_bucket_config")
+    del ddp.reducer  # which removes its hooks
+    ddp.logger = None
+    ddp._farandole_group = ddp.process_group = ReducerGroup(path.used_before)
+    if theirs[1] is not None:
+        ddp._bucket_config = _FinalBuckets(theirs[1], has_one=ddp.bucket_bytes_cap_default)
+    try:
+        ddp._ddp_init_helper(parameters, sparse, names, False)
+    finally:
+        ddp.process_group = theirs[0]
+        if theirs[1] is not None:
+            ddp._bucket_config = theirs[1]
+    dist._register_comm_hook(  # type: ignore[attr-defined]
+        ddp.reducer, None, path.on_bucket
+    )
+
+
+class _FinalBuckets:
+    """The limits of a DistributedDataParallel's buckets, from the beginning: those that the user has given, else one
+    bucket for all. Buckets are reduced where they are complete, not in the background: several are only slower. torch
+    before 2.13 does not ask: there is one bucket then."""
+
+    def __init__(self, theirs: Any, has_one: bool) -> None:
+        self._theirs, self._has_one = theirs, has_one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._theirs, name)
+
+    def compute_bucket_size_limits(self, static_graph: bool, find_unused_parameters: bool) -> Any:
+        # Where unused parameters are looked for, buckets are never cut anew: the limits are the final ones.
+        return self._theirs.compute_bucket_size_limits(static_graph=False, find_unused_parameters=not self._has_one)

@@ -1,0 +1,45 @@
+"""The process group that the reducer inside of a DistributedDataParallel sees. module.py gives it one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from farandole.errors import RecoverableError
+from farandole.optim.step_agreement import absorb
+from farandole.process_group.group import FarandoleGroup
+from farandole.process_group.members import Everybody
+from farandole.process_group.works import Done
+from farandole.state import step
+
+
+class ReducerGroup(FarandoleGroup):
+    """All workers. The reducer itself reduces one thing only: which parameters were used (find_unused_parameters).
+
+    A fault in it must not go through the reducer's C++, which would be left in the middle of a pass: it aborts the
+    step, and the pass goes on to its end, for nothing.
+
+    used_before  places of the parameters that earlier micro-batches have used, which the reducer does not know of
+    """
+
+    def __init__(self, used_before: Callable[[], Sequence[int]]) -> None:
+        super().__init__(Everybody())
+        self._used_before = used_before
+
+    def allreduce(
+        self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = ReduceOp.SUM, timeout: Any = None
+    ) -> Done:
+        """`tensors`: one, with a number for each parameter; 0: it was not used."""
+        if step.state() == "aborted":
+            return Done()
+        for place in self._used_before():
+            tensors[0][place] = 1
+        try:
+            return super().allreduce(tensors, opts, timeout)
+        except RecoverableError:
+            if not absorb():
+                raise
+            return Done()

@@ -1,0 +1,147 @@
+"""torch's own optimizers, of parameters that a DistributedDataParallel reduces: they decide steps, as a
+DistributedOptimizer does. adoption.py makes them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from farandole.errors import ConfigError, StepError
+from farandole.optim.ddp.ddp_path import DdpPath
+from farandole.optim.scaled_step import ScaledStep
+from farandole.state import step
+from farandole.state.ticket import Ticket
+from farandole.state.undo import Undo
+
+_OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: they take a while to import
+
+
+class SteppingOptimizer(ScaledStep):
+    """Mixed in before the user's class, by make_stepping()."""
+
+    _farandole_paths: Sequence[DdpPath]
+    _farandole_reduced: frozenset[int]  # parameters, by id
+    _farandole_ticket: Ticket | None  # the one that it has applied
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """As torch's. With a batch of a DataLoader of Farandole: True if the step was applied, by all workers; False
+        if not: a worker was lost and the same batch comes again, or further micro-batches follow."""
+        batch = step.batch()
+        if batch is None:
+            loss = self._apply(closure, self._gradients())
+            step.stepped(self)
+            return loss
+        if closure is not None:
+            raise StepError(
+                "step(closure) would run several backward passes in one step, which would be reduced separately; call "
+                "backward() first and step() without a closure"
+            )
+        if self._farandole_ticket is batch.ticket:
+            raise StepError("optimizer.step() twice for one batch of the loader; call it once in each loop body")
+        keys = self._keys()
+        are_reduced = [path.begin_step(batch, keys) for path in self._farandole_paths]
+        if not batch.is_last or step.state() == "aborted":
+            return False
+        self._refuse_local_gradients(all(are_reduced))
+        if step.awaits_others(self):
+            step.undo_by(Undo(self).put_back)
+        self._farandole_ticket = batch.ticket
+        self._apply(gradients=self._gradients())
+        for path in self._farandole_paths:
+            path.stepped(keys)
+        step.stepped(self)
+        return True
+
+    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. It does nothing while the micro-batches of a global batch are being accumulated."""
+        batch = step.batch()
+        if batch is not None and step.is_undecided() and self._farandole_ticket is not batch.ticket:
+            keys = self._keys()
+            may_zero = [path.begin_zeroing(batch, keys) for path in self._farandole_paths]
+            if not all(may_zero):
+                return
+        super().zero_grad(set_to_none=set_to_none)
+
+    def abandon_step(self) -> None:
+        """Drop what backward passes have left since the last step."""
+        for parameter in self._all_parameters():
+            parameter.grad = None
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
+
+    def _keys(self) -> set[int]:
+        return set(map(id, self._all_parameters()))
+
+    def _refuse_local_gradients(self, are_reduced: bool) -> None:
+        """Workers would drift apart."""
+        if not are_reduced:
+            raise StepError(
+                "optimizer.step() of a batch whose gradients were not reduced: each loop body needs a backward pass "
+                "outside of no_sync(), of an output of the DistributedDataParallel itself (not of its .module); where "
+                "some parameters get no gradient in it, say find_unused_parameters=True"
+            )
+        _refuse_unreduced(self, self._farandole_reduced)
+
+
+def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) -> None:
+    """From now on `optimizer`, the same object, decides steps. Raises ConfigError for one that cannot."""
+    if any(kind.__name__ in _OF_THEIR_OWN for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{type(optimizer).__name__} divides its work among the workers that there were when it was made, and "
+            f"cannot follow the world: use the optimizer that it is made of"
+        )
+    reduced = frozenset[int]().union(*(path.keys for path in paths))
+    _refuse_unreduced(optimizer, reduced)
+    base, scales = type(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer.__class__ = type(base.__name__, (SteppingOptimizer, base), {"__module__": base.__module__})
+    assert isinstance(optimizer, SteppingOptimizer)
+    optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+    optimizer._base_scales = bool(scales)
+    optimizer._farandole_paths, optimizer._farandole_reduced = list(paths), reduced
+    optimizer._farandole_ticket = None
+    if "step" in optimizer.__dict__:
+        optimizer.step = _as_schedulers_patch_it(optimizer)  # type: ignore[method-assign]
+    for path in paths:
+        path.own(optimizer._keys())
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, reduced: frozenset[int]) -> None:
+    """Raise ConfigError for a parameter whose gradients nobody reduces: workers would drift apart."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and id(parameter) not in reduced:
+                raise ConfigError(
+                    f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is "
+                    f"reduced by no DistributedDataParallel of the TorchState: its gradients would differ from worker "
+                    f"to worker. Wrap the module that it belongs to when it requires gradients already"
+                )
+
+
+def _as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """A scheduler that was made before has put the step of the old class on the object, to see that it is called."""
+    patched = optimizer.__dict__["step"]
+    if not getattr(patched, "_wrapped_by_lr_sched", False):
+        raise ConfigError(
+            f"step() of this {type(optimizer).__name__} was replaced on the object; make a class of your own of it, so "
+            f"that it can be called only when the step is applied"
+        )
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(patched)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        each: Any = reference()
+        each._opt_called = True
+        return type(each).step(each, *args, **kwargs)
+
+    return step
