@@ -30,7 +30,9 @@ class Proof:
     """All records of one job.
 
     A step may have been begun more than once. The attempt that stands is the one of the highest generation in
-    which some worker applied it: whoever applied it in a lower one is gone, and took its state along.
+    which some worker applied it: whoever applied it in a lower one is gone, and took its state along. A job that was
+    lost as a whole may have come further than the one that went on from its checkpoint, and ended: what lies behind
+    that end does not stand.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,6 +46,8 @@ class Proof:
             if "after" in record:
                 step, generation = record["after"], record["generation"]
                 self._standing[step] = max(generation, self._standing.get(step, 0))
+        for step in [step for step in self._standing if any(step >= end["end"] for end in self.ends())]:
+            del self._standing[step]
 
     def epochs(self, samples: int) -> Epochs:
         """Compare what was trained in each epoch with the data set {0, ..., samples - 1}."""

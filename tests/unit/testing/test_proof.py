@@ -35,3 +35,15 @@ def test_a_sample_that_two_workers_train_in_one_step_is_there_twice(tmp_path: Pa
     write(tmp_path, 1, before(0, 1, [4], epoch=2), after(0, 1))
     write(tmp_path, 2, before(0, 1, [4], epoch=2), after(0, 1))
     assert Proof(tmp_path).samples_by_step() == {0: [(2, 4), (2, 4)]}
+
+
+def test_what_a_lost_job_had_trained_behind_the_end_of_the_one_that_went_on_does_not_stand(tmp_path: Path) -> None:
+    """Worker 1 is lost in the second epoch with its job; worker 2 goes on in the first one, and ends with that."""
+    first = [before(0, 1, [0, 1]), after(0, 1), before(1, 1, [2, 3]), after(1, 1), before(2, 1, [3, 0], epoch=1)]
+    write(tmp_path, 1, *first, after(2, 1))
+    assert Proof(tmp_path).epochs(4).lost == {1: [1, 2]}
+    write(tmp_path, 2, before(1, 2, [2, 3]), after(1, 2), {"end": 2, "generation": 2})
+    proof = Proof(tmp_path)
+    assert proof.epochs(4).is_exact
+    assert proof.epochs(4).complete == 1
+    assert proof.steps() == 2
