@@ -23,6 +23,12 @@ from farandole.sharding import ShardedState
 TRAIN, BATCH = 1440, 48  # images, and those of one step over all workers
 
 
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """1,797 images of 8 x 8 pixels, and what they show."""
+    data = load_digits()
+    return torch.tensor(data.images).reshape(-1, 64) / 16.0, torch.tensor(data.target)
+
+
 def network() -> torch.nn.Sequential:
     """The same each time: shards of a model that is made anew must fit."""
     torch.manual_seed(0)
@@ -61,8 +67,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     fd.init(default_group=True)
-    data = load_digits()
-    images, labels = torch.tensor(data.images).reshape(-1, 64) / 16.0, torch.tensor(data.target)
+    images, labels = digits()
     state = ShardedState(build, options.shards, options.checkpoint, batch=0)
 
     @fd.elastic.run

@@ -1,0 +1,68 @@
+"""The example of hybrid sharding in a job for tests: four workers, of which one is killed in the middle of a step; the
+others hold at a batch until it was replaced. Rank 0 saves the parameters at the end.
+
+A worker says a line of JSON when it enters the function."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import farandole as fd  # noqa: E402
+from examples.hybrid_sharding.train import BATCH, TRAIN, build, digits, loss_of  # noqa: E402
+from farandole.sharding import ShardedState  # noqa: E402
+
+KILLED_AT, HOLD_AT, STEPS = 10, 25, 50
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--save", required=True)
+parser.add_argument("--kill", choices=["forward", "backward", "commit"], required=True)
+options = parser.parse_args()
+
+torch.set_num_threads(1)
+fd.init(default_group=True)
+images, labels = digits()
+state = ShardedState(build, shards=2, batch=0)
+
+
+def die_in(place: str) -> None:
+    if place == options.kill and state.batch == KILLED_AT and fd.generation() == 1 and fd.rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@fd.elastic.run
+def train(state: ShardedState) -> None:
+    entered = {"batch": state.batch, "replicas": state.replicas, "shards": state.shards, "size": fd.size()}
+    sys.stdout.write(json.dumps(entered | {"rank": fd.rank()}) + "\n")
+    sys.stdout.flush()
+    while state.batch < STEPS:
+        while state.batch == HOLD_AT and fd.size() < 4:
+            threading.Event().wait(0.02)  # the newcomer needs a core to start
+            state.check_host_updates()
+        first = state.batch * BATCH % TRAIN
+        chosen = slice(first, first + BATCH)
+        state.optimizer.zero_grad()
+        die_in("forward")
+        loss = loss_of(state.model, images[chosen], labels[chosen])
+        die_in("backward")
+        loss.backward()
+        state.optimizer.step()
+        die_in("commit")
+        state.batch += 1
+        state.commit()
+
+
+train(state)
+whole = {name: each.full_tensor() for name, each in state.model.state_dict().items() if isinstance(each, DTensor)}
+if fd.rank() == 0:
+    torch.save(whole, options.save)
