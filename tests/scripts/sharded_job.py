@@ -14,9 +14,15 @@ import threading
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from farandole.testing.quick_start import without_compiler
+
+without_compiler()
+# DTensors ask for its settings, which are a small file of their own.
+sys.modules["torch._dynamo"].__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 import farandole as fd  # noqa: E402
 from examples.hybrid_sharding.train import BATCH, TRAIN, build, digits, loss_of  # noqa: E402
@@ -46,7 +52,7 @@ def train(state: ShardedState) -> None:
     sys.stdout.write(json.dumps(entered | {"rank": fd.rank()}) + "\n")
     sys.stdout.flush()
     while state.batch < STEPS:
-        while state.batch == HOLD_AT and fd.size() < 4:
+        while state.batch == HOLD_AT and 1 < fd.size() < 4:
             threading.Event().wait(0.02)  # the newcomer needs a core to start
             state.check_host_updates()
         first = state.batch * BATCH % TRAIN

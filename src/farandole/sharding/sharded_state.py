@@ -17,7 +17,7 @@ from farandole.collectives import world
 from farandole.collectives.named.objects import broadcast_object
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, HostsUpdatedInterrupt, ShardLost
-from farandole.sharding import durable, pieces
+from farandole.sharding import pieces
 from farandole.sharding.pieces import Piece
 from farandole.sharding.plan import Held, Plan, awaited, choose, missing, shards_within_hosts
 from farandole.state import packing, streaming
@@ -128,6 +128,8 @@ class ShardedState(State):
         """
         if self._checkpoint is None:
             raise ConfigError("save_checkpoint(): give ShardedState a folder, ShardedState(..., checkpoint=folder)")
+        from farandole.sharding import durable  # which takes most of a second
+
         durable.write(self._checkpoint, self._number, self.model, self.optimizer, self._values())
 
     # What the run loop asks -----------------------------------------------------------------------------------
@@ -199,7 +201,11 @@ class ShardedState(State):
 
     def _take_from_disk(self, held: list[list[Held]]) -> bool:
         """The newest checkpoint; False where there is none, nor anything lost. Raises ShardLost."""
-        newest = durable.newest(self._checkpoint) if self._checkpoint is not None else None
+        newest = None
+        if self._checkpoint is not None:
+            from farandole.sharding import durable
+
+            newest = durable.newest(self._checkpoint)
         lost = _what_is_lost(held) if any(held) else ""
         if newest is None:
             if lost:
