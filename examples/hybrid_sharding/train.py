@@ -12,7 +12,6 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,8 @@ TRAIN, BATCH = 1440, 48  # images, and those of one step over all workers
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """1,797 images of 8 x 8 pixels, and what they show."""
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     return torch.tensor(data.images).reshape(-1, 64) / 16.0, torch.tensor(data.target)
 

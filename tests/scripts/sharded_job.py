@@ -25,19 +25,26 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import farandole as fd  # noqa: E402
-from examples.hybrid_sharding.train import BATCH, TRAIN, build, digits, loss_of  # noqa: E402
+from examples.hybrid_sharding.train import BATCH, build, loss_of  # noqa: E402
 from farandole.sharding import ShardedState  # noqa: E402
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Random: scikit-learn takes a second and a half to load, in each worker."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(480, 64, generator=generator).double(), torch.randint(0, 10, (480,), generator=generator)
+
 
 KILLED_AT, HOLD_AT, STEPS = 10, 25, 50
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--save", required=True)
-parser.add_argument("--kill", choices=["forward", "backward", "commit"], required=True)
+parser.add_argument("--kill", choices=["forward", "backward", "commit"], required=True, help="rank 3 is, before it")
 options = parser.parse_args()
 
 torch.set_num_threads(1)
 fd.init(default_group=True)
-images, labels = digits()
+images, labels = data()
 state = ShardedState(build, shards=2, batch=0)
 
 
@@ -55,7 +62,7 @@ def train(state: ShardedState) -> None:
         while state.batch == HOLD_AT and 1 < fd.size() < 4:
             threading.Event().wait(0.02)  # the newcomer needs a core to start
             state.check_host_updates()
-        first = state.batch * BATCH % TRAIN
+        first = state.batch * BATCH % len(images)
         chosen = slice(first, first + BATCH)
         state.optimizer.zero_grad()
         die_in("forward")

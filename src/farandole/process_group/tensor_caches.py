@@ -12,7 +12,7 @@ def forget_meshes() -> None:
         return
     from torch.distributed.tensor import _redistribute, debug
 
-    debug._clear_sharding_prop_cache()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_plans = getattr(_redistribute, "clear_redistribute_planner_cache", None)  # younger than the other one
     if clear_plans is not None:
         clear_plans()
