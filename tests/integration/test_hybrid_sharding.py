@@ -96,21 +96,26 @@ def worker_of(folder: Path) -> int:
 
 
 def test_a_shard_that_nobody_else_has_is_lost_and_the_job_says_which(tmp_path: Path) -> None:
-    with job_without_replica(tmp_path, "--epochs", "1000") as job:
-        assert job.wait(30) == 1, said(tmp_path)
-    output = said(tmp_path)
-    assert re.search(r"ShardLost: shard [01] of 2: parameters and optimizer state of commit \d+ were lost", output)
-    assert "Give ShardedState a checkpoint folder" in output
+    done = farandole_run(
+        *("-np", "2", "--restarts", "0", sys.executable, str(SCRIPTS / "sharded_job.py")),
+        *("--save", str(tmp_path / "parameters.pt"), "--kill", "forward"),
+    )
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    expected = "ShardLost: shard 1 of 2: parameters and optimizer state of commit 10 were lost with the last worker"
+    assert expected in done.stderr + done.stdout
+    assert "Give ShardedState a checkpoint folder" in done.stderr + done.stdout
 
 
 def test_with_a_checkpoint_the_others_go_back_to_it_and_end_as_one_process(tmp_path: Path) -> None:
-    with job_without_replica(tmp_path, "--epochs", "12", "--checkpoint", str(tmp_path / "checkpoints")) as job:
+    with job_without_replica(tmp_path, "--epochs", "6", "--checkpoint", str(tmp_path / "checkpoints")) as job:
         assert job.wait(30) == 0, said(tmp_path)
     assert re.search(r"shard [01] of 2: .* All go back to the checkpoint .*/checkpoints/", said(tmp_path)), said(
         tmp_path
     )
+    again = re.findall(r"batch +(\d+) ", output)[-1]
+    assert int(again) % 30 == 0, output
     data = pytest.importorskip("sklearn.datasets").load_digits()
     images, labels = torch.tensor(data.images).reshape(-1, 64) / 16.0, torch.tensor(data.target)
-    epochs = [torch.randperm(1440, generator=torch.Generator().manual_seed(epoch)) for epoch in range(12)]
+    epochs = [torch.randperm(1440, generator=torch.Generator().manual_seed(epoch)) for epoch in range(6)]
     check_equal(tmp_path / "saved", one_process(images, labels, [each for epoch in epochs for each in epoch.split(48)]))
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2

@@ -1,5 +1,5 @@
-"""The example of hybrid sharding in a job for tests: four workers, of which one is killed in the middle of a step; the
-others hold at a batch until it was replaced. Rank 0 saves the parameters at the end.
+"""The example of hybrid sharding in a job for tests: the last rank is killed before a part of a step (--kill); the
+others hold at a batch until it is replaced. Rank 0 saves the parameters at the end.
 
 A worker says a line of JSON when it enters the function."""
 
@@ -39,7 +39,9 @@ KILLED_AT, HOLD_AT, STEPS = 10, 25, 50
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--save", required=True)
-parser.add_argument("--kill", choices=["forward", "backward", "commit"], required=True, help="rank 3 is, before it")
+parser.add_argument(
+    "--kill", choices=["forward", "backward", "commit"], required=True, help="the last rank is, before it"
+)
 options = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -49,7 +51,7 @@ state = ShardedState(build, shards=2, batch=0)
 
 
 def die_in(place: str) -> None:
-    if place == options.kill and state.batch == KILLED_AT and fd.generation() == 1 and fd.rank() == 3:
+    if place == options.kill and state.batch == KILLED_AT and fd.generation() == 1 and fd.rank() == fd.size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

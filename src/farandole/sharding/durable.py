@@ -3,6 +3,7 @@ number wrote it. sharded_state.py uses it."""
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ def write(
     pieces.divide(model)
     with _type_of_errors():
         parameters, moments = get_state_dict(model, optimizer)
-        state = {"model": parameters, "optimizer": moments, "small": {"number": number, "values": [values]}}
+        # As bytes: DCP takes containers apart, and reads of them what the reader has already.
+        state = {"model": parameters, "optimizer": moments, "number": number, "values": pickle.dumps(values)}
         save(state, checkpoint_id=folder / f"{number:010d}-{here.id.number:06d}")
     if here.placement.rank == 0:
         for old in _complete(folder)[:-_KEPT]:
@@ -51,10 +53,10 @@ def read(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     pieces.divide(model)
     with _type_of_errors():
         parameters, moments = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": parameters, "optimizer": moments, "small": {"number": 0, "values": [{}]}}
+        state: dict[str, Any] = {"model": parameters, "optimizer": moments, "number": 0, "values": b""}
         load(state, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return state["small"]["number"], state["small"]["values"][0]
+    return state["number"], pickle.loads(state["values"])
 
 
 def _complete(folder: Path) -> list[Path]:
