@@ -17,9 +17,10 @@ import torch
 
 from farandole.testing.quick_start import without_compiler
 
-without_compiler()
-# DTensors ask for its settings, which are a small file of their own.
-sys.modules["torch._dynamo"].__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
+if "--checkpoint" not in sys.argv:  # DCP wants more of it
+    without_compiler()
+    # DTensors ask for its settings, which are a small file of their own.
+    sys.modules["torch._dynamo"].__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -35,19 +36,20 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(480, 64, generator=generator).double(), torch.randint(0, 10, (480,), generator=generator)
 
 
-KILLED_AT, HOLD_AT, STEPS = 10, 25, 50
+SAVED_AT, KILLED_AT, HOLD_AT, STEPS = 5, 10, 25, 50
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--save", required=True)
 parser.add_argument(
     "--kill", choices=["forward", "backward", "commit"], required=True, help="the last rank is, before it"
 )
+parser.add_argument("--checkpoint", help="a folder, written at one batch before the kill")
 options = parser.parse_args()
 
 torch.set_num_threads(1)
 fd.init(default_group=True)
 images, labels = data()
-state = ShardedState(build, shards=2, batch=0)
+state = ShardedState(build, 2, options.checkpoint, batch=0)
 
 
 def die_in(place: str) -> None:
@@ -74,6 +76,8 @@ def train(state: ShardedState) -> None:
         state.optimizer.step()
         die_in("commit")
         state.batch += 1
+        if options.checkpoint and state.batch == SAVED_AT:
+            state.save_checkpoint()
         state.commit()
 
 
