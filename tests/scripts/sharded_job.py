@@ -23,11 +23,11 @@ if "--checkpoint" not in sys.argv:  # DCP wants more of it
     sys.modules["torch._dynamo"].__path__ = [str(Path(torch.__file__).parent / "_dynamo")]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor import DTensor
 
-import farandole as fd  # noqa: E402
-from examples.hybrid_sharding.train import BATCH, build, loss_of  # noqa: E402
-from farandole.sharding import ShardedState  # noqa: E402
+import farandole as fd
+from examples.hybrid_sharding.train import BATCH, build, loss_of
+from farandole.sharding import ShardedState
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
