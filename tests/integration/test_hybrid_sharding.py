@@ -58,7 +58,7 @@ def test_a_killed_worker_is_replaced_and_the_parameters_are_those_of_one_process
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     worlds = {(each["batch"], each["size"], each["replicas"], each["shards"]) for each in entered(done.stdout)}
-    # Whole on three workers in between, from the two shards that the killed one's replica left.
+    # In between each of the three has the whole, made of the shards of the replica that is whole still.
     assert worlds == {(0, 4, 2, 2), (10, 3, 3, 1), (25, 4, 2, 2)}
     check_equal(saved, one_process(*data(), BATCHES))
 
