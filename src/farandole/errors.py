@@ -10,6 +10,7 @@ FarandoleError
     ├── ConfigError        flags, arguments or environment that cannot work
     ├── NotInitialized     a call that needs init() came before it
     ├── GroupOutdated  a process group of an earlier generation was used
+    ├── ShardLost          a part of a sharded state has no holder any more
     ├── StepError          the training loop broke a rule of the step
     ├── DataError          data set, loader or cursor do not fit together
     ├── AuthenticationError  the other side of a connection did not prove the job token
@@ -73,6 +74,10 @@ class NotInitialized(FatalError, ValueError):
 class GroupOutdated(FatalError):
     """A subgroup of torch.distributed was made in a generation that is over. Its ranks are other workers now, or
     nobody."""
+
+
+class ShardLost(FatalError):
+    """A part of a sharded state was lost with the last worker that held it, and there is no checkpoint."""
 
 
 class CollectiveMismatch(FatalError, HorovodInternalError):

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "ledger": set(),
     "parallel": set(),
     "checkpoint": {"state"},
+    "sharding": {"collectives", "process_group", "state"},
     "worker": {"collectives", "process_group", "state", "optim", "data", "ledger", "checkpoint"},
     "elastic": {"collectives", "process_group", "state", "optim", "data", "worker"},
     "frameworks": {"collectives", "state", "optim", "data", "worker", "elastic"},

@@ -17,6 +17,7 @@ from farandole.errors import ConfigError
 from farandole.process_group.group import BACKEND, FarandoleGroup
 from farandole.process_group.members import Everybody, Some
 from farandole.process_group.store import NoStore
+from farandole.process_group.tensor_caches import forget_meshes
 
 _no_store = NoStore()  # torch keeps but the part of it that is C++
 
@@ -117,6 +118,7 @@ def _follow(entered: world.World | None) -> None:
     if entered is not None and isinstance(group, FarandoleGroup):
         _open_mail(entered)
         _forget_subgroups()
+        forget_meshes()
         _world.pg_group_ranks[group] = {rank: rank for rank in range(entered.placement.size)}
 
 

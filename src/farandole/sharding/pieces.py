@@ -1,0 +1,158 @@
+"""What one worker has of a sharded model and its optimizer: taken out of them, and put into others that are divided in
+another way. sharded_state.py uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from farandole.collectives.transport import Transport
+from farandole.errors import ConfigError
+from farandole.sharding.plan import Plan, rows
+
+Key = tuple[str, str]
+"""A parameter's name, and the name of a tensor of its optimizer state; "" for the parameter itself."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A copy.
+
+    shards  this worker's part of what is divided
+    whole   what every worker has: parameters that are not divided, buffers, the rest of the optimizer's state, and of
+            which type the shards are
+    """
+
+    shards: dict[Key, torch.Tensor]
+    whole: dict[str, Any]
+
+
+def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Piece:
+    """Raises ConfigError where the optimizer has parameters that the model has not."""
+    divide(model)
+    shards: dict[Key, torch.Tensor] = {}
+    plain: dict[Key, Any] = {}
+    for key, value in _entries(model, optimizer):
+        if isinstance(value, DTensor):
+            shards[key] = value.to_local().detach().clone(memory_format=torch.contiguous_format)
+        else:
+            plain[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    whole = {
+        "types": {key: value.dtype for key, value in shards.items()},
+        "plain": plain,
+        "buffers": {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+    }
+    return Piece(shards, whole)
+
+
+def divide(model: torch.nn.Module) -> None:
+    """After a forward pass without a backward pass FSDP leaves whole parameters where the shards belong."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def put_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
+    """Take over what every worker has, and make room for the optimizer's shards.
+
+    Raises ConfigError where the model has other parameters than the one that `whole` was taken from.
+    """
+    parameters = dict(model.named_parameters())
+    known = {name for name, _ in [*whole["types"], *whole["plain"]]}
+    if known != set(parameters):
+        raise ConfigError(
+            f"the model has other parameters than the one that was committed: {sorted(known ^ set(parameters))[:5]} "
+            f"are in one of them only; every worker must build the same model, each time"
+        )
+    with torch.no_grad():
+        for (name, key), value in whole["plain"].items():
+            if key:
+                optimizer.state[parameters[name]][key] = deepcopy(value)
+            else:
+                parameters[name].copy_(value)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(whole["buffers"][name])
+        for (name, key), dtype in whole["types"].items():
+            if key:
+                optimizer.state[parameters[name]][key] = torch.zeros_like(parameters[name].detach(), dtype=dtype)
+    for group, saved in zip(optimizer.param_groups, whole["groups"], strict=True):
+        group.update(deepcopy(saved))
+
+
+def put_shards(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mine: dict[int, dict[Key, torch.Tensor]],
+    plan: Plan,
+    awaited: set[int],
+    place: tuple[int, int],
+    transport: Transport,
+) -> None:
+    """A collective, after put_whole(): one shard of one tensor after the other travels from its source to all, and
+    each rank keeps what it needs of it. Nobody ever has more than one shard of one tensor in memory besides.
+
+    mine     the shards of the plan's commit that this rank holds, by their number
+    awaited  shards that have to travel
+    place    the shard that this rank is to have, and how many there are
+    """
+    live = {key: value for key, value in _entries(model, optimizer) if isinstance(value, DTensor)}
+    with torch.no_grad():
+        for key, value in live.items():
+            dim = _divided_dimension(key, value)
+            local, length = value.to_local(), value.shape[dim]
+            start, stop = rows(length, *place)
+            if local.shape[dim] != stop - start:
+                raise ConfigError(
+                    f"{key[0]}: this worker has {local.shape[dim]} of {length} rows, where shard {place[0]} of "
+                    f"{place[1]} has {stop - start}; use the mesh that build() is given"
+                )
+            for index, source in enumerate(plan.sources):
+                first, last = rows(length, index, plan.count)
+                if first == last:
+                    continue
+                if index in awaited:
+                    shape = list(value.shape)
+                    shape[dim] = last - first
+                    part = mine[index][key] if transport.rank == source else local.new_empty(shape)
+                    transport.broadcast(part, source)
+                elif index == place[0]:
+                    part = mine[index][key]
+                else:
+                    continue
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    local.narrow(dim, low - start, high - low).copy_(part.narrow(dim, low - first, high - low))
+
+
+def _entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Key, Any]]:
+    """Parameters and what the optimizer has for each, in an order that is the same on all ranks."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, name in names.items():
+        yield (name, ""), parameter
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not: make "
+                    f"it after fully_shard(), of model.parameters()"
+                )
+            for key in sorted(optimizer.state.get(parameter, {})):
+                yield (names[parameter], key), optimizer.state[parameter][key]
+
+
+def _divided_dimension(key: Key, value: DTensor) -> int:
+    """Of the mesh's two dimensions the first replicates and the second divides."""
+    placement = value.placements[-1]
+    if len(value.placements) != 2 or not placement.is_shard() or not value.placements[0].is_replicate():
+        raise ConfigError(
+            f"{key[0]}: placements {value.placements} are not (Replicate, Shard): give fully_shard() the mesh that "
+            f"build() is given, whole"
+        )
+    return int(placement.dim)  # type: ignore[attr-defined]

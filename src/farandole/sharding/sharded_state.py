@@ -1,0 +1,255 @@
+"""ShardedState: under the commit rule, what must survive of a model that is divided among workers by FSDP2."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from farandole.collectives import world
+from farandole.collectives.named.objects import broadcast_object
+from farandole.collectives.transport import Transport
+from farandole.errors import ConfigError, HostsUpdatedInterrupt, ShardLost
+from farandole.sharding import pieces
+from farandole.sharding.pieces import Piece
+from farandole.sharding.plan import Held, Plan, awaited, choose, missing, shards_within_hosts
+from farandole.state import packing, streaming
+from farandole.state.deep_copy import deep_copy
+from farandole.state.object_state import State
+
+logger = logging.getLogger("farandole")
+
+Build = Callable[[DeviceMesh], tuple[torch.nn.Module, torch.optim.Optimizer]]
+
+
+class _Word(msgspec.Struct, array_like=True):
+    """What each rank tells all others before they agree on the state."""
+
+    local_rank: int
+    local_size: int
+    held: list[Held]
+
+
+@dataclass(frozen=True)
+class _Commit:
+    held: Held
+    piece: Piece
+    values: dict[str, Any]
+
+
+class ShardedState(State):
+    """Each worker keeps the commits of its own shard. When the world has changed, mesh, model and optimizer are made
+    anew, and every shard comes from the lowest rank that holds it.
+
+        def build(mesh):                       # called anew for each world
+            torch.manual_seed(0)
+            model = Net()
+            fully_shard(model, mesh=mesh)
+            return model, torch.optim.AdamW(model.parameters())
+
+        state = ShardedState(build, shards=2, batch=0)
+
+        @fd.elastic.run
+        def train(state):
+            model, optimizer = state.model, state.optimizer     # those of this world
+
+    build       gets a DeviceMesh with the dimensions "replicate" and "shard", gives the sharded model and its
+                optimizer. At the start of the job what it makes is where training begins: the same on all ranks
+    shards      the most shards. Ranks of one shard group are on one host, so there are fewer where workers of a host
+                are left over; 1 where each has to have all of the model. Or a function, which is given how many
+                workers each host has, and gives a number that divides their sum
+    checkpoint  a folder that all hosts see: save_checkpoint() writes there, by DCP. A shard that nobody holds any
+                more, and a job that begins, go back to the newest one
+    values      plain Python values, as with ObjectState; rank 0's at the start
+
+    Each worker has a copy of its shard of parameters and optimizer state in memory, between commits; two while it
+    commits. An interrupt or a fault goes back to the newest commit that is whole.
+
+    Raises ConfigError for shards below 1. In the elastic function: ShardLost, alike on all ranks, when a shard has no
+    holder and there is no checkpoint.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        shards: int | Callable[[Sequence[int]], int],
+        checkpoint: str | os.PathLike[str] | None = None,
+        **values: Any,
+    ) -> None:
+        super().__init__(bcast_object=broadcast_object, get_rank=lambda: world.current().placement.rank)
+        if not callable(shards) and shards < 1:
+            raise ConfigError(f"shards must be 1 or more, got {shards}")
+        self._build, self._shards = build, shards
+        self._checkpoint = Path(checkpoint) if checkpoint is not None else None
+        self._names = list(values)
+        self._commits: list[_Commit] = []
+        self._number, self._place = 0, (0, 1)  # of the newest commit; this rank's shard, and how many there are
+        self.__dict__.update(values)
+
+    # What a script asks ---------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> int:
+        """How many workers hold each shard."""
+        return world.current().placement.size // self._place[1]
+
+    @property
+    def shards(self) -> int:
+        return self._place[1]
+
+    def save(self) -> None:
+        """Copy this worker's shard. What was committed before stays until all have the new one."""
+        self._number += 1
+        self._keep()
+
+    def restore(self) -> None:
+        """Nothing: sync() follows, and finds what all can go on from."""
+
+    def check_host_updates(self) -> None:
+        """As State's. Once it is over, all ranks have the newest commit."""
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            del self._commits[:-1]
+            raise
+        del self._commits[:-1]
+
+    def save_checkpoint(self) -> None:
+        """Write the state as it is now to the folder `checkpoint`. A collective, of all ranks at the same place.
+
+        The two newest ones stay. One that was interrupted is no checkpoint. Raises ConfigError without a folder.
+        """
+        if self._checkpoint is None:
+            raise ConfigError("save_checkpoint(): give ShardedState a folder, ShardedState(..., checkpoint=folder)")
+        from farandole.sharding import durable  # which takes most of a second
+
+        durable.write(self._checkpoint, self._number, self.model, self.optimizer, self._values())
+
+    # What the run loop asks -----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Model and optimizer are bound to groups that are over: their memory is needed for the next ones."""
+        self.model: Any = None
+        self.optimizer: Any = None
+
+    def sync(self) -> None:
+        """Agree on the newest commit that is whole, and have it on all ranks, divided as the world is now."""
+        here = world.current()
+        transport, placement = here.transport, here.placement
+        mine = _Word(placement.local_rank, placement.local_size, [each.held for each in self._commits])
+        words = [
+            msgspec.msgpack.decode(each, type=_Word) for each in transport.all_gather(msgspec.msgpack.encode(mine))
+        ]
+        held = [word.held for word in words]
+        self._make([word.local_size for word in words if word.local_rank == 0])
+        plan = choose(held)
+        if plan is not None:
+            self._take_over(plan, awaited(plan, held, self._shards_by_rank(), self.shards), transport)
+        elif not self._take_from_disk(held):
+            self._begin(transport)
+        self._keep()
+        transport.barrier()  # until here somebody may fail, and then the next world needs what was there before
+        del self._commits[:-1]
+
+    # How ------------------------------------------------------------------------------------------------------
+
+    def _make(self, hosts: list[int]) -> None:
+        """Mesh, model and optimizer of this world."""
+        self.reset()
+        size, rank = world.current().placement.size, world.current().placement.rank
+        shards = self._shards(hosts) if callable(self._shards) else shards_within_hosts(hosts, self._shards)
+        if shards < 1 or size % shards:
+            raise ConfigError(
+                f"shards={self._shards} gave {shards} for hosts with {hosts} workers: it must divide {size}"
+            )
+        mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+        self._place = rank % shards, shards
+        self.model, self.optimizer = self._build(mesh)
+
+    def _shards_by_rank(self) -> list[int]:
+        return [rank % self.shards for rank in range(world.current().placement.size)]
+
+    def _begin(self, transport: Transport) -> None:
+        """At the start of the job: all have what they have made, and the lowest rank's of each shard counts."""
+        self._keep()
+        self._take_over(Plan(self._number, tuple(range(self.shards))), set(range(self.shards)), transport)
+
+    def _take_over(self, plan: Plan, travelling: set[int], transport: Transport) -> None:
+        """From the sources, into the live model and the live values."""
+        # A newer one cannot become whole any more, and its number will be used again.
+        self._commits = [each for each in self._commits if each.held.number <= plan.number]
+        mine = {
+            each.held.index: each
+            for each in self._commits
+            if (each.held.number, each.held.count) == (plan.number, plan.count)
+        }
+        source = plan.sources[0]
+        own = (mine[0].piece.whole, mine[0].values) if transport.rank == source else None
+        whole, values = _broadcast(own, source, transport)
+        pieces.put_whole(self.model, self.optimizer, whole)
+        shards = {index: each.piece.shards for index, each in mine.items()}
+        pieces.put_shards(self.model, self.optimizer, shards, plan, travelling, self._place, transport)
+        self._number = plan.number
+        self.__dict__.update(deep_copy(values, "state"))
+
+    def _take_from_disk(self, held: list[list[Held]]) -> bool:
+        """The newest checkpoint; False where there is none, nor anything lost. Raises ShardLost."""
+        newest = None
+        if self._checkpoint is not None:
+            from farandole.sharding import durable
+
+            newest = durable.newest(self._checkpoint)
+        lost = _what_is_lost(held) if any(held) else ""
+        if newest is None:
+            if lost:
+                raise ShardLost(f"{lost} {_advice(self._checkpoint)}")
+            return False
+        if lost:
+            logger.warning("%s All go back to the checkpoint %s", lost, newest)
+        self._number, values = durable.read(newest, self.model, self.optimizer)
+        self.__dict__.update(values)
+        return True
+
+    def _keep(self) -> None:
+        piece = pieces.take(self.model, self.optimizer)
+        self._commits.append(_Commit(Held(self._number, *self._place), piece, deep_copy(self._values(), "state")))
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+
+def _broadcast(value: Any, source: int, transport: Transport) -> Any:
+    """Rank `source`'s value, tensors in it as raw memory."""
+    packed = packing.pack(value) if transport.rank == source else None
+    skeleton = transport.all_gather(packed.skeleton if packed is not None else b"")[source]
+    if packed is not None:
+        tensors = packed.tensors
+    else:
+        value, tensors = packing.make_room(skeleton)
+    streaming.broadcast_all(transport, tensors, streaming.total_bytes(tensors), source)
+    return value
+
+
+def _what_is_lost(held: list[list[Held]]) -> str:
+    number, indices, count = missing(held)
+    which = f"shard {indices[0]}" if len(indices) == 1 else f"shards {', '.join(map(str, indices))}"
+    return (
+        f"{which} of {count}: parameters and optimizer state of commit {number} were lost with the last worker that "
+        f"held them."
+    )
+
+
+def _advice(checkpoint: Path | None) -> str:
+    there = (
+        "Give ShardedState a checkpoint folder, and call save_checkpoint() now and then"
+        if checkpoint is None
+        else f"There is no checkpoint in {checkpoint} yet: call save_checkpoint() earlier"
+    )
+    return f"{there}; or have more workers than shards, so that each shard has another holder."
