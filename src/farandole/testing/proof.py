@@ -46,8 +46,9 @@ class Proof:
             if "after" in record:
                 step, generation = record["after"], record["generation"]
                 self._standing[step] = max(generation, self._standing.get(step, 0))
-        for step in [step for step in self._standing if any(step >= end["end"] for end in self.ends())]:
-            del self._standing[step]
+        ends = [end["end"] for end in self.ends()]
+        if ends:
+            self._standing = {step: number for step, number in self._standing.items() if step < min(ends)}
 
     def epochs(self, samples: int) -> Epochs:
         """Compare what was trained in each epoch with the data set {0, ..., samples - 1}."""
