@@ -9,7 +9,7 @@ import torch
 
 from farandole.collectives import world
 from farandole.collectives.named.compression import NoneCompressor
-from farandole.errors import StepError
+from farandole.errors import ConfigError, StepError
 from farandole.optim.bucketed_gradients import BucketedGradients
 from farandole.optim.company import Company
 from farandole.optim.options import Options, refuse_for_loader
@@ -48,7 +48,13 @@ class StepReduction:
     def _plan(self) -> dict[torch.Tensor, str]:
         if self._planned is None:
             refuse_for_loader(self._options, self._passes.per_step)
-            named = {parameter: name for parameter, name in self._names().items() if parameter.requires_grad}
+            names = self._names()
+            named = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
+            if not named:
+                raise ConfigError(
+                    f"none of the optimizer's {len(names)} parameters requires gradients, so it has nothing to train: "
+                    f"unfreeze those that it is to train before the first step, or do not step it"
+                )
             check_devices(named)
             self._planned, self._digest = named, digest(named)
             self._ids = frozenset(map(id, named))

@@ -13,7 +13,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.compression import Compression
 from farandole.collectives.named.constants import Adasum, Sum
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.errors import GenerationEnded, NotInitialized, StepError
+from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import boundary, step
@@ -637,3 +637,11 @@ def test_a_scheduler_of_the_optimizer_that_was_wrapped_still_counts_after_a_stat
     assert wrapped.param_groups[0]["lr"] == pytest.approx(0.1)
     assert plain.state is wrapped.state
     assert "momentum_buffer" in plain.state[net.weight]
+
+
+def test_an_optimizer_with_nothing_to_train_is_told_so_in_the_first_step() -> None:
+    net = model().requires_grad_(False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    for _ in hand_out([2]):
+        with pytest.raises(ConfigError, match="none of the optimizer's 2 parameters requires gradients"):
+            optimizer.step()
