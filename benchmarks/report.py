@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 PAGE = ROOT / "docs" / "benchmarks.md"
-_USES = {"farandole": "its loader", "horovod": "as Horovod is used"}
+_USES = {"farandole": "its loader", "horovod": "as Horovod is used", "elastic_ddp": "DistributedDataParallel"}
 
 
 def main() -> None:
