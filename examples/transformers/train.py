@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import tempfile
 from pathlib import Path
 
 import torch
@@ -39,6 +38,7 @@ class Text(torch.utils.data.Dataset):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=Path("out"), help="the folder of transformers' own files")
     parser.add_argument("--save", type=Path, help="write the parameters to this file")
     options = parser.parse_args()
 
@@ -64,21 +64,20 @@ def main() -> None:
     loader = fd.elastic.DataLoader(  # (*)
         train, global_batch_size=32, seed=0, collate_fn=transformers.default_data_collator
     )
-    with tempfile.TemporaryDirectory(prefix="farandole-example-") as folder:
-        arguments = transformers.TrainingArguments(
-            output_dir=folder,
-            num_train_epochs=options.epochs,
-            learning_rate=3e-3,
-            lr_scheduler_type="cosine",
-            warmup_steps=10,
-            eval_strategy="epoch",
-            save_strategy="no",
-            logging_steps=10,
-            report_to=[],
-            use_cpu=True,
-        )
-        trainer = Trainer(model, arguments, train_loader=loader, eval_dataset=evaluate)  # (*) farandole's
-        trainer.train()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(options.output),
+        num_train_epochs=options.epochs,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=10,
+        eval_strategy="epoch",
+        save_strategy="no",
+        logging_steps=10,
+        report_to=[],
+        use_cpu=True,
+    )
+    trainer = Trainer(model, arguments, train_loader=loader, eval_dataset=evaluate)  # (*) farandole's
+    trainer.train()
     print(f"worker {fd.rank()}: {trainer.state.global_step} steps", flush=True)
     if options.save is not None and fd.rank() == 0:
         torch.save(model.state_dict(), options.save)

@@ -41,7 +41,7 @@ def test_an_example_survives_a_kill(tmp_path: Path, framework: str, epochs: int,
     words = [*FARANDOLE_RUN, "-np", "2", "--restarts", "0", "--sample-ledger", str(ledger), sys.executable, str(script)]
     with (
         (tmp_path / "output").open("wb") as output,
-        subprocess.Popen([*words, "--epochs", str(epochs)], stdout=output, stderr=output) as job,
+        subprocess.Popen([*words, "--epochs", str(epochs)], stdout=output, stderr=output, cwd=tmp_path) as job,
     ):
         try:
             os.kill(worker_in(ledger, script), signal.SIGKILL)

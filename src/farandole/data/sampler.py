@@ -13,9 +13,9 @@ from torch.utils.data import Sampler
 
 from farandole.collectives import world
 from farandole.data import intervals
+from farandole.data.calling_loader import dataset_of_caller
 from farandole.data.intervals import Intervals
 from farandole.data.permutation import FORMAT_VERSION, Permutation
-from farandole.data.reader import dataset_of_caller
 from farandole.data.remainder import Order, Remainder
 from farandole.data.sampler_parts import parts_by_epoch
 from farandole.errors import DataError

@@ -23,24 +23,9 @@ from farandole.process_group.members import Everybody
 from farandole.state import boundary, step
 from farandole.state.ticket import Batch, Ticket
 from farandole.testing.thread_workers import run_workers
+from tests.run_loops import RepeatingRunLoop
 
 FEATURES = 3
-
-
-class RepeatingRunLoop:
-    """A run loop whose loader repeats an aborted batch."""
-
-    def can_repeat(self) -> bool:
-        return True
-
-    def steps_decided(self) -> int:
-        return 0
-
-    def prepared(self) -> int:
-        return 0
-
-    def agree(self, prepared_by_rank: list[int]) -> None:
-        pass
 
 
 def enter(number: int) -> AloneTransport:

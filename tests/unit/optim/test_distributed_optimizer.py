@@ -18,22 +18,7 @@ from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import boundary, step
 from farandole.state.ticket import Batch, Ticket
-
-
-class RepeatingRunLoop:
-    """A run loop whose loader repeats an aborted batch."""
-
-    def can_repeat(self) -> bool:
-        return True
-
-    def steps_decided(self) -> int:
-        return 0
-
-    def prepared(self) -> int:
-        return 0
-
-    def agree(self, prepared_by_rank: list[int]) -> None:
-        pass
+from tests.run_loops import RepeatingRunLoop
 
 
 @pytest.fixture(autouse=True)

@@ -15,24 +15,9 @@ from farandole.errors import StepError
 from farandole.membership import GenerationId, Placement
 from farandole.state import boundary, step
 from farandole.state.packing import pack, unpack
+from tests.run_loops import RepeatingRunLoop
 
 REAL = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-class RepeatingRunLoop:
-    """A run loop whose loader repeats an aborted batch."""
-
-    def can_repeat(self) -> bool:
-        return True
-
-    def steps_decided(self) -> int:
-        return 0
-
-    def prepared(self) -> int:
-        return 0
-
-    def agree(self, prepared_by_rank: list[int]) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)

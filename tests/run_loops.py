@@ -1,0 +1,19 @@
+"""What optimizers see of a run loop, in tests of an optimizer alone (state/boundary.py)."""
+
+from __future__ import annotations
+
+
+class RepeatingRunLoop:
+    """A run loop whose loader repeats an aborted batch."""
+
+    def can_repeat(self) -> bool:
+        return True
+
+    def steps_decided(self) -> int:
+        return 0
+
+    def prepared(self) -> int:
+        return 0
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        pass
