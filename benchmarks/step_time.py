@@ -15,7 +15,7 @@ from benchmarks.models import TASKS
 Row = dict[str, Any]
 
 USES = {"farandole": "its loader", "horovod": "as Horovod", "elastic_ddp": "as DDP"}  # what Farandole is used with
-BESIDE = ("ddp", "none", "one")  # what it is compared with
+BESIDE = ("ddp", "plain_ddp", "none", "one")  # what it is compared with
 COMMITS = {"commit": "a copy in the background", "promised": "commit_follows_step"}
 _COMMIT_STEPS = 4  # in a turn, so that most commits are those of a job that commits all the time
 
@@ -31,8 +31,8 @@ def table(
     """Measure, and print each row when it is there."""
     print("\nstep time, one thread each; ratios: median [quartiles] of turns within one job")
     print(
-        f"{'model':>15} {'workers':>7} {'transport':>13} {'used':>10} {'Farandole':>10} {'DDP':>8} {'no comm.':>8} "
-        f"{'one pr.':>8}   / DDP              / no comm."
+        f"{'model':>15} {'workers':>7} {'transport':>13} {'used':>10} {'Farandole':>10} {'DDP':>8} {'plain':>8} "
+        f"{'no comm.':>8} {'one pr.':>8}   / DDP              / plain DDP        / no comm."
     )
     rows = []
     for transport in transports:
@@ -104,11 +104,10 @@ def print_means(rows: Sequence[Row]) -> None:
     """Over the models, geometric."""
     for key in dict.fromkeys((row["transport"], row["use"], row["workers"]) for row in rows):
         chosen = [row for row in rows if (row["transport"], row["use"], row["workers"]) == key]
-        over_ddp = statistics.geometric_mean(row["ratio"]["ddp"][1] for row in chosen)
-        over_floor = statistics.geometric_mean(row["ratio"]["none"][1] for row in chosen)
+        over = {way: statistics.geometric_mean(row["ratio"][way][1] for row in chosen) for way in BESIDE}
         print(
             f"geometric mean over {len(chosen)} models, {TRANSPORTS[key[0]]}, {USES[key[1]]}, {key[2]} workers: "
-            f"{over_ddp:.2f} of DDP, {over_floor:.2f} of no communication"
+            f"{over['ddp']:.2f} of DDP, {over['plain_ddp']:.2f} of plain DDP, {over['none']:.2f} of no communication"
         )
 
 
@@ -127,9 +126,10 @@ def _run(
 
 def _print(row: Row) -> None:
     ms = "".join(f"{row['ms'][way]:6.1f}ms " for way in BESIDE)
+    ratios = "  ".join(_text(row["ratio"][way]) for way in ("ddp", "plain_ddp", "none"))
     print(
         f"{row['label']:>15} {row['workers']:7d} {TRANSPORTS[row['transport']]:>13} {USES[row['use']]:>10} "
-        f"{row['ms']['farandole']:8.1f}ms {ms}  {_text(row['ratio']['ddp'])}  {_text(row['ratio']['none'])}",
+        f"{row['ms']['farandole']:8.1f}ms {ms}  {ratios}",
         flush=True,
     )
 

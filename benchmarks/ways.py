@@ -24,7 +24,8 @@ WAYS = {
     "commit": "the same with state.commit() in every step",
     "promised": "the same with commit_follows_step=True",
     "elastic_ddp": "DDP in an elastic function, with Farandole's loader",
-    "ddp": "DDP on Gloo",
+    "ddp": "DDP on Gloo, set up to be as fast as it gets",
+    "plain_ddp": "DDP on Gloo, as it comes",
     "none": "no communication",
     "one": "one process, while the others wait",
 }
@@ -42,6 +43,13 @@ def ddp(task: Task) -> Step:
     Farandole does not do either."""
     model, optimizer = made(task)
     return step(task, wrapped(model), optimizer, batches(task, dist.get_rank(), dist.get_world_size()))
+
+
+def plain_ddp(task: Task) -> Step:
+    """DistributedDataParallel(model), as most scripts have it."""
+    model, optimizer = made(task)
+    wrap = torch.nn.parallel.DistributedDataParallel
+    return step(task, wrap(model), optimizer, batches(task, dist.get_rank(), dist.get_world_size()))
 
 
 def wrapped(model: torch.nn.Module, **arguments: Any) -> torch.nn.Module:

@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def row(transport: str, workers: int, label: str, ratio: float) -> dict[str, Any]:
-    ms = {"farandole": 10 * ratio, "ddp": 10.0, "none": 5.0, "one": 4.0}
+    ms = {"farandole": 10 * ratio, "ddp": 10.0, "plain_ddp": 11.0, "none": 5.0, "one": 4.0}
     return {
         "model": label,
         "label": label,
@@ -24,7 +24,7 @@ def row(transport: str, workers: int, label: str, ratio: float) -> dict[str, Any
         "transport": transport,
         "use": "farandole",
         "ms": ms,
-        "ratio": {"ddp": [ratio - 0.1, ratio, ratio + 0.1], "none": [2.0] * 3},
+        "ratio": {"ddp": [ratio - 0.1, ratio, ratio + 0.1], "plain_ddp": [0.7] * 3, "none": [2.0] * 3},
         "floor_over_ddp": [0.5] * 3,
     }
 

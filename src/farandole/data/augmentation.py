@@ -8,15 +8,15 @@ import contextlib
 import hashlib
 import random
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset, get_worker_info
 
 from farandole.data.dealer import Dealer
+from farandole.data.rows import innermost
 
 
 class Keyed(msgspec.Struct, frozen=True):
@@ -44,13 +44,15 @@ class KeyedSampler:
 class SeededDataset:
     """A data set whose items see random numbers of their own. Everything else is the data set's.
 
-    The generators of torch, numpy and Python are seeded for each item: 10 to 20 us. In the training process they are
-    put back afterwards; they belong to the step there. A data set with __getitems__ is seeded once for each call, with
-    the key of its first item: what its items see then depends on how the batch was divided.
+    The generators of torch, numpy and Python are seeded for each item, 10 to 20 us, once an item was seen to draw from
+    them: the batch in which that happens is fetched anew. Afterwards they are put back; in the training process they
+    belong to the step. A data set with __getitems__ is seeded once for each call, with the key of its first item: what
+    its items see then depends on how the batch was divided.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        self._draws = False
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -61,29 +63,41 @@ class SeededDataset:
         return getattr(self._dataset, name)
 
     def __getitems__(self, keyed: Keyed) -> list[Any]:
-        with generators_kept() if get_worker_info() is None else contextlib.nullcontext():
-            return self._fetch(keyed)
+        if not self._draws:
+            before = _Generators()
+            try:
+                items = self._fetch(keyed.indices)
+            finally:
+                self._draws = before.put_back()
+            if not self._draws:
+                return items
+        with generators_kept():
+            return self._fetch_seeded(keyed)
 
-    def _fetch(self, keyed: Keyed) -> list[Any]:
+    def _fetch(self, indices: list[int]) -> list[Any]:
+        fetch_all = self._fetch_all()
+        return fetch_all(list(indices)) if fetch_all is not None else [self._dataset[index] for index in indices]
+
+    def _fetch_seeded(self, keyed: Keyed) -> list[Any]:
         indices, seed, epoch, position = keyed.indices, keyed.seed, keyed.epoch, keyed.position
-        fetch_all = getattr(self._dataset, "__getitems__", None)
-        # A Subset has one that only goes through the items, unless what it is a subset of has one.
-        if fetch_all is not None and hasattr(_innermost(self._dataset), "__getitems__"):
+        fetch_all = self._fetch_all()
+        if fetch_all is not None:
             seed_item(seed, epoch, position)
-            items: list[Any] = fetch_all(list(indices))
-            return items
+            return fetch_all(list(indices))
         items = []
         for place, index in enumerate(indices):
             seed_item(seed, epoch, position + place)
             items.append(self._dataset[index])
         return items
 
+    def _fetch_all(self) -> Callable[[list[int]], list[Any]] | None:
+        fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
+        # A Subset has one that only goes through the items, unless what it is a subset of has one.
+        return fetch_all if hasattr(innermost(self._dataset), "__getitems__") else None
+
 
 def with_places(dataset: Any, dealer: Dealer, seed: int) -> tuple[Any, Iterable[Any]]:
-    """The data set whose items' random numbers follow from their places, and the batch sampler that tells it those;
-    as they are when items are fixed tensors."""
-    if type(_innermost(dataset)) is TensorDataset:
-        return dataset, dealer
+    """The data set whose items' random numbers follow from their places, and the batch sampler that tells it those."""
     return SeededDataset(dataset), KeyedSampler(dealer, seed)
 
 
@@ -99,16 +113,31 @@ def seed_item(seed: int, epoch: int, position: int) -> None:
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Put the generators of torch, numpy and Python back afterwards: in the training process the step owns them."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    before = _Generators()
     try:
         yield
     finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])
+        before.put_back()
 
 
-def _innermost(dataset: Any) -> Any:
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
+class _Generators:
+    """Those of torch, numpy and Python, as they were when this was made."""
+
+    def __init__(self) -> None:
+        self._torch, self._random, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def put_back(self) -> bool:
+        """Whether somebody has drawn from them since; that is undone."""
+        _, key, *place = self._numpy
+        _, key_now, *place_now = np.random.get_state()
+        has_drawn = (
+            place_now != place
+            or not np.array_equal(key_now, key)
+            or not torch.equal(torch.get_rng_state(), self._torch)
+            or random.getstate() != self._random
+        )
+        if has_drawn:
+            torch.set_rng_state(self._torch)
+            random.setstate(self._random)
+            np.random.set_state(self._numpy)
+        return has_drawn

@@ -12,6 +12,7 @@ from farandole.collectives import world
 from farandole.data.by_value import SmallByValue
 from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.partition import share
+from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import DataError, StepError
 
 if TYPE_CHECKING:
@@ -60,8 +61,11 @@ class EvalLoader:
         self.dataset, self.batch_size = dataset, batch_size
         self._size = size_of(dataset)
         self._part = _Part(batch_size)
+        inner_dataset: Any = dataset
+        if collate_fn is None and are_rows(dataset):
+            inner_dataset, collate_fn = Rows(dataset), as_it_is
         self._inner: TorchDataLoader[Any] = TorchDataLoader(
-            dataset,  # type: ignore[arg-type]  # torch wants its own class, and uses these two methods
+            inner_dataset,
             batch_sampler=self._part,
             num_workers=num_workers,
             collate_fn=collate_fn,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from farandole.data.padding import Padding
 from farandole.data.partition import Layout, Tail, global_batch
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
+from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.state import recording, step
 from farandole.state.ticket import Batch, Ticket
@@ -129,7 +131,12 @@ class DataLoader:
         self._is_pending = False  # a batch is out whose ticket is not committed
         self._rank, self._world = 0, 1
         self._dealer = Dealer(self._layout, self.order.bind(self._layout, seed))
-        inner_dataset, batch_sampler = with_places(dataset, self._dealer, seed)
+        inner_dataset: Any = dataset
+        batch_sampler: Iterable[Any] = self._dealer
+        if are_rows(dataset):  # they draw no random numbers
+            inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
+        else:
+            inner_dataset, batch_sampler = with_places(dataset, self._dealer, seed)
         inner: TorchDataLoader[Any] = TorchDataLoader(
             inner_dataset,
             batch_sampler=batch_sampler,
@@ -282,7 +289,7 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: a few numbers, the same on every worker, for any number of workers."""
-        state = {**self._identity(), "epoch": self.epoch, "cursor": self.cursor}
+        state = {**self._identity, "epoch": self.epoch, "cursor": self.cursor}
         if self._layout.max_local_batch is not None:
             state["max_local_batch"] = self._layout.max_local_batch
         if self._is_ended and self.cursor < self._layout.end:  # else the cursor says so
@@ -292,7 +299,7 @@ class DataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises DataError, with nothing changed, when the state is of another data set
         size, order, tail or global batch size: its cursor would not mean the same samples."""
-        ours = self._identity()
+        ours = self._identity
         for name in ("version", "seed", "order", "size", "global_batch_size", "tail"):
             if state.get(name, _UNSAID.get(name)) != ours.get(name, _UNSAID.get(name)):
                 raise DataError(
@@ -306,8 +313,9 @@ class DataLoader:
         self.epoch, self.cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
         self._split_above(state.get("max_local_batch", 0))
 
+    @cached_property
     def _identity(self) -> dict[str, int | str]:
-        """What a cursor's meaning hangs on."""
+        """What a cursor's meaning hangs on. Nothing of it ever changes."""
         identity: dict[str, int | str] = {
             "version": FORMAT_VERSION,
             "seed": self.seed,

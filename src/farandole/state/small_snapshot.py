@@ -6,7 +6,7 @@ cannot change, which is usual, it is kept as it is, and made bytes of when it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,14 +64,14 @@ def _cannot_change(small: Mapping[str, Any]) -> bool:
     if small["stateful"]:
         return False
     options = [group for groups in small["groups"].values() for group in groups]
-    for values in (small["loader"] or {}, small["values"], *options):
-        for value in values.values():
-            if type(value) is tuple:
-                if not all(type(each) in _UNCHANGING for each in value):
-                    return False
-            elif type(value) not in _UNCHANGING:
-                return False
-    return True
+    return all(_are_unchanging(values.values()) for values in (small["loader"] or {}, small["values"], *options))
+
+
+def _are_unchanging(values: Collection[object]) -> bool:
+    others = set(map(type, values)) - _UNCHANGING
+    if others != {tuple}:
+        return not others
+    return all(_UNCHANGING.issuperset(map(type, value)) for value in values if type(value) is tuple)
 
 
 def _buffers(small: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -194,10 +194,7 @@ class StepState(TorchState):
             "once": self.once,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
-            "groups": {
-                name: [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
-                for name, each in kinds.optimizers.items()
-            },
+            "groups": {name: list(map(_options, each.param_groups)) for name, each in kinds.optimizers.items()},
             "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
             "values": {name: getattr(self, name) for name in kinds.values},
         }
@@ -269,3 +266,10 @@ class StepState(TorchState):
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return (self._kinds or self._sort()).modules
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    options = dict(group)
+    del options["params"]
+    return options

@@ -79,3 +79,50 @@ def test_a_worker_init_function_sees_the_attributes_of_the_data_set() -> None:
         assert info.dataset.name == "augmented"
 
     assert len(fetch(num_workers=1, worker_init_fn=check)) == 40
+
+
+class Plain(torch.utils.data.Dataset[Item]):
+    """Counts how often its items are made. Some of them draw, if any do."""
+
+    def __init__(self, drawing: frozenset[int] = frozenset()) -> None:
+        self.made: list[int] = []
+        self.drawing = drawing
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Item:
+        self.made.append(index)
+        return (index, *(Augmented()[index][1:] if index in self.drawing else (0.0, 0.0, 0.0)))
+
+
+def test_items_that_draw_nothing_are_made_once_and_cost_no_seeding(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr("farandole.data.augmentation.seed_item", lambda *key: seeded.append(key[-1]))
+    dataset = Plain()
+    fetch(dataset=dataset, epochs=2)
+    assert sorted(dataset.made) == sorted([*range(40), *range(40)])
+    assert seeded == []
+
+
+def test_the_batch_in_which_an_item_draws_for_the_first_time_is_fetched_anew() -> None:
+    every = fetch()
+    last = max(range(40), key=[sample for _, sample in every].index)
+    dataset = Plain(frozenset([last]))
+    seen = fetch(dataset=dataset)
+    assert seen[0, last] == every[0, last]
+    assert len(dataset.made) == 50
+
+
+def test_an_item_that_fails_leaves_the_generators_as_they_are() -> None:
+    class Failing(Augmented):
+        def __getitem__(self, index: int) -> Item:
+            super().__getitem__(index)
+            raise KeyError(index)
+
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    with pytest.raises(KeyError):
+        fetch(dataset=Failing())
+    after = torch.rand(()).item(), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert after == (torch.rand(()).item(), random.random(), np.random.rand())
