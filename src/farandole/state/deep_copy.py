@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Snapshot:
     def take(self, value: Any, is_later: Callable[[torch.Tensor], bool] | None = None) -> list[TensorPair]:
         """Remember `value`: containers and objects now; tensors for which `is_later` holds as soon as somebody
         carries out the returned copies, all others now."""
-        sources = list(tensors_in(value))
+        sources = tensors_in(value)
         targets = [self._target(place, source) for place, source in enumerate(sources)]
         memo: dict[int, Any] = {id(source): target for source, target in zip(sources, targets, strict=True)}
         self._value = copy.deepcopy(value, memo)  # first, since it may raise
@@ -78,27 +78,33 @@ def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
         raise
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The plain tensors in nested dicts, lists and tuples, each once, always in the same order."""
-    seen: set[int] = set()
+    found: list[torch.Tensor] = []
+    _collect(value, found, set())
+    return found
 
-    def walk(value: Any) -> Iterator[torch.Tensor]:
-        if id(value) in seen:
-            return
-        if type(value) in (torch.Tensor, torch.nn.Parameter):
-            seen.add(id(value))
-            yield value
-        elif isinstance(value, Mapping):
-            seen.add(id(value))
-            for each in value.values():
-                yield from walk(each)
-        elif isinstance(value, Sequence) and not isinstance(value, str | bytes | range):
-            seen.add(id(value))
-            for each in value:
-                yield from walk(each)
 
-    # A list, since whoever walks keeps the values alive anyway, and ids must not be used twice.
-    yield from list(walk(value))
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+    """By the type first: at each commit every number of every state is asked."""
+    kind = type(value)
+    if kind in _LEAVES or id(value) in seen:
+        return
+    if kind in _TENSORS:
+        seen.add(id(value))
+        found.append(value)
+    elif isinstance(value, Mapping):
+        seen.add(id(value))
+        for each in value.values():
+            _collect(each, found, seen)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes | range):
+        seen.add(id(value))
+        for each in value:
+            _collect(each, found, seen)
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
