@@ -106,7 +106,7 @@ def _reason(setting: Setting, given: Mapping[str, Given]) -> str:
 
 _AT_ONCE = "operations are carried out as soon as all ranks have asked for them"
 _TRANSPORT = "how tensors travel is the business of --transport, which is hierarchical where that helps"
-_NO_TUNING = "nothing is tuned while a job runs"
+_NO_TUNING = "only the size of buckets is tried out, in the first steps, with a loader of Farandole"
 _NO_MPI = "MPI is not used"
 _NO_TIMES = "the workers' own log lines have no time; --prefix-timestamp puts one before every line"
 

@@ -1,8 +1,8 @@
-"""How gradients are cut into buckets: few large ones, or several that are reduced while backward goes on. Pure.
+"""How gradients may be cut into buckets: one, or several that are reduced while backward goes on. Pure.
 
 Cutting helps where the network moves bytes while a core of its own computes. Where workers take all cores, or tensors
 are copied by the cores themselves (shared memory), a reduction in the background takes the time from backward that it
-saves, and one reduction at the end is fastest.
+saves, and one reduction at the end is fastest. Over connections the first steps find out what is (bucket_trial.py).
 """
 
 from __future__ import annotations
@@ -42,20 +42,27 @@ class Surroundings:
         return self.is_on_device or (self.is_by_network and self.cores > self.local_size * self.threads)
 
 
-def bucket_bytes(total_bytes: int, ranks: int, all_have_cores_to_spare: bool, pinned_bytes: int | None) -> int:
-    """Least bytes of a bucket; 0: everything is one bucket, reduced when backward has ended.
+def bucket_sizes(
+    total_bytes: int, ranks: int, is_by_network: bool, all_have_cores_to_spare: bool, pinned_bytes: int | None
+) -> list[int]:
+    """Least bytes of a bucket, the likeliest choice first; 0: one for everything, reduced when backward ends.
+    Where there are others, the first steps show which is fastest.
 
     total_bytes   of all gradients        ranks  workers
+    is_by_network whether tensors of some rank travel over connections, or gradients are on devices
     pinned_bytes  what the user has asked for; None: nothing
     All ranks must get the same, from what all of them know.
     """
     if pinned_bytes is not None:
-        return pinned_bytes
-    if ranks == 1 or not all_have_cores_to_spare or total_bytes < 2 * _LEAST_BYTES:
-        return 0
+        return [pinned_bytes]
+    if ranks == 1 or not is_by_network or total_bytes < 2 * _LEAST_BYTES:
+        return [0]
     # Each hop of the ring carries 1/ranks of a bucket, which must not become small either.
     least = max(_LEAST_BYTES, ranks * _LEAST_BYTES // 4)
-    return max(least, min(_MOST_BYTES, total_bytes // _FEWEST))
+    several = max(least, min(_MOST_BYTES, total_bytes // _FEWEST))
+    smaller = max(least, several // 4)
+    sizes = [several, smaller, 0] if all_have_cores_to_spare else [0, several]
+    return list(dict.fromkeys(sizes))
 
 
 def cut(sizes_bytes: list[int], kinds: list[str], least_bytes: int) -> list[list[int]]:

@@ -7,16 +7,19 @@ reduced by the main thread, at the end: it carries the step header.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Mapping
 from functools import partial
 
 import torch
 
+from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.collectives.named.compression import Compressor
 from farandole.collectives.transport import Transport
 from farandole.errors import StepError
 from farandole.optim.background import Background
+from farandole.optim.bucket_trial import BucketTrial, fastest
 from farandole.optim.buckets import Buckets
 from farandole.optim.compressed import CompressedReduce
 from farandole.optim.device_order import Arrivals
@@ -43,6 +46,9 @@ class BucketedGradients:
         self._reduce = CompressedReduce(compression)
         self._background = Background()
         self._agreed_in: world.World | None = None
+        self._trial: BucketTrial | None = None  # in the first steps, where it is not clear which cut is fastest
+        self._fastest: int | None = None  # what it has shown
+        self._began_s: float | None = None  # when the first gradient of this pass came
         self._place: dict[int, int] = {}  # of each parameter, its bucket's
         self._missing: list[int] = []  # gradients that each bucket waits for in this pass
         self._arrivals: list[Arrivals] = []  # in each bucket
@@ -83,6 +89,7 @@ class BucketedGradients:
 
     def may_fly(self) -> bool:
         """Whether what is complete can be reduced while backward goes on; then each arrived() counts."""
+        self._began_s = now_s()
         buckets = self._buckets.buckets
         if len(buckets) == 1 or self._agreed_in is not world.current():
             return False
@@ -126,7 +133,11 @@ class BucketedGradients:
         *others, last = range(len(self._buckets.buckets))
         for place in others[given:]:
             self._all_reduce(here.transport, place, b"")
-        return [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, note)]
+        if self._trial is not None and self._trial.is_over:
+            self._end_trial(here, self._trial)  # ranks differ in what has flown, but not in what comes before the last
+        headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, note)]
+        self._take_turns()
+        return headers
 
     def _land(self, transport: Transport) -> None:
         """Wait for what is on its way. Raises what went wrong with it."""
@@ -151,18 +162,42 @@ class BucketedGradients:
         total = self._buckets.total_bytes
         described = describe(self._names)
         is_on_device = self._buckets.device.type != "cpu"
-        least = agree_on_buckets(here, self._digest, described, total, self._pinned_bytes, is_on_device)
-        self._buckets.cut(least)
-        self._reduce.forget()
-        buckets = self._buckets.buckets
-        self._place = {id(each): place for place, bucket in enumerate(buckets) for each in bucket.parameters}
+        sizes = agree_on_buckets(here, self._digest, described, total, self._pinned_bytes, is_on_device, self._fastest)
+        self._trial = BucketTrial(sizes) if len(sizes) > 1 else None
+        self._cut(sizes[0])
         self._agreed_in = here
-        if least and here.placement.rank == 0:
+        if self._trial is None and sizes[0] and here.placement.rank == 0:
+            logger.info("%.1f MB of gradients are reduced in buckets of %s", total / 2**20, _in_words(sizes[0]))
+
+    def _cut(self, least_bytes: int) -> None:
+        self._least_bytes = self._next_bytes = least_bytes
+        self._buckets.cut(least_bytes)
+        self._reduce.forget()
+        buckets = enumerate(self._buckets.buckets)
+        self._place = {id(each): place for place, bucket in buckets for each in bucket.parameters}
+
+    def _take_turns(self) -> None:
+        """After each reduction."""
+        began_s, self._began_s = self._began_s, None
+        if self._trial is not None:
+            self._trial.note(None if began_s is None else now_s() - began_s)
+            self._next_bytes = self._trial.size
+        if self._next_bytes != self._least_bytes:
+            self._cut(self._next_bytes)
+
+    def _end_trial(self, here: world.World, trial: BucketTrial) -> None:
+        """All ranks choose the same, which is cut from the next step on."""
+        medians = struct.Struct(f"<{len(trial.sizes)}d")
+        by_rank = [medians.unpack(each) for each in here.transport.all_gather(medians.pack(*trial.medians_s()))]
+        self._trial = None
+        self._fastest = self._next_bytes = fastest(trial.sizes, by_rank)
+        if here.placement.rank == 0:
+            times = zip(trial.sizes, map(max, zip(*by_rank, strict=True)), strict=True)
             logger.info(
-                "%.1f MB of gradients in %d buckets of %.1f MB, reduced while backward goes on",
-                total / 2**20,
-                len(buckets),
-                least / 2**20,
+                "%.1f MB of gradients are reduced in buckets of %s, after a trial; first gradient to last sum: %s",
+                self._buckets.total_bytes / 2**20,
+                _in_words(self._fastest),
+                ", ".join(f"{1e3 * seconds:.1f} ms with {_in_words(size)}" for size, seconds in times),
             )
 
     def scale(self, factor: float) -> None:
@@ -181,3 +216,9 @@ class BucketedGradients:
     def tensors(self) -> list[torch.Tensor]:
         """All of them, in as few tensors as there are."""
         return self._buckets.flats
+
+
+def _in_words(least_bytes: int) -> str:
+    if not least_bytes:
+        return "any size, when backward has ended"
+    return f"{least_bytes / 2**20:.1f} MB, while backward goes on"

@@ -1,4 +1,4 @@
-"""Before the first reduction of a generation: whether all ranks reduce the same gradients, and in how many buckets."""
+"""Before the first reduction of a generation: whether all ranks reduce the same gradients, and in which buckets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from farandole.collectives.shared_memory.transport import SharedMemoryTransport
 from farandole.collectives.staging import host_transport
 from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch
-from farandole.optim.bucket_size import Surroundings, bucket_bytes
+from farandole.optim.bucket_size import Surroundings, bucket_sizes
 
-_WORD = struct.Struct("<4q")  # digest, bytes, whether there is a core to spare, bytes that were asked for or -1
+# Digest, bytes, whether tensors go by the network, whether there is a core to spare; the bytes of a bucket that were
+# asked for, and those that were found to be fastest in an earlier generation, each -1 if there are none.
+_WORD = struct.Struct("<6q")
 
 
 def agree_on_buckets(
@@ -24,9 +26,13 @@ def agree_on_buckets(
     total_bytes: int,
     pinned_bytes: int | None,
     is_on_device: bool = False,
-) -> int:
-    """The least bytes of a bucket, the same on all ranks: they all call it. What rank 0 was asked for counts.
-    `is_on_device`: gradients are, and so is what computes them.
+    tried_bytes: int | None = None,
+) -> list[int]:
+    """Least bytes of a bucket, those that come into question, the same on all ranks: they all call it. What rank 0 was
+    asked for counts, then what somebody has tried.
+
+    is_on_device  gradients are, and so is what computes them
+    tried_bytes   was the fastest on this rank, by whichever connections; None: nobody knows
 
     Raises CollectiveMismatch, alike on every rank, naming the first parameter that differs, unless all have the same
     digest; and what transports raise.
@@ -38,13 +44,17 @@ def agree_on_buckets(
         is_by_network=not isinstance(host_transport(here.transport), SharedMemoryTransport),
         is_on_device=is_on_device,
     )
-    word = _WORD.pack(digest, total_bytes, around.has_core_to_spare, -1 if pinned_bytes is None else pinned_bytes)
+    is_by_network = around.is_by_network or is_on_device
+    asked, tried = (-1 if each is None else each for each in (pinned_bytes, tried_bytes))
+    word = _WORD.pack(digest, total_bytes, is_by_network, around.has_core_to_spare, asked, tried)
     said = [_WORD.unpack(each) for each in here.transport.all_gather(word)]
     if any(each[0] != digest for each in said):
         texts = here.transport.all_gather("\n".join(described).encode())
         raise CollectiveMismatch(difference([text.decode().split("\n") for text in texts]))
-    pinned = said[0][3]
-    return bucket_bytes(total_bytes, len(said), all(each[2] for each in said), None if pinned < 0 else pinned)
+    pinned = None if said[0][4] < 0 else said[0][4]
+    sizes = bucket_sizes(total_bytes, len(said), any(each[2] for each in said), all(each[3] for each in said), pinned)
+    tried_by_some = [each[5] for each in said if each[5] >= 0]
+    return tried_by_some[:1] if tried_by_some and len(sizes) > 1 else sizes
 
 
 def difference(by_rank: Sequence[Sequence[str]]) -> str:

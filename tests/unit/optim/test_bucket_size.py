@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.errors import ConfigError
-from farandole.optim.bucket_size import Surroundings, bucket_bytes, bytes_of, cut
+from farandole.optim.bucket_size import Surroundings, bucket_sizes, bytes_of, cut
 
 MB = 1 << 20
 
@@ -31,22 +31,32 @@ def test_where_a_device_computes_cores_are_to_spare() -> None:
     assert Surroundings(1, 4, 1, is_by_network=False, is_on_device=True).has_core_to_spare
 
 
-def test_without_cores_to_spare_or_much_to_cut_there_is_one_bucket() -> None:
-    assert bucket_bytes(100 * MB, 2, False, None) == 0
-    assert bucket_bytes(1 * MB, 2, True, None) == 0
-    assert bucket_bytes(100 * MB, 1, True, None) == 0
+def sizes(
+    total_mb: int, ranks: int = 2, is_by_network: bool = True, has_cores: bool = True, pinned_bytes: int | None = None
+) -> list[int]:
+    return bucket_sizes(total_mb * MB, ranks, is_by_network, has_cores, pinned_bytes)
 
 
-def test_with_cores_to_spare_there_are_some_of_a_sensible_size() -> None:
-    assert bucket_bytes(40 * MB, 2, True, None) == 10 * MB
-    assert bucket_bytes(1000 * MB, 2, True, None) == 25 * MB
-    assert bucket_bytes(2 * MB, 2, True, None) == 1 * MB
-    assert bucket_bytes(100 * MB, 64, True, None) == 25 * MB
+def test_through_memory_or_without_much_to_cut_there_is_one_bucket() -> None:
+    assert sizes(100, is_by_network=False) == [0]
+    assert sizes(1) == [0]
+    assert sizes(100, ranks=1) == [0]
 
 
-def test_what_is_pinned_counts_whatever_else() -> None:
-    assert bucket_bytes(100 * MB, 2, False, 7) == 7
-    assert bucket_bytes(100 * MB, 2, True, 0) == 0
+def test_with_cores_to_spare_several_of_a_sensible_size_come_first() -> None:
+    assert [sizes(mb)[0] // MB for mb in (40, 1000, 2)] == [10, 25, 1]
+    assert sizes(100, ranks=64)[0] == 25 * MB
+    assert sizes(40) == [10 * MB, 10 * MB // 4, 0]
+    assert sizes(2) == [MB, 0]
+
+
+def test_without_cores_to_spare_one_comes_first() -> None:
+    assert sizes(40, has_cores=False) == [0, 10 * MB]
+
+
+def test_what_is_pinned_is_not_tried() -> None:
+    assert sizes(100, has_cores=False, pinned_bytes=7) == [7]
+    assert sizes(100, pinned_bytes=0) == [0]
 
 
 def test_buckets_are_full_in_the_order_in_which_gradients_come() -> None:
