@@ -144,7 +144,8 @@ def test_what_has_no_effect_is_spoken_of_once_with_the_reason() -> None:
         "--ssh-port, --ssh-identity-file have no effect: workers are started on this machine only",
         "--mpi has no effect: MPI is not used",
         "--cycle-time-ms has no effect: operations are carried out as soon as all ranks have asked for them",
-        "--autotune, --autotune-log-file have no effect: only the size of buckets is tried out, in the first steps, with a loader of Farandole",
+        "--autotune, --autotune-log-file have no effect: only the size of buckets is tried out, in the first steps, "
+        "with a loader of Farandole",
     )
 
 
