@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,40 @@ def run_processes(command: Sequence[str], arguments: Sequence[str], folder: Path
     if done.returncode != 0 or not result.exists():
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return dict(json.loads(result.read_text()))
+
+
+def run_plain(module: str, processes: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """As run_worker(), without Farandole: each process is told its `--rank` and the `--ranks`."""
+    with tempfile.TemporaryDirectory(prefix="farandole-bench-") as folder:
+        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--folder", folder]
+        started = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank), "--ranks", str(processes)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+            )
+            for rank in range(processes)
+        ]
+        wait_for_all(started, _TIMEOUT_S)
+        return dict(json.loads((Path(folder) / "result.json").read_text()))
+
+
+def wait_for_all(processes: Sequence[subprocess.Popen[str]], timeout_s: float) -> None:
+    """Until all have ended well. None is left when this returns or raises RuntimeError."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        for rank, process in enumerate(processes):
+            said, _ = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+            if process.returncode:
+                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{said}")
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"not done after {timeout_s:g} s") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @cache

@@ -57,7 +57,8 @@ def tables(results: Row) -> str:
 
 def _step_time(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Step time"
-    yield "One job for each row, in which all ways take turns. Ratios: medians of those of the turns, with quartiles."
+    yield "For each row a job with Farandole and one without, which take turns. Ratios: medians of those of the turns,"
+    yield "with quartiles."
     yield "DDP is set up to be as fast as it gets: gradients are views of its buckets, buffers are not sent. Plain DDP"
     yield "is `DistributedDataParallel(model)`."
     yield ""

@@ -1,4 +1,5 @@
-"""Step time against DDP on Gloo: one job for each model, number of workers and transport, all ways in turns within it.
+"""Step time against DDP on Gloo: for each model, number of workers and transport one job with Farandole, and one
+without. They take turns. What init() does to a process, DDP's do not have.
 
 Ratios are taken turn by turn, so that they compare moments that were equally noisy, and are given as quartiles.
 """
@@ -7,9 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.jobs import TRANSPORTS, run_worker, why_not
+from benchmarks.gate import host
+from benchmarks.jobs import TRANSPORTS, run_plain, run_worker, why_not
 from benchmarks.models import TASKS
 
 Row = dict[str, Any]
@@ -29,7 +32,7 @@ def table(
     seconds: float,
 ) -> list[Row]:
     """Measure, and print each row when it is there."""
-    print("\nstep time, one thread each; ratios: median [quartiles] of turns within one job")
+    print("\nstep time, one thread each; ratios: median [quartiles] of turns")
     print(
         f"{'model':>15} {'workers':>7} {'transport':>13} {'used':>10} {'Farandole':>10} {'DDP':>8} {'plain':>8} "
         f"{'no comm.':>8} {'one pr.':>8}   / DDP              / plain DDP        / no comm."
@@ -49,7 +52,7 @@ def table(
 
 
 def against_ddp(model: str, workers: int, transport: str, use: str, turns: int, seconds: float) -> Row:
-    said = _run(model, workers, transport, [use, *BESIDE], turns, seconds)
+    said = _run(model, workers, transport, [use], turns, seconds, beside=BESIDE)
     times = said["times_ms"]
     return {
         "model": model,
@@ -84,12 +87,12 @@ def commit_table(transports: Sequence[str], turns: int, seconds: float) -> list[
 
 
 def alone_table(models: Sequence[str], turns: int, seconds: float) -> list[Row]:
-    """A world of one under `farandole run`, against plain torch in the same process."""
+    """A world of one under `farandole run`, against plain torch."""
     print("\none worker under `farandole run` / plain torch; ratio: median [quartiles]")
     rows = []
     for model in models:
         for use in USES:
-            times = _run(model, 1, "tcp", [use, "none"], turns, seconds)["times_ms"]
+            times = _run(model, 1, "tcp", [use], turns, seconds, beside=["none"])["times_ms"]
             ratio = quartiles(times[use], times["none"])
             place = {"model": model, "label": TASKS[model].label, "use": use}
             rows.append({**place, "plain_ms": _median(times["none"]), "ratio": ratio})
@@ -118,10 +121,27 @@ def quartiles(times: Sequence[float], beside: Sequence[float]) -> list[float]:
 
 
 def _run(
-    model: str, workers: int, transport: str, ways: Sequence[str], turns: int, seconds: float, steps: int = 1
+    model: str,
+    workers: int,
+    transport: str,
+    ways: Sequence[str],
+    turns: int,
+    seconds: float,
+    steps: int = 1,
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
-    arguments = ["--model", model, "--ways", *ways, "--turns", str(turns), "--seconds", str(seconds)]
-    return run_worker("step_time_worker", workers, transport, [*arguments, "--steps", str(steps)])
+    """Of one job, or of two that take turns: one with Farandole, and one without, for the ways `beside`."""
+    meeting = host()
+    processes = workers * (2 if beside else 1)
+    arguments = ["--model", model, "--turns", str(turns), "--seconds", str(seconds), "--steps", str(steps)]
+    arguments += ["--gate", str(meeting.port), "--processes", str(processes), "--order", *ways, *beside]
+    with ThreadPoolExecutor() as jobs:
+        ours = jobs.submit(run_worker, "step_time_worker", workers, transport, [*arguments, "--ways", *ways])
+        if not beside:
+            return ours.result()
+        theirs = jobs.submit(run_plain, "step_time_worker", workers, [*arguments, "--ways", *beside])
+        said, others = ours.result(), theirs.result()
+    return {**said, "times_ms": {**said["times_ms"], **others["times_ms"]}}
 
 
 def _print(row: Row) -> None:

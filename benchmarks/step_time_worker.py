@@ -1,24 +1,24 @@
-"""One worker of the step time benchmark: the same model trained in several ways, in turns. step_time.py starts it."""
+"""One process of the step time benchmark: models trained in one way or several, in turns with those of other jobs.
+step_time.py starts it, under `farandole run` or by itself: then nothing of Farandole is in it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import farandole as fd
 from benchmarks import ways
+from benchmarks.gate import Gate
 from benchmarks.models import TASKS
-from benchmarks.turns import agreed, slowest, time_ms, turns
-from farandole.collectives import world
-from farandole.state.background_copy import finish_all
+from benchmarks.turns import FEWEST, slowest, time_ms
 
-_TURN_MS = 250.0  # of DDP: long beside a noisy moment, short beside a noisy minute
+_TURN_MS = 250.0  # of the way that sets the pace: long beside a noisy moment, short beside a noisy minute
 _MOST_STEPS = 50
 _WARM_UP = 3  # steps: the second one of Adam and of DDP is not yet like the others
 
@@ -26,22 +26,44 @@ _WARM_UP = 3  # steps: the second one of Adam and of DDP is not yet like the oth
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=TASKS, required=True)
-    parser.add_argument("--ways", nargs="+", choices=ways.WAYS, required=True)
+    parser.add_argument("--ways", nargs="+", choices=ways.WAYS, required=True, help="of this job")
+    parser.add_argument("--order", nargs="+", choices=ways.WAYS, required=True, help="those of all jobs")
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="after which no turn begins")
     parser.add_argument("--steps", type=int, default=1, help="fewest steps in a turn")
+    parser.add_argument("--gate", type=int, required=True, help="port where all jobs meet")
+    parser.add_argument("--processes", type=int, required=True, help="of all jobs")
+    parser.add_argument("--rank", type=int, help="without Farandole: of this process, and of how many")
+    parser.add_argument("--ranks", type=int)
     parser.add_argument("--folder", type=Path, required=True, help="an empty one, for the result too")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    gate = Gate(options.gate, options.processes)
+    if options.rank is None:
+        _with_farandole(gate, options)
+    else:
+        _join_gloo(options, options.rank, options.ranks)
+        _end(options, "", _measured(gate, _steps(options)[0], options))
+
+
+def _with_farandole(gate: Gate, options: argparse.Namespace) -> None:
+    import farandole as fd
+    from farandole.collectives import world
+
     fd.init()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{options.folder}/store", rank=fd.rank(), world_size=fd.size()
-    )  # fmt: skip
+    _join_gloo(options, fd.rank(), fd.size())
     steps, state = _steps(options)
-    times = measure(state, steps, options) if state is not None else _measured(steps, options)
-    if fd.rank() == 0:
-        used = type(world.current().transport).__name__
-        (options.folder / "result.json").write_text(json.dumps({"transport_class": used, "times_ms": times}))
+    used = type(world.current().transport).__name__
+    _end(options, used, fd.elastic.run(lambda state: _measured(gate, steps, options))(state))
+
+
+def _join_gloo(options: argparse.Namespace, rank: int, ranks: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{options.folder}/store", rank=rank, world_size=ranks)
+
+
+def _end(options: argparse.Namespace, transport_class: str, times: dict[str, list[float]]) -> None:
+    if dist.get_rank() == 0:
+        (options.folder / "result.json").write_text(json.dumps({"transport_class": transport_class, "times_ms": times}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -84,6 +106,7 @@ def _promised(state: Any, step: ways.Step) -> ways.Step:
 
 def _unpromised(state: Any, step: ways.Step) -> ways.Step:
     """Without commits: where the last one left its copy to be made, it is made here, in a step that does not count."""
+    from farandole.state.background_copy import finish_all
 
     def run() -> None:
         finish_all()
@@ -92,25 +115,29 @@ def _unpromised(state: Any, step: ways.Step) -> ways.Step:
     return run
 
 
-@fd.elastic.run
-def measure(state: Any, steps: dict[str, ways.Step], options: argparse.Namespace) -> dict[str, list[float]]:
-    return _measured(steps, options)
-
-
-def _measured(steps: dict[str, Callable[[], None]], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds of a step on the slowest rank, of each way in each turn."""
-    for step in steps.values():
-        time_ms(step, _WARM_UP)
-    first = next(iter(steps))
-    in_turn = int(agreed(max(options.steps, min(_MOST_STEPS, _TURN_MS // time_ms(steps[first], 2)))))
+def _measured(gate: Gate, steps: dict[str, ways.Step], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of a step on the slowest rank, of each way of this job in each turn."""
+    for name in options.order:
+        if name in steps:
+            time_ms(steps[name], _WARM_UP)
+        gate.wait_for_all()
+    first = options.order[0]  # it sets the pace: how many steps a turn has, and how many turns there are
+    sets_pace = first in steps and dist.get_rank() == 0
+    step_ms = time_ms(steps[first], 2) if first in steps else 1.0
+    in_turn = gate.agree(int(max(options.steps, min(_MOST_STEPS, _TURN_MS // step_ms))) if sets_pace else None)
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in turns(options.turns, options.seconds):
-        order = list(steps.items())
-        for name, step in order if turn % 2 == 0 else reversed(order):  # drift of the machine helps nobody
-            if name == "horovod" and "promised" in steps:
-                step()  # the first after commits may still have a copy to make
-            dist.barrier()
-            times[name].append(time_ms(step, in_turn))
+    begin_s = time.perf_counter()
+    for turn in range(options.turns):
+        is_late = turn >= FEWEST and time.perf_counter() - begin_s > options.seconds
+        if gate.agree(int(is_late) if sets_pace else None):
+            break
+        for name in options.order if turn % 2 == 0 else reversed(options.order):  # drift helps nobody
+            if name in steps:
+                if name == "horovod" and "promised" in steps:
+                    steps[name]()  # the first after commits may still have a copy to make
+                dist.barrier()
+                times[name].append(time_ms(steps[name], in_turn))
+            gate.wait_for_all()
     return {name: slowest(each) for name, each in times.items()}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.jobs import ROOT
+from benchmarks.jobs import ROOT, wait_for_all
 from farandole.collectives import world
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named.settings import NamedSettings
@@ -67,7 +67,7 @@ def run_worker(module: str, ranks: int, transport: str, arguments: Sequence[str]
             )
             for rank, host in enumerate(hosts_of(ranks))
         ]
-        _wait(processes)
+        wait_for_all(processes, _DEADLINE_S)
         return dict(json.loads((Path(folder) / "result.json").read_text()))
 
 
@@ -114,22 +114,6 @@ def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
-
-
-def _wait(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """For all to end well. None is left when this returns or raises."""
-    deadline_s = time.monotonic() + _DEADLINE_S
-    try:
-        for rank, process in enumerate(processes):
-            said, _ = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
-            if process.returncode:
-                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{said}")
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"not done after {_DEADLINE_S:g} s") from error
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def _publish(path: Path, data: bytes) -> None:

@@ -15,6 +15,7 @@ from farandole.env.agent import (
 )
 from farandole.env.checkpoints import CheckpointEnv, checkpoint_environment, read_checkpoint_env
 from farandole.env.gradients import read_bucket_mb
+from farandole.env.heap import has_malloc_settings
 from farandole.env.horovod import (
     HorovodSettings,
     horovod_environment,
@@ -33,6 +34,7 @@ __all__ = [
     "WorkerEnv",
     "changed_environment",
     "checkpoint_environment",
+    "has_malloc_settings",
     "horovod_environment",
     "inherited_environment",
     "prepare_for_nccl",

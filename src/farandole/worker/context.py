@@ -26,6 +26,7 @@ from farandole.process_group.registration import open_default_group, register
 from farandole.state import save_once
 from farandole.worker import logs, scratch
 from farandole.worker.fixed_job import FixedJob
+from farandole.worker.heap import keep_freed_memory
 from farandole.worker.job import Job
 
 # Under a fixed-size launcher, for all ranks to have imported torch and called init(); as --start-timeout.
@@ -68,6 +69,7 @@ def init(
     wanted: list[Any] = [] if process_sets is None or _is_dynamic else list(process_sets)
     if not all(isinstance(each, ProcessSet) for each in wanted):
         raise ValueError(f'init(process_sets={process_sets!r}): a list of ProcessSet, or "dynamic"')
+    keep_freed_memory()
     if (level := read_horovod_settings().log_level) is not None:
         logs.say_from(level)
     _join()

@@ -1,0 +1,13 @@
+"""Whether somebody has said how this process's memory is to be managed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+
+
+def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
+    """Those that the C library reads."""
+    return any(name in environ for name in _SETTINGS) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
