@@ -14,6 +14,7 @@ from farandole.errors import RecoverableError, StepError
 from farandole.optim.options import Options
 from farandole.optim.own_gradients import OwnGradients
 from farandole.optim.passes import Passes
+from farandole.optim.scaled_step import STEPPED_TWICE, refuse_closure
 from farandole.optim.step_reduction import StepReduction
 from farandole.optim.weighting import Weights
 from farandole.state import boundary, step
@@ -197,11 +198,7 @@ class NativePath:
         closure: Callable[[], float] | None,
     ) -> bool:
         """Apply the reduced gradients by `apply`. True: applied by all. False: not applied."""
-        if closure is not None:
-            raise StepError(
-                "step(closure) would run several backward passes in one step, which would be reduced "
-                "separately; call backward() first and step() without a closure"
-            )
+        refuse_closure(closure)
         if not step.is_tracked(optimizer):
             raise StepError(
                 "optimizer.step() of an optimizer that no TorchState has, while a batch of a DataLoader of Farandole "
@@ -217,7 +214,7 @@ class NativePath:
         if step.state() == "aborted":
             return False
         if self._has_stepped:
-            raise StepError("optimizer.step() twice for one batch of the loader; call it once in each loop body")
+            raise StepError(STEPPED_TWICE)
         self._refuse_unplanned()
         if step.awaits_others(optimizer):
             step.undo_by(Undo(optimizer).put_back)

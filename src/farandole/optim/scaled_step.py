@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from farandole.errors import StepError
+
 
 class ScaledStep(torch.optim.Optimizer):
     """Mixed in before the user's optimizer class."""
@@ -35,3 +37,21 @@ class ScaledStep(torch.optim.Optimizer):
             return super().step(closure)
         finally:
             self.__dict__.update(asked)
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
+
+
+STEPPED_TWICE = "optimizer.step() twice for one batch of the loader; call it once in each loop body"
+
+
+def refuse_closure(closure: object | None) -> None:
+    """With a loader of Farandole. Raises StepError."""
+    if closure is not None:
+        raise StepError(
+            "step(closure) would run several backward passes in one step, which would be reduced separately; call "
+            "backward() first and step() without a closure"
+        )

@@ -62,9 +62,6 @@ class WrappedOptimizer(ScaledStep):
             if parameter.is_floating_point() or parameter.is_complex():
                 _hook(parameter, self._on_gradient)
 
-    def _all_parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
@@ -102,9 +99,6 @@ class WrappedOptimizer(ScaledStep):
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
 
 
 def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -141,8 +141,8 @@ class Some:
             raise GroupOutdated(
                 f"{op}: this group was made of ranks {self._ranks} in generation {self._generation}, and this is "
                 f"generation {here.id}: who has these ranks now, if anybody, is not the same. Make groups and device "
-                f"meshes inside the elastic function, which is called again, or in a callback of "
-                f"state.register_reset_callbacks()"
+                f"meshes anew in a callback of state.register_reset_callbacks(); without a DataLoader of Farandole the "
+                f"elastic function, which is called again, is a place, too"
             )
         if self._is_closed:
             raise GroupOutdated(f"{op}: this group of ranks {self._ranks} was destroyed")

@@ -12,7 +12,7 @@ import torch
 
 from farandole.errors import ConfigError, StepError
 from farandole.optim.ddp.ddp_path import DdpPath
-from farandole.optim.scaled_step import ScaledStep
+from farandole.optim.scaled_step import STEPPED_TWICE, ScaledStep, refuse_closure
 from farandole.state import step
 from farandole.state.ticket import Ticket
 from farandole.state.undo import Undo
@@ -35,13 +35,9 @@ class SteppingOptimizer(ScaledStep):
             loss = self._apply(closure, self._gradients())
             step.stepped(self)
             return loss
-        if closure is not None:
-            raise StepError(
-                "step(closure) would run several backward passes in one step, which would be reduced separately; call "
-                "backward() first and step() without a closure"
-            )
+        refuse_closure(closure)
         if self._farandole_ticket is batch.ticket:
-            raise StepError("optimizer.step() twice for one batch of the loader; call it once in each loop body")
+            raise StepError(STEPPED_TWICE)
         keys = self._keys()
         are_reduced = [path.begin_step(batch, keys) for path in self._farandole_paths]
         if not batch.is_last or step.state() == "aborted":
@@ -73,12 +69,6 @@ class SteppingOptimizer(ScaledStep):
         """Drop what backward passes have left since the last step."""
         for parameter in self._all_parameters():
             parameter.grad = None
-
-    def _all_parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
 
     def _keys(self) -> set[int]:
         return set(map(id, self._all_parameters()))
