@@ -75,6 +75,18 @@ class HostRemoved(Event):
 
 
 @dataclass(frozen=True)
+class HostDrained(Event):
+    """Nothing is started on the host any more, because of `reason`. `workers` go at the next boundary."""
+
+    host: str
+    reason: str
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        return f"host {self.host} is drained: {self.reason}; workers that leave: {', '.join(self.workers) or 'none'}"
+
+
+@dataclass(frozen=True)
 class HostRefused(Event):
     """Host discovery named a host that cannot be used; the job goes on with the others."""
 

@@ -225,13 +225,20 @@ class SpawnFailed(Message, frozen=True):
     error: str
 
 
+class AgentLeaving(Message, frozen=True):
+    """The agent was asked to end (SIGTERM, as a preemption notice): its workers are to leave at the next boundary.
+    Answer, once they have: Dismissed."""
+
+    reason: str
+
+
 class Beat(Message, frozen=True):
     """The agent is alive."""
 
     sequence: int
 
 
-AgentMessage: TypeAlias = AgentHello | FromWorker | WorkerExited | SpawnFailed | Beat
+AgentMessage: TypeAlias = AgentHello | FromWorker | WorkerExited | SpawnFailed | AgentLeaving | Beat
 
 
 # Coordinator -> agent --------------------------------------------------------------------------------
@@ -268,9 +275,13 @@ class StartWorkers(Message, frozen=True):
 
 
 class Dismissed(Message, frozen=True):
-    """The job goes on without this host, on which no worker of it is left; the agent goes."""
+    """The job goes on without this host, on which no worker of it is left; the agent goes.
+
+    is_drained  somebody wanted so: no other agent is to be started there
+    """
 
     reason: str
+    is_drained: bool = False
 
 
 class JobEnded(Message, frozen=True):

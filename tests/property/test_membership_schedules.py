@@ -22,6 +22,7 @@ from farandole.coordinator import (
 from farandole.coordinator.inputs import Input, ScaleRequested
 from farandole.membership import Address, Origin
 from farandole.messages import (
+    AgentLeaving,
     AgentMessage,
     Beat,
     Elastic,
@@ -106,6 +107,8 @@ def hurt(world: SimulatedJob) -> None:
         world.stop()
     elif kind < 7:
         world.lose_agent(dice.choice(["a", "b"]))
+    elif kind < 8:
+        world.drain_agent(dice.choice(["a", "b"]))
     elif kind < 11:
         for worker in alive:
             worker.fail("ValueError: on every rank")
@@ -190,7 +193,8 @@ def check_at_rest(world: SimulatedJob) -> None:
 def check_slots_are_filled(world: SimulatedJob, size: int) -> None:
     """By the world's own count, not the coordinator's; where nobody hangs, was asked away or used a budget up."""
     job, hosts = world.job, world.offered or {}
-    usable = sum(slots for host, slots in hosts.items() if not world.invariants.is_banned(host))
+    left = world.draining
+    usable = sum(slots for host, slots in hosts.items() if host not in left and not world.invariants.is_banned(host))
     wanted = usable if job.most is None else min(usable, job.most)
     spent = job.config.on_failure == "slot" and any(use.restarts >= job.config.restarts for use in job.slots.values())
     hangs = any(worker.hangs for worker in world.alive())
@@ -275,7 +279,12 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
         Leaving(),
     ]
     messages: list[AgentMessage] = [FromWorker(worker, dice.choice(said))] * 12
-    messages += [WorkerExited(worker, dice.choice([0, 1, -9, -99])), SpawnFailed(worker, ""), Beat(1)]
+    messages += [
+        WorkerExited(worker, dice.choice([0, 1, -9, -99])),
+        SpawnFailed(worker, ""),
+        Beat(1),
+        AgentLeaving("fuzz"),
+    ]
     inputs: list[Input] = [AgentTold(agent, dice.choice(messages)) for _ in range(40)]
     inputs += [
         AgentConnected(agent, agent, dice.randint(0, 4)),

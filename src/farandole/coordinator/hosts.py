@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from farandole.coordinator import slots
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentConnected, HostsOffered
 from farandole.coordinator.job import Agent, Job, Offer
-from farandole.events import AgentJoined, HostAdded, HostRemoved
+from farandole.events import AgentJoined, HostAdded, HostDrained, HostRemoved
 from farandole.messages import Dismissed
 
 
@@ -46,16 +46,46 @@ def hosts_offered(draft: Draft, input: HostsOffered) -> None:
     _take_back(draft)
 
 
+def drain(draft: Draft, host: str, reason: str) -> bool:
+    """Leave a host in good order: its members go at the next boundary, with nothing redone, and nothing is started
+    there any more. The job still wants as many workers: other hosts with free slots get them. Its agents are dismissed
+    when they are idle; one that joins again later is as good as new. False when no agent of the host is connected.
+
+    reason  what happened, as in "host b is drained: `reason`"
+    """
+    return _drain(draft, [agent for agent in draft.job.agents.values() if agent.host == host], reason)
+
+
+def agent_leaves(draft: Draft, name: str, reason: str) -> None:
+    """An agent was asked to end, as by a preemption notice: the same, for its slots alone."""
+    _drain(draft, [agent for agent in draft.job.agents.values() if agent.name == name], reason)
+
+
 def dismiss_idle(draft: Draft) -> None:
-    """Agents of hosts that are no longer offered may go once no worker is left there."""
+    """Agents that are drained, and those of hosts that are no longer offered, may go once no worker is left there."""
     job = draft.job
-    if job.offers is None:
-        return
     busy = {worker.slot.agent for worker in job.workers.values()}
     for agent in job.agents.values():
-        if agent.is_connected and agent.host not in job.offers and agent.name not in busy:
-            draft.send(agent.name, Dismissed(f"host {agent.host} is no longer there"))
+        is_offered = job.offers is None or agent.host in job.offers
+        if agent.is_connected and (agent.is_draining or not is_offered) and agent.name not in busy:
+            why = "is drained" if agent.is_draining else "is no longer there"
+            draft.send(agent.name, Dismissed(f"host {agent.host} {why}", is_drained=agent.is_draining))
             draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_connected=False)})
+
+
+def _drain(draft: Draft, agents: Iterable[Agent], reason: str) -> bool:
+    leaving = [agent for agent in agents if agent.is_connected]
+    for agent in leaving:
+        if agent.is_draining or draft.job.is_released:
+            continue
+        draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_draining=True)})
+        going = []
+        for slot in [slot for slot in draft.job.slots if slot.agent == agent.name]:
+            worker = slots.vacate(draft, slot, f"host {agent.host} is drained")
+            draft.change_slot(slot, is_given_up=False)
+            going += [worker] if worker is not None else []
+        draft.log(HostDrained(agent.host, reason, tuple(going)))
+    return bool(leaving)
 
 
 def _slots_by_host(job: Job) -> dict[str, int]:
@@ -91,7 +121,7 @@ def _take_back(draft: Draft) -> None:
     job = draft.job
     for worker in sorted(job.survivors(), key=job.slot_order):
         agent = job.agents[worker.slot.agent]
-        is_offered = worker.slot.index < agent.slots and not job.is_banned(agent.host)
+        is_offered = worker.slot.index < agent.slots and not (agent.is_draining or job.is_banned(agent.host))
         if worker.is_leaving and not worker.was_asked and is_offered and slots.wants_more(draft.job):
             draft.change_worker(worker.name, is_leaving=False)
             draft.change_slot(worker.slot, is_open=True)

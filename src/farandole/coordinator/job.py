@@ -19,13 +19,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Agent:
-    """`order`: workers of hosts that came earlier come first. A lost agent stays known, and may come back empty."""
+    """`order`: workers of hosts that came earlier come first. A lost agent stays known, and may come back empty.
+
+    is_draining  nothing is started there any more, and it is dismissed once its workers have left
+    """
 
     name: str
     host: str
     slots: int
     order: int
     is_connected: bool = True
+    is_draining: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ def in_order(job: Job) -> list[Room]:
     rooms = [
         Room(agent.order, index, agent.host, Slot(agent.name, index))
         for agent in job.agents.values()
-        if agent.is_connected and not job.is_banned(agent.host)
+        if agent.is_connected and not agent.is_draining and not job.is_banned(agent.host)
         for index in range(agent.slots)
     ]
     if job.generation is None:
-        joined = {agent.host for agent in job.agents.values() if agent.is_connected}
+        joined = {agent.host for agent in job.agents.values() if agent.is_connected or agent.is_draining}
         rooms += [
             Room(offer.order, index, host)
             for host, offer in (job.offers or {}).items()
@@ -45,8 +45,13 @@ def capacity(job: Job) -> int:
     """How many workers there is room for, also where no agent has joined yet."""
     if job.offers is None:
         return len(in_order(job))
-    offered = sum(offer.slots for host, offer in job.offers.items() if not job.is_banned(host))
-    given_up = [slot for slot, use in job.slots.items() if use.is_given_up and not job.is_banned(job.host(slot))]
+    left = {agent.host for agent in job.agents.values() if agent.is_draining}
+    offered = sum(offer.slots for host, offer in job.offers.items() if host not in left and not job.is_banned(host))
+    given_up = [
+        slot
+        for slot, use in job.slots.items()
+        if use.is_given_up and job.host(slot) not in left and not job.is_banned(job.host(slot))
+    ]
     return offered - len(given_up)
 
 

@@ -28,7 +28,7 @@ from farandole.coordinator.inputs import (
     Tick,
 )
 from farandole.coordinator.job import Job
-from farandole.messages import AgentMessage, FromWorker, SpawnFailed, WorkerExited
+from farandole.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerExited
 
 
 def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
@@ -87,6 +87,8 @@ def _agent_told(draft: Draft, agent: str, message: AgentMessage) -> None:
             worker = draft.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
                 lost.worker_gone(draft, worker, message)
+        case AgentLeaving(reason):
+            hosts.agent_leaves(draft, agent, reason)
         case _:
             pass  # An AgentHello comes as AgentConnected, and beats are the shell's business.
 

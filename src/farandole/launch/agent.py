@@ -4,6 +4,7 @@ them and the coordinator. launch/local.py runs it."""
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -69,6 +70,24 @@ class AgentConfig:
     is_elastic: bool = False
 
 
+class EndOfService(enum.Enum):
+    """Why an agent's service is over."""
+
+    JOB_ENDED = "the job has ended"
+    LEFT = "the job goes on without this host"
+    DRAINED = "somebody asked for this host to be left"
+    LOST = "the coordinator is gone, or goes on without this agent"
+
+
+@dataclass(frozen=True)
+class Service:
+    """What came of it. `exit_code` is the job's, 0 when that goes on."""
+
+    end: EndOfService
+    reason: str
+    exit_code: int = 0
+
+
 class Agent:
     """Made and run on one event loop: `await run()`. When that returns or raises, no worker is left."""
 
@@ -78,7 +97,7 @@ class Agent:
         self._processes = WorkerProcesses(config.command, sink, self._on_exit, self._on_spawn_failed)
         self._is_stopping = False
 
-    async def run(self) -> None:
+    async def run(self) -> Service:
         """Serve the job until it has ended, goes on without this host, or has no coordinator any more. Raises what
         `connect` raises."""
         config = self._config
@@ -89,15 +108,15 @@ class Agent:
         self._channel.send(AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION))
         self._server.start()
         self._processes.start()
-        obedience, beats, watch = (
-            asyncio.create_task(each) for each in (self._obey(), self._beat(), self._look_at_processes())
-        )
+        obedience = asyncio.create_task(self._obey())
+        beats, watch = (asyncio.create_task(each) for each in (self._beat(), self._look_at_processes()))
         try:
             ends = (obedience, watch, self._processes.broken)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 if end.done():
                     end.result()
+            return obedience.result()
         finally:
             await to_its_end(self._processes.end(config.grace_s))
             for task in (obedience, beats, watch):
@@ -111,17 +130,18 @@ class Agent:
 
     # From the coordinator ---------------------------------------------------------------------------------
 
-    async def _obey(self) -> None:
+    async def _obey(self) -> Service:
         """Do what the coordinator says until it needs nothing more. Then the workers hear it, and have their grace."""
         try:
             while not isinstance(order := await self._channel.receive(), JobEnded | Dismissed):
                 self._do(order)
-            reason = order.reason
+            service = _service(order)
         except (ConnectionError, AuthenticationError, ProtocolError) as error:
             self._on_event(CoordinatorLost(self._config.name, str(error)))
-            reason = f"the coordinator is gone: {error}"
+            service = Service(EndOfService.LOST, f"the coordinator is gone: {error}")
         self._is_stopping = True
-        self._server.tell(self._processes.pids(), Stop(reason))
+        self._server.tell(self._processes.pids(), Stop(service.reason))
+        return service
 
     def _do(self, order: ToAgent) -> None:
         if isinstance(order, TellWorkers):
@@ -188,3 +208,9 @@ class Agent:
             for worker in [] if self._is_stopping else watch.look(looked, now_s()):
                 self._on_event(StoppedWorkerKilled(worker, budget_s))
                 self._processes.kill(worker, grace_s=0.0)
+
+
+def _service(order: JobEnded | Dismissed) -> Service:
+    if isinstance(order, JobEnded):
+        return Service(EndOfService.JOB_ENDED, order.reason, order.exit_code)
+    return Service(EndOfService.DRAINED if order.is_drained else EndOfService.LEFT, order.reason)

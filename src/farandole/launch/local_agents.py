@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from farandole.errors import ConfigError
-from farandole.launch.agent import Agent
+from farandole.launch.agent import Agent, EndOfService
 from farandole.launch.hosts import HostSlots, is_this_machine
 
 _AGAIN_S = 1.0  # until an agent that ended without being dismissed is started anew
@@ -42,14 +42,17 @@ class LocalAgents:
         self._wanted: dict[str, HostSlots] = {}
         self._agents: dict[str, Agent] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
+        self._drained: set[str] = set()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with the error when an agent failed itself."""
 
     def follow(self, hosts: Iterable[HostSlots]) -> None:
-        """Each of these hosts gets an agent, if it has none. Agents of other hosts go once they are dismissed."""
+        """Each of these hosts gets an agent, if it has none. Agents of other hosts go once they are dismissed. A host
+        that was drained stays so until it has been gone."""
         self._wanted = {host.name: host for host in hosts}
+        self._drained &= self._wanted.keys()
         for name in self._wanted:
-            if name not in self._lives:
+            if name not in self._lives and name not in self._drained:
                 self._lives[name] = asyncio.create_task(self._live(name))
                 self._lives[name].add_done_callback(self._on_life_over)
 
@@ -78,7 +81,10 @@ class LocalAgents:
         try:
             while name in self._wanted and not self._is_over():
                 self._agents[name] = self._make_agent(self._wanted[name])
-                await self._agents[name].run()
+                service = await self._agents[name].run()
+                if service.end is EndOfService.DRAINED:
+                    self._drained.add(name)
+                    return
                 if name in self._wanted and not self._is_over():
                     await asyncio.sleep(_AGAIN_S)
         finally:

@@ -20,7 +20,7 @@ from farandole.coordinator import (
     ScaleRequested,
     SendAgent,
 )
-from farandole.events import HostBlacklisted, JobEnds, StateLost
+from farandole.events import HostBlacklisted, HostDrained, JobEnds, StateLost
 from farandole.messages import (
     Abort,
     Dismissed,
@@ -72,6 +72,8 @@ class MembershipInvariants:
         self._is_ending = False
         self._offers: dict[str, int] | None = None
         self._bans: dict[str, float] = {}  # until when nothing may run on a host
+        self._connected: set[str] = set()
+        self._draining: set[str] = set()  # agents on which nothing may be started
 
     def is_banned(self, host: str) -> bool:
         return self._now_s < self._bans.get(host, 0.0)
@@ -100,6 +102,8 @@ class MembershipInvariants:
                         assert worker in self.slot_of, f"killing {worker}, which is gone"
                     case Dismissed():
                         self._check_dismissed(action.agent)
+            elif isinstance(action, Log) and isinstance(action.event, HostDrained):
+                self._check_drained(action.event)
             elif isinstance(action, Log) and isinstance(action.event, StateLost):
                 assert self._was_synced, "a state was lost that nobody had"
                 assert self._holders.intersection(self.members) <= self._left, "there is a holder"
@@ -122,7 +126,12 @@ class MembershipInvariants:
                 self._reopenings += 1
             case AgentConnected(agent, host):
                 self._hosts.setdefault(agent, host)
+                if agent in self._draining - self._connected:
+                    self._draining.discard(agent)
+                    self._reopenings += 1
+                self._connected.add(agent)
             case AgentLost(agent):
+                self._connected.discard(agent)
                 self._forget([worker for worker, slot in self.slot_of.items() if slot[0] == agent])
                 self._reopenings += 1
             case ScaleRequested():
@@ -175,9 +184,16 @@ class MembershipInvariants:
         self._left.update(worker for worker in event.workers if worker in self.members)
 
     def _check_dismissed(self, agent: str) -> None:
-        assert self._offers is not None
-        assert self._hosts[agent] not in self._offers, f"{agent} is dismissed though its host is offered"
+        if agent not in self._draining:
+            assert self._offers is not None
+            assert self._hosts[agent] not in self._offers, f"{agent} is dismissed though its host is offered"
         assert all(slot[0] != agent for slot in self.slot_of.values()), f"{agent} is dismissed and has workers"
+        self._connected.discard(agent)
+
+    def _check_drained(self, event: HostDrained) -> None:
+        self._draining |= {agent for agent, host in self._hosts.items() if host == event.host}
+        self._leaving.update(event.workers)
+        assert all(self._hosts[self.slot_of[worker][0]] == event.host for worker in event.workers)
 
     def _forget(self, workers: list[str]) -> None:
         for worker in workers:
@@ -189,6 +205,7 @@ class MembershipInvariants:
         assert (agent, slot) not in self.slot_of.values(), f"two workers in slot {slot} of {agent}"
         host = self._hosts[agent]
         assert not self.is_banned(host), f"{worker} was started on {host}, which is out"
+        assert agent not in self._draining, f"{worker} was started on {agent}, which is drained"
         assert self._offers is None or slot < self._offers.get(host, 0), f"slot {slot} of {host} is not offered"
         self._spawned.add(worker)
         self.slot_of[worker] = (agent, slot)

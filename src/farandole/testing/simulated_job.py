@@ -31,6 +31,7 @@ from farandole.coordinator import (
 )
 from farandole.membership import Origin
 from farandole.messages import (
+    AgentLeaving,
     AgentMessage,
     Dismissed,
     FromWorker,
@@ -90,6 +91,8 @@ class SimulatedJob:
         self.end: EndJob | None = None
         self.offered: dict[str, int] | None = None
         self._agents: set[str] = set()
+        self._slots: dict[str, int] = {}
+        self.draining: set[str] = set()  # agents that were asked to end, and have not been dismissed yet
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
         self._last_arrival: dict[tuple[str, str], float] = {}
@@ -145,6 +148,7 @@ class SimulatedJob:
     def connect(self, agent: str, slots: int, host: str | None = None) -> None:
         """An agent joins."""
         self._agents.add(agent)
+        self._slots[agent] = slots
         self.feed(AgentConnected(agent, host or f"host-of-{agent}", slots))
 
     def offer(self, slots: dict[str, int], may_change: bool = True) -> None:
@@ -162,11 +166,31 @@ class SimulatedJob:
         """A host loses its power. One that is offered comes back, empty."""
         if agent in self._agents:
             self._agents.discard(agent)
+            self.draining.discard(agent)
             for worker in self.alive():
                 if worker.agent == agent:
                     worker.is_alive = False
             self.feed(AgentLost(agent, "its host is silent"))
             self.after(1.0, partial(self._connect_offered, agent))
+
+    def drain_agent(self, agent: str) -> None:
+        """SIGTERM at an agent. When it has gone, somebody may start it anew."""
+        if agent in self._agents:
+            self.draining.add(agent)
+            self.tell(agent, AgentLeaving("SIGTERM was received"))
+
+    def _on_dismissed(self, agent: str) -> None:
+        assert all(worker.agent != agent for worker in self.alive()), f"{agent} is dismissed and has workers"
+        self._agents.discard(agent)
+        if agent in self.draining:
+            self.draining.discard(agent)
+            if self.offered is None and self.random.random() < 0.5:
+                self.after(1.0, partial(self._connect_again, agent))
+        self.after(self.delay_s(), partial(self._connect_offered, agent))
+
+    def _connect_again(self, agent: str) -> None:
+        if agent not in self._agents and self.end is None:
+            self.connect(agent, self._slots[agent])
 
     def tell(self, agent: str, message: AgentMessage) -> None:
         """From an agent to the coordinator."""
@@ -206,9 +230,7 @@ class SimulatedJob:
             case Kill(name, grace_s):
                 self._kill(name, grace_s)
             case Dismissed():
-                assert all(worker.agent != agent for worker in self.alive()), f"{agent} is dismissed and has workers"
-                self._agents.discard(agent)
-                self.after(self.delay_s(), partial(self._connect_offered, agent))
+                self._on_dismissed(agent)
             case TellWorkers(names, told):
                 for name in names:
                     self._pass_on(name, told)
