@@ -3,14 +3,14 @@
 Pure: payloads of frames in, payloads of frames out (channel.py moves them). The coordinator listens, an
 agent dials:
 
-    listener -> dialer   Challenge: version, nonce of the listener
+    listener -> dialer   Challenge: version, nonce of the listener, id of the job
     dialer -> listener   Answer:    version, nonce of the dialer, proof of the token over both nonces
     listener -> dialer   Welcome:   the listener's own proof
 
-A stranger learns nothing: the dialer proves the token first, and the proofs of the two roles differ, so that
-neither can be sent back as the other. The session's keys, one for each direction, come from the token and
-both nonces; no frame can be replayed, reordered, dropped from the middle, reflected or carried into another
-connection or job. Frames are authentic, not secret: someone on the path can read them (and cut the
+A stranger learns nothing but the job's id: the dialer proves the token first, and the proofs of the two roles
+differ, so that neither can be sent back as the other. The session's keys, one for each direction, come from the
+token and both nonces; no frame can be replayed, reordered, dropped from the middle, reflected or carried into
+another connection or job. Frames are authentic, not secret: someone on the path can read them (and cut the
 connection), so no key ever travels in one.
 """
 
@@ -33,7 +33,8 @@ HANDSHAKE_FRAME_LIMIT = 128
 MAC_BYTES = 32
 _NONCE_BYTES = 32
 _MAGIC = b"farandol"
-_CHALLENGE = struct.Struct(f">8sH{_NONCE_BYTES}s")
+_BEGINNING = struct.Struct(">8sH")
+_CHALLENGE = struct.Struct(f">8sH{_NONCE_BYTES}s")  # the job's id follows
 _ANSWER = struct.Struct(f">8sH{_NONCE_BYTES}s{MAC_BYTES}s")
 
 
@@ -83,19 +84,28 @@ class Session:
 
 class Handshake:
     """One end of the handshake. Send what `begin` returns, then feed what arrives to `receive` and send what
-    it returns, until `session` is there."""
+    it returns, until `session` is there.
 
-    def __init__(self, role: Role, token: bytes, job_id: str) -> None:
-        self._role, self._token, self._job_id = role, token, job_id.encode()
+    job_id  at most 64 bytes; None: a dialer takes the job that the listener names
+    """
+
+    def __init__(self, role: Role, token: bytes, job_id: str | None) -> None:
+        self._role, self._token = role, token
+        self._job_id = None if job_id is None else job_id.encode()
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._transcript: tuple[bytes, ...] = ()
         self.session: Session | None = None
+
+    @property
+    def is_listener(self) -> bool:
+        return self._role is Role.LISTENER
 
     def begin(self) -> bytes | None:
         """The listener's challenge; a dialer has nothing to say before it heard one."""
         if self._role is Role.DIALER:
             return None
-        return _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, self._nonce)
+        assert self._job_id is not None, "a listener has a job"
+        return _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, self._nonce) + self._job_id
 
     def receive(self, payload: bytes) -> bytes | None:
         """The reply to a frame of the other side, or None. Raises ProtocolError on what is no handshake or
@@ -110,7 +120,9 @@ class Handshake:
         return None
 
     def _receive_challenge(self, payload: bytes) -> bytes:
-        (nonce,) = _unpack(_CHALLENGE, payload)
+        (nonce,) = _unpack(_CHALLENGE, payload[: _CHALLENGE.size])
+        if self._job_id is None:
+            self._job_id = payload[_CHALLENGE.size :]
         self._set_transcript(listener=nonce, dialer=self._nonce)
         return _ANSWER.pack(_MAGIC, PROTOCOL_VERSION, self._nonce, self._proof(self._role))
 
@@ -124,7 +136,7 @@ class Handshake:
         if not hmac.compare_digest(proof, self._proof(self._role.other)):
             raise AuthenticationError(
                 f"the {self._role.other.name.lower()} did not prove the token of job "
-                f"{self._job_id.decode()}; both ends need the same job id and the same token"
+                f"{(self._job_id or b'').decode(errors='replace')}; both ends need the same job id and the same token"
             )
         self.session = Session(
             send_key=self._derive(b"frames of", self._role.value),
@@ -132,7 +144,7 @@ class Handshake:
         )
 
     def _set_transcript(self, *, listener: bytes, dialer: bytes) -> None:
-        self._transcript = (PROTOCOL_VERSION.to_bytes(2, "big"), self._job_id, listener, dialer)
+        self._transcript = (PROTOCOL_VERSION.to_bytes(2, "big"), self._job_id or b"", listener, dialer)
 
     def _proof(self, role: Role) -> bytes:
         return self._derive(b"proof of", role.value)
@@ -143,15 +155,17 @@ class Handshake:
 
 def _unpack(layout: struct.Struct, payload: bytes) -> tuple[bytes, ...]:
     """The fields behind magic and version."""
-    if len(payload) != layout.size or not payload.startswith(_MAGIC):
+    if len(payload) < _BEGINNING.size or not payload.startswith(_MAGIC):
         raise ProtocolError("the other side does not speak Farandole's protocol")
-    _, version, *fields = layout.unpack(payload)
+    _, version = _BEGINNING.unpack_from(payload)
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the other side speaks version {version} of the protocol, this side {PROTOCOL_VERSION}; "
             "install the same version of Farandole on all hosts"
         )
-    return tuple(fields)
+    if len(payload) != layout.size:
+        raise ProtocolError("the other side does not speak Farandole's protocol")
+    return tuple(layout.unpack(payload)[2:])
 
 
 def _derive(key: bytes, *parts: bytes) -> bytes:

@@ -47,6 +47,16 @@ class Channel(Generic[T]):
         if self._writer.transport.get_write_buffer_size() > UNREAD_LIMIT:
             self._writer.transport.abort()
 
+    @property
+    def own_host(self) -> str:
+        """The numeric address by which this side reaches the other."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the kernel has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
     async def receive(self) -> T:
         """The next message. Raises ConnectionError when the other side is gone, ProtocolError or
         AuthenticationError when it said what it must not say; the channel is to be closed after any."""
@@ -62,11 +72,17 @@ class Channel(Generic[T]):
         self._writer.transport.abort()
 
 
-async def connect(host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]) -> Channel[T]:
-    """Dial a listener and prove the token to each other.
+class TokenRefused(ConnectionError):
+    """The listener hung up on this side's proof of the token."""
 
-    Raises ConnectionError when nobody listens, hangs up (as a listener does on a wrong token) or takes longer
-    than the deadline; AuthenticationError when the listener does not know the token; ProtocolError when it
+
+async def connect(
+    host: str, port: int, token: bytes, job_id: str | None, decoder: msgspec.msgpack.Decoder[T]
+) -> Channel[T]:
+    """Dial a listener and prove the token to each other. `job_id` None: whatever job is there.
+
+    Raises ConnectionError when nobody listens, hangs up (TokenRefused: as a listener does on a wrong token) or takes
+    longer than the deadline; AuthenticationError when the listener does not know the token; ProtocolError when it
     speaks another protocol or another version of it.
     """
     try:
@@ -95,7 +111,9 @@ async def accept(
     return Channel(reader, writer, session, decoder)
 
 
-async def _dial(host: str, port: int, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]) -> Channel[T]:
+async def _dial(
+    host: str, port: int, token: bytes, job_id: str | None, decoder: msgspec.msgpack.Decoder[T]
+) -> Channel[T]:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         session = await _shake_hands(reader, writer, Handshake(Role.DIALER, token, job_id))
@@ -114,7 +132,12 @@ async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
             writer.write(frame(said))
         if handshake.session is not None:
             return handshake.session
-        said = handshake.receive(await _read_frame(reader, HANDSHAKE_FRAME_LIMIT))
+        has_proved = said is not None and not handshake.is_listener
+        try:
+            received = await _read_frame(reader, HANDSHAKE_FRAME_LIMIT)
+        except ConnectionError as error:
+            raise TokenRefused(f"{error} when this side had proved the token") if has_proved else error from None
+        said = handshake.receive(received)
 
 
 async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:

@@ -19,6 +19,7 @@ class JobConfig:
     start_timeout_s     from the first worker's init() until all workers must have called it
     detection_budget_s  how long a silent host or a stopped worker may stay unnoticed
     grace_s             from SIGTERM to SIGKILL when a worker is stopped
+    takes_agents        agents of other machines may join at any time
 
     What elastic jobs of Horovod do otherwise:
 
@@ -45,6 +46,7 @@ class JobConfig:
     reset_limit: int | None = None
     fills_slots: bool = False
     waits_for_newcomers: bool = False
+    takes_agents: bool = False
 
     @property
     def may_change(self) -> bool:

@@ -397,6 +397,55 @@ class CoordinatorLost(Event):
 
 
 @dataclass(frozen=True)
+class AgentServes(Event):
+    """Said by an agent of another machine: it has joined the job."""
+
+    job: str
+    slots: int
+
+    def line(self) -> str:
+        return f"joined job {self.job} with {_count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class AgentWaits(Event):
+    """Said by an agent that cannot join yet."""
+
+    why: str
+    retry_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.why}; trying again for {self.retry_s:g} s (--retry)"
+
+
+@dataclass(frozen=True)
+class AgentRejoins(Event):
+    """Said by an agent that lost its coordinator. Its workers are gone, and it offers its slots again."""
+
+    coordinator: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"joining {self.coordinator} again, without workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class AgentsAwaited(Event):
+    """Agents of other machines may join here; their machine needs a copy of the token file."""
+
+    address: str
+    token_file: str
+
+    def line(self) -> str:
+        return (
+            f"other machines join with: farandole agent --join {self.address} --slots N --token-file FILE "
+            f"(a copy of {self.token_file}); what is said is authentic, not secret: use a network that you trust"
+        )
+
+
+@dataclass(frozen=True)
 class StoppedWorkerKilled(Event):
     """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed for it."""
 

@@ -7,13 +7,13 @@ number of its generation, so that old news can be told from new (protocol: fenci
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -194,12 +194,18 @@ ToWorker: TypeAlias = Newcomer | Abort | Prepare | Start | Released | Left | Sto
 
 
 class AgentHello(Message, frozen=True):
-    """First message of an agent, after both proved the job token."""
+    """First message of an agent, after both proved the job token.
+
+    process    random, the same for the life of the agent's process: another one must not take its place
+    is_apart   it is no part of the coordinator's process. Answer: Welcome or Refused
+    """
 
     agent: str
     host: str
     slots: int
     version: int
+    process: str = ""
+    is_apart: bool = False
 
 
 class FromWorker(Message, frozen=True):
@@ -233,15 +239,83 @@ class AgentLeaving(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """The agent is alive."""
+    """The agent is alive. `heard`: the newest CoordinatorBeat that reached it; None when it gets none."""
 
     sequence: int
+    heard: int | None = None
 
 
-AgentMessage: TypeAlias = AgentHello | FromWorker | WorkerExited | SpawnFailed | AgentLeaving | Beat
+class WorkerPrinted(Message, frozen=True):
+    """Lines that a worker wrote, without their ends. `dropped_bytes`: of its output before them, because the
+    connection could not take it."""
+
+    worker: str
+    stream: Literal["stdout", "stderr"]
+    lines: tuple[bytes, ...]
+    dropped_bytes: int = 0
+
+
+class WorkerRanked(Message, frozen=True):
+    """Lines of the worker are those of this rank from now on; or it will most likely get it."""
+
+    worker: str
+    rank: int
+    is_expected: bool
+
+
+class WorkerSilent(Message, frozen=True):
+    """The worker has ended and all its lines have come."""
+
+    worker: str
+
+
+OutputMessage: TypeAlias = WorkerPrinted | WorkerRanked | WorkerSilent
+
+AgentMessage: TypeAlias = (
+    AgentHello
+    | FromWorker
+    | WorkerExited
+    | SpawnFailed
+    | AgentLeaving
+    | Beat
+    | WorkerPrinted
+    | WorkerRanked
+    | WorkerSilent
+)
 
 
 # Coordinator -> agent --------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Answer to the AgentHello of an agent apart: what it has to know of the job.
+
+    command      what each worker runs, in `folder`
+    environment  what its environment has beside that of the agent's machine
+    The others are as in AgentConfig.
+    """
+
+    job_id: str
+    command: tuple[str, ...]
+    folder: str
+    environment: dict[str, str]
+    detection_budget_s: float
+    grace_s: float
+    is_elastic: bool
+
+
+class Refused(Message, frozen=True):
+    """Answer to an AgentHello: this agent may not join. `is_final`: nor later."""
+
+    reason: str
+    is_final: bool
+
+
+class CoordinatorBeat(Message, frozen=True):
+    """The coordinator is alive. `heard`: the newest Beat that reached it."""
+
+    sequence: int
+    heard: int
 
 
 class Spawn(Message, frozen=True):
@@ -291,4 +365,6 @@ class JobEnded(Message, frozen=True):
     reason: str
 
 
-ToAgent: TypeAlias = Spawn | Kill | TellWorkers | StartWorkers | Dismissed | JobEnded
+ToAgent: TypeAlias = (
+    Welcome | Refused | CoordinatorBeat | Spawn | Kill | TellWorkers | StartWorkers | Dismissed | JobEnded
+)

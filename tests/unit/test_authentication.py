@@ -12,6 +12,7 @@ from farandole import authentication
 from farandole.authentication import Handshake, Role, Session, derive_data_key, new_token
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.membership import GenerationId
+from farandole.messages import PROTOCOL_VERSION
 
 TOKEN = new_token()
 
@@ -84,7 +85,7 @@ def test_another_version_is_refused_with_both_versions_named(monkeypatch: pytest
     challenge = Handshake(Role.LISTENER, TOKEN, "job").begin()
     assert challenge is not None
     monkeypatch.setattr(authentication, "PROTOCOL_VERSION", 99)
-    with pytest.raises(ProtocolError, match="speaks version 1 of the protocol, this side 99"):
+    with pytest.raises(ProtocolError, match=f"speaks version {PROTOCOL_VERSION} of the protocol, this side 99"):
         Handshake(Role.DIALER, TOKEN, "job").receive(challenge)
 
 

@@ -11,6 +11,7 @@ import pytest
 import farandole
 from farandole import elastic
 from farandole.env import HorovodSettings
+from farandole.launch.agent_command import agent_parser
 from farandole.launch.horovod_settings import SETTINGS
 from farandole.launch.run_parser import run_parser
 
@@ -22,6 +23,11 @@ MOVING = (DOCS / "moving-from-horovod.md").read_text()
 @pytest.mark.parametrize("name", sorted({*farandole.__all__, *elastic.__all__}))
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     assert re.search(rf"[`.]{re.escape(name)}[`(.]", REFERENCE), name
+
+
+def test_every_option_of_an_agent_is_in_the_reference() -> None:
+    for action in agent_parser()._actions:
+        assert action.dest == "help" or any(f"`{flag}" in REFERENCE for flag in action.option_strings), action
 
 
 def test_every_option_is_in_the_reference_or_said_to_have_no_effect() -> None:

@@ -170,7 +170,7 @@ class Job:
                    there are slots, where the job fills them
     most           most workers where the job fills slots; None: any number
     offers         hosts that may be used, by name; None: all whose agents join
-    may_get_hosts  other hosts may be offered later
+    may_get_hosts  other hosts may be offered, or join, later
     offered        hosts offered so far
     bans           hosts where workers were lost, by name
     resets         generations started after the first one
@@ -288,7 +288,14 @@ class Job:
 def new_job(config: JobConfig, job_id: str, incarnation: int = 1, origin: Origin | None = None) -> Job:
     """A job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints."""
     target = 0 if config.fills_slots else config.num_proc
-    job = Job(config=config, job_id=job_id, incarnation=incarnation, target=target, most=config.max_np)
+    job = Job(
+        config=config,
+        job_id=job_id,
+        incarnation=incarnation,
+        target=target,
+        most=config.max_np,
+        may_get_hosts=config.takes_agents,
+    )
     if origin is None:
         return job
     return replace(

@@ -28,7 +28,17 @@ from farandole.deadline import within
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
 from farandole.membership import Address, Origin
-from farandole.messages import AgentHello, AgentMessage, Beat
+from farandole.messages import (
+    AgentHello,
+    AgentMessage,
+    Beat,
+    OutputMessage,
+    Refused,
+    Welcome,
+    WorkerPrinted,
+    WorkerRanked,
+    WorkerSilent,
+)
 from farandole.wire import AGENT_MESSAGES
 
 STRANGERS_LIMIT = 512
@@ -51,6 +61,9 @@ class Coordinator:
     The end of an agent's connection is silence like any other: the agent is lost after the detection budget.
     One that dials again under the same name has ended its old workers (an agent does, when its connection
     ends) and takes its place empty.
+
+    welcome    what agents apart hear first; None: they may not join
+    on_output  called with an agent and what it says of its workers' output; None: it will say nothing more
     """
 
     def __init__(
@@ -64,6 +77,8 @@ class Coordinator:
         on_event: Callable[[Event], None],
         clock: Callable[[], float] = now_s,
         origin: Origin | None = None,
+        welcome: Welcome | None = None,
+        on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
     ) -> None:
         self._config, self._token, self._job_id = config, token, job_id
         self._host, self._port = host, port
@@ -71,7 +86,9 @@ class Coordinator:
         self._job = new_job(config, job_id, origin=origin)
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
         self._silence = Silence(config.detection_budget_s)
+        self._welcome, self._on_output = welcome, on_output
         self._channels: dict[str, Channel[AgentMessage]] = {}
+        self._processes: dict[str, str] = {}  # of the agents that are connected or were just now
         self._strangers: set[asyncio.Task[None]] = set()
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
@@ -176,8 +193,10 @@ class Coordinator:
 
     def _lose(self, agent: str, reason: str) -> None:
         self._silence.forget(agent)
+        self._processes.pop(agent, None)
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
+        self._on_output(agent, None)
         self._decide(AgentLost(agent, reason))
 
     # Connections: a stranger's until the token is proved and AgentHello said, then an agent's --------------
@@ -213,13 +232,19 @@ class Coordinator:
 
     async def _serve(self, channel: Channel[AgentMessage]) -> None:
         hello = await _receive_hello(channel)
+        if hello.is_apart and (refused := self._why_refused(hello)) is not None:
+            channel.send(refused)
+            raise ProtocolError(refused.reason)
         task = asyncio.current_task()
         assert task is not None
         self._strangers.discard(task)
         self._conversations.add(task)
         if hello.agent in self._silence:
             self._lose(hello.agent, "it dialed again")
+        if hello.is_apart and self._welcome is not None:
+            channel.send(self._welcome)
         self._channels[hello.agent] = channel
+        self._processes[hello.agent] = hello.process
         self._silence.heard(hello.agent, self._clock.now_s())
         self._decide(AgentConnected(hello.agent, hello.host, hello.slots))
         try:
@@ -229,13 +254,25 @@ class Coordinator:
             if self._channels.get(hello.agent) is channel:
                 del self._channels[hello.agent]
 
+    def _why_refused(self, hello: AgentHello) -> Refused | None:
+        """What an agent apart hears that may not join."""
+        if self._welcome is None:
+            return Refused("this job takes no agents of other machines (farandole run --token-file)", is_final=True)
+        if hello.slots < 1:
+            return Refused(f"it offers {hello.slots} slots", is_final=True)
+        if hello.agent in self._silence and self._processes.get(hello.agent) != hello.process:
+            return Refused(f"there is an agent for host {hello.agent} already", is_final=False)
+        return None
+
     def _hear(self, agent: str, channel: Channel[AgentMessage], message: AgentMessage) -> None:
         if self._channels.get(agent) is not channel:
             return  # Old news: the agent was given up, or has dialed again.
         if isinstance(message, AgentHello):
             raise ProtocolError(f"agent {agent} said AgentHello twice")
         self._silence.heard(agent, self._clock.now_s())
-        if not isinstance(message, Beat):
+        if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
+            self._on_output(agent, message)
+        elif not isinstance(message, Beat):
             self._decide(AgentTold(agent, message))
 
     async def _close(self) -> None:

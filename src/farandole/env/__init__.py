@@ -6,6 +6,7 @@ from farandole.env.agent import (
     WorkerEnv,
     read_sample_ledger,
     read_scratch_folder,
+    read_token,
     read_transport,
     read_worker_env,
     sample_ledger_environment,
@@ -23,7 +24,7 @@ from farandole.env.horovod import (
     read_rank_and_size,
     read_start_timeout_s,
 )
-from farandole.env.inheritance import changed_environment, inherited_environment
+from farandole.env.inheritance import carried_environment, changed_environment, inherited_environment
 from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
 from farandole.env.nccl import prepare_for_nccl
 
@@ -32,6 +33,7 @@ __all__ = [
     "FixedEnv",
     "HorovodSettings",
     "WorkerEnv",
+    "carried_environment",
     "changed_environment",
     "checkpoint_environment",
     "has_malloc_settings",
@@ -46,6 +48,7 @@ __all__ = [
     "read_sample_ledger",
     "read_scratch_folder",
     "read_start_timeout_s",
+    "read_token",
     "read_transport",
     "read_worker_env",
     "restart_count",

@@ -12,21 +12,26 @@ from farandole.errors import ConfigError
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """What an agent tells a worker: where it listens, the worker's name and secret, and its slot."""
+    """What an agent tells a worker: where it listens, the worker's name and secret, its slot, and the numeric address
+    of this machine by which other workers reach it."""
 
     agent_address: str
     worker: str
     secret: str
     slot: int
+    data_host: str = "127.0.0.1"
 
 
-def worker_environment(agent_address: str, worker: str, secret: str, slot: int) -> dict[str, str]:
+def worker_environment(
+    agent_address: str, worker: str, secret: str, slot: int, data_host: str = "127.0.0.1"
+) -> dict[str, str]:
     """The variables that read_worker_env() reads."""
     return {
         "FARANDOLE_AGENT": agent_address,
         "FARANDOLE_WORKER": worker,
         "FARANDOLE_SECRET": secret,
         "FARANDOLE_SLOT": str(slot),
+        "FARANDOLE_DATA_HOST": data_host,
     }
 
 
@@ -39,7 +44,13 @@ def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None
     if missing:
         raise ConfigError(f"the environment has some FARANDOLE_ variables but lacks {', '.join(missing)}")
     address, worker, secret, _ = (environ[name] for name in names)
-    return WorkerEnv(address, worker, secret, whole_number(environ, "FARANDOLE_SLOT"))
+    data_host = environ.get("FARANDOLE_DATA_HOST", WorkerEnv.data_host)
+    return WorkerEnv(address, worker, secret, whole_number(environ, "FARANDOLE_SLOT"), data_host)
+
+
+def read_token(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What FARANDOLE_TOKEN tells an agent that is to join a job; workers never inherit it."""
+    return environ.get("FARANDOLE_TOKEN") or None
 
 
 def scratch_environment(folder: str) -> dict[str, str]:

@@ -18,6 +18,19 @@ def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
     }
 
 
+def carried_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What of it goes with a job to other machines: not what belongs to this one (paths of programs, devices, the
+    session), nor what looks like a secret, because connections are authentic but not encrypted. The other machine's
+    own values stand there."""
+    return {
+        name: value
+        for name, value in inherited_environment(environ).items()
+        if name not in _OF_THE_MACHINE
+        and not name.startswith(_PREFIXES_OF_THE_MACHINE)
+        and not any(word in name.upper() for word in _WORDS_OF_SECRETS)
+    }
+
+
 @contextlib.contextmanager
 def changed_environment(**variables: str | None) -> Iterator[None]:
     """Inside, this process's environment has these variables too, except those whose value is None."""
@@ -47,3 +60,35 @@ _HOROVOD_PLACE = frozenset(
         *("RENDEZVOUS_ADDR", "RENDEZVOUS_PORT", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "SECRET_KEY"),
     )
 )
+
+_OF_THE_MACHINE = frozenset(
+    (
+        *(
+            "PATH",
+            "LD_LIBRARY_PATH",
+            "LD_PRELOAD",
+            "DYLD_LIBRARY_PATH",
+            "VIRTUAL_ENV",
+            "PYTHONHOME",
+            "MANPATH",
+            "INFOPATH",
+        ),
+        *("HOME", "USER", "LOGNAME", "SHELL", "SHLVL", "MAIL", "HOSTNAME", "PWD", "OLDPWD", "_"),
+        *("TMPDIR", "TEMP", "TMP", "TERM", "COLORTERM", "COLUMNS", "LINES", "DISPLAY", "WAYLAND_DISPLAY", "EDITOR"),
+        *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        *("HIP_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "TMUX", "STY", "WINDOWID"),
+    )
+)
+_PREFIXES_OF_THE_MACHINE = (
+    "SSH_",
+    "XDG_",
+    "CONDA_",
+    "PYENV_",
+    "DBUS_",
+    "SLURM_",
+    "PBS_",
+    "LSB_",
+    "KUBERNETES_",
+    "TERM_",
+)
+_WORDS_OF_SECRETS = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "API_KEY", "APIKEY", "ACCESS_KEY", "PRIVATE_KEY")

@@ -17,7 +17,7 @@ from farandole.deadline import to_its_end
 from farandole.env import horovod_environment, scratch_environment, worker_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
-from farandole.launch.output import OutputSink
+from farandole.launch.sink import Sink
 from farandole.launch.stopped import StoppedWatch, is_stopped
 from farandole.launch.worker_processes import WorkerProcesses
 from farandole.launch.worker_server import WorkerServer
@@ -25,6 +25,7 @@ from farandole.membership import Address
 from farandole.messages import (
     PROTOCOL_VERSION,
     AgentHello,
+    AgentLeaving,
     Beat,
     Dismissed,
     FromWorker,
@@ -54,7 +55,8 @@ class AgentConfig:
     environment         what a worker's environment begins with; the agent adds what init() needs
     is_elastic          workers may come and go without ending the job, and are told so as by Horovod
     detection_budget_s  how long a worker may be stopped; the agent beats at least five times in it
-    grace_s             from SIGTERM to SIGKILL when the job ends
+    grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
+    is_apart            the agent is no part of the coordinator's process: it can lose it, and be replaced meanwhile
     """
 
     name: str
@@ -68,6 +70,7 @@ class AgentConfig:
     detection_budget_s: float
     grace_s: float
     is_elastic: bool = False
+    is_apart: bool = False
 
 
 class EndOfService(enum.Enum):
@@ -89,10 +92,20 @@ class Service:
 
 
 class Agent:
-    """Made and run on one event loop: `await run()`. When that returns or raises, no worker is left."""
+    """Made and run on one event loop: `await run()`. When that returns or raises, no worker is left.
 
-    def __init__(self, config: AgentConfig, sink: OutputSink, on_event: Callable[[Event], None]) -> None:
+    channel  that of an agent which was welcomed already; None: it dials, as a part of the coordinator's process
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        sink: Sink,
+        on_event: Callable[[Event], None],
+        channel: Channel[ToAgent] | None = None,
+    ) -> None:
         self._config, self._sink, self._on_event = config, sink, on_event
+        self._joined = channel
         self._server = WorkerServer(self._on_message, self._on_refused)
         self._processes = WorkerProcesses(config.command, sink, self._on_exit, self._on_spawn_failed)
         self._is_stopping = False
@@ -101,11 +114,7 @@ class Agent:
         """Serve the job until it has ended, goes on without this host, or has no coordinator any more. Raises what
         `connect` raises."""
         config = self._config
-        address = config.coordinator
-        self._channel: Channel[ToAgent] = await connect(
-            address.host, address.port, config.token, config.job_id, TO_AGENT
-        )
-        self._channel.send(AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION))
+        self._channel = await self._dial() if self._joined is None else self._joined
         self._server.start()
         self._processes.start()
         obedience = asyncio.create_task(self._obey())
@@ -124,9 +133,21 @@ class Agent:
             self._server.stop()
             self._channel.close()
 
+    async def _dial(self) -> Channel[ToAgent]:
+        config, address = self._config, self._config.coordinator
+        channel = await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
+        channel.send(AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION))
+        return channel
+
     def kill_workers(self) -> None:
         """End all workers at once, also those that are in their grace period."""
         self._processes.kill_all(grace_s=0.0)
+
+    def leave(self, reason: str) -> None:
+        """Have the job leave this host: workers go at their next boundary, and then the agent. After the grace what is
+        left is killed."""
+        self._channel.send(AgentLeaving(reason))
+        asyncio.get_running_loop().call_later(self._config.grace_s, self.kill_workers)
 
     # From the coordinator ---------------------------------------------------------------------------------
 
@@ -151,7 +172,9 @@ class Agent:
             self._start_workers(order)
         elif isinstance(order, Spawn):
             secret = self._server.expect(order.worker)
-            added = worker_environment(self._server.address, order.worker, secret, order.slot)
+            # Where this machine is reached by the coordinator, other workers reach it, too.
+            data_host = self._channel.own_host
+            added = worker_environment(self._server.address, order.worker, secret, order.slot, data_host)
             added |= scratch_environment(str(self._processes.scratch))
             if order.expected is not None:
                 self._sink.expected(order.worker, order.expected.rank)

@@ -23,6 +23,7 @@ from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.join_settings import Joining, check_address, joining, local_hosts
 from farandole.launch.run_parser import run_parser, unused_options
 
 
@@ -50,6 +51,7 @@ class RunOptions:
     discovery_script  a command that prints the hosts; slots_per_host: of those it gives no number for
     environment       what the workers' environment has beside what they inherit
     checkpoint        where and how often the state is written; None: nowhere
+    joining           who else may offer slots; None: nobody
     notes             what was asked for and has no effect, one sentence each
     loudness          the name of a report.Loudness
     """
@@ -66,6 +68,7 @@ class RunOptions:
     slots_per_host: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     checkpoint: CheckpointEnv | None = None
+    joining: Joining | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -95,7 +98,7 @@ def split_command(arguments: Sequence[str], words: Mapping[str, int]) -> tuple[l
 def _run_options(options: argparse.Namespace, command: Sequence[str], program: Program) -> RunOptions:
     hosts = _hosts(options)
     config = _job_config(options, program, hosts)
-    _check_address(options.host, options.port)
+    check_address(options.host, options.port, takes_agents=options.token_file is not None)
     settings, notes = _settings(options)
     if program.is_horovodrun and options.max_num_proc is not None and not _asks_for_elasticity(options):
         notes.append(
@@ -125,6 +128,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         slots_per_host=1 if options.slots is None else options.slots,
         environment=environment,
         checkpoint=_checkpoint(options),
+        joining=joining(options.token_file, options.host_discovery_script),
         notes=tuple(notes),
     )
 
@@ -165,8 +169,9 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         reset_limit=options.reset_limit,
         fills_slots=has_script or (follows_horovod and is_elastic),
         waits_for_newcomers=follows_horovod and is_elastic,
+        takes_agents=options.token_file is not None,
     )
-    if hosts is not None and (slots := sum(host.slots for host in hosts)) < num_proc:
+    if hosts is not None and not config.takes_agents and (slots := sum(host.slots for host in hosts)) < num_proc:
         raise ConfigError(f"-np {num_proc} is above the {slots} slots of {', '.join(map(str, hosts))}")
     return config
 
@@ -184,6 +189,8 @@ def _start_timeout_s(options: argparse.Namespace) -> float:
 def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
     if options.slots is not None and options.slots < 1:
         raise ConfigError(f"--slots-per-host must be at least 1, got {options.slots}")
+    if options.local_slots is not None:
+        return local_hosts(options)
     if options.hosts is not None:
         return parse_hosts(options.hosts, options.slots or 1)
     if options.hostfile is not None:
@@ -219,19 +226,3 @@ def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]
     for reason, labels in by_reason.items():
         notes.append(f"{', '.join(labels)} {'has' if len(labels) == 1 else 'have'} no effect: {reason}")
     return given, notes
-
-
-def _check_address(host: str, port: int) -> None:
-    import ipaddress
-
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(
-            f"--host {host}: only a loopback address such as 127.0.0.1 is possible, because what agents and "
-            "workers say to each other is not encrypted yet"
-        )
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port must be between 0 and 65535, got {port}")

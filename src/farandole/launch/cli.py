@@ -31,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from farandole.launch.ledger_command import ledger_command
 
         return ledger_command(arguments[1:])
+    if arguments and arguments[0] == "agent":
+        from farandole.launch.agent_command import agent_command
+
+        return agent_command(arguments[1:])
     parser = _main_parser()
     parser.parse_args(arguments)
     parser.print_help()
@@ -49,15 +53,17 @@ def run_program(arguments: Sequence[str] | None, program: Program) -> int:
 def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
-        usage="farandole run [options] command ...\n       farandole ledger check DIR",
+        usage="farandole run [options] command ...\n       farandole agent --join HOST:PORT [options]\n"
+        "       farandole ledger check DIR",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
+        "  agent       offer this machine's slots to a job of another; see 'farandole agent --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
-    parser.add_argument("command", choices=["run", "ledger"], nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("command", choices=["run", "agent", "ledger"], nargs="?", help=argparse.SUPPRESS)
     return parser
 
 
@@ -95,6 +101,7 @@ def _run(options: RunOptions) -> int:
                     on_event=on_event,
                     extra_environment={**options.environment, **begun.environment},
                     origin=begun.origin,
+                    joining=options.joining,
                 )
             )
         report.ended(outcome.exit_code, outcome.reason)

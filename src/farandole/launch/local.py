@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import threading
@@ -12,16 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from farandole.authentication import new_token
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator, Outcome
-from farandole.env import inherited_environment
+from farandole.env import carried_environment, inherited_environment
 from farandole.errors import ConfigError
-from farandole.events import Event
+from farandole.events import AgentsAwaited, Event
 from farandole.launch.agent import Agent, AgentConfig
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.host_watch import HostWatch
 from farandole.launch.hosts import HostSlots
+from farandole.launch.join_settings import Joining
 from farandole.launch.local_agents import LocalAgents, refuse_other_machines
 from farandole.launch.output import OutputOptions, OutputSink
+from farandole.launch.remote_output import RemoteOutput
 from farandole.membership import Origin
+from farandole.messages import Welcome
 
 
 async def run_local(
@@ -35,6 +39,7 @@ async def run_local(
     on_event: Callable[[Event], None],
     extra_environment: Mapping[str, str] | None = None,
     origin: Origin | None = None,
+    joining: Joining | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
     raised. In the main thread the first SIGINT or SIGTERM ends the job with grace, the second at once.
@@ -45,6 +50,7 @@ async def run_local(
     host, port         where the coordinator listens; port 0 lets the system choose
     extra_environment  what the workers' environment has beside this process's own
     origin             where the job's numbers begin; given when it writes checkpoints
+    joining            whom else may offer slots; given when config.takes_agents
 
     Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
     than workers are asked for, and when they cannot be found out the first time.
@@ -55,10 +61,26 @@ async def run_local(
     else:
         watch = HostWatch(hosts, on_event)
         first = await watch.first()
-    job_id, token = secrets.token_hex(8), new_token()
-    coordinator = Coordinator(config, token, job_id=job_id, host=host, port=port, on_event=on_event, origin=origin)
-    await coordinator.start()
+    job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
     sink = OutputSink(output)
+    coordinator = Coordinator(
+        config,
+        token,
+        job_id=job_id,
+        host=host,
+        port=port,
+        on_event=on_event,
+        origin=origin,
+        welcome=None if joining is None else _welcome(config, command, job_id, extra_environment),
+        on_output=RemoteOutput(sink),
+    )
+    try:
+        await coordinator.start()
+    except ConfigError:
+        sink.close()
+        raise
+    if joining is not None:
+        on_event(AgentsAwaited(str(coordinator.address), joining.token_file))
     environment = {**inherited_environment(), **(extra_environment or {})}
 
     def make_agent(on: HostSlots) -> Agent:
@@ -80,16 +102,30 @@ async def run_local(
     agents = LocalAgents(make_agent, is_over=lambda: coordinator.has_ended)
     try:
         with _ending_on_signals(coordinator, agents):
-            return await _run_all(coordinator, agents, first, watch)
+            return await _run_all(coordinator, agents, first, watch, config.takes_agents)
     finally:
         sink.close()
+
+
+def _welcome(
+    config: JobConfig, command: Sequence[str], job_id: str, extra_environment: Mapping[str, str] | None
+) -> Welcome:
+    return Welcome(
+        job_id=job_id,
+        command=tuple(command),
+        folder=os.getcwd(),
+        environment={**carried_environment(), **(extra_environment or {})},
+        detection_budget_s=config.detection_budget_s,
+        grace_s=config.grace_s,
+        is_elastic=config.may_change,
+    )
 
 
 async def _fixed_hosts(config: JobConfig, hosts: tuple[HostSlots, ...] | None) -> tuple[HostSlots, ...]:
     if hosts is None:
         return (HostSlots("localhost", config.max_np or config.num_proc),)
     slots = sum(each.slots for each in hosts)
-    if slots < config.num_proc:
+    if slots < config.num_proc and not config.takes_agents:
         named = ", ".join(map(str, hosts)) or "no hosts"
         raise ConfigError(f"-np {config.num_proc} is above the {slots} slots of {named}")
     await asyncio.to_thread(refuse_other_machines, hosts)
@@ -97,10 +133,15 @@ async def _fixed_hosts(config: JobConfig, hosts: tuple[HostSlots, ...] | None) -
 
 
 async def _run_all(
-    coordinator: Coordinator, agents: LocalAgents, first: tuple[HostSlots, ...], watch: HostWatch | None
+    coordinator: Coordinator,
+    agents: LocalAgents,
+    first: tuple[HostSlots, ...],
+    watch: HostWatch | None,
+    takes_agents: bool,
 ) -> Outcome:
     def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
-        coordinator.offer({each.name: each.slots for each in hosts}, may_change=watch is not None)
+        if not takes_agents:  # else the job uses whatever its agents offer
+            coordinator.offer({each.name: each.slots for each in hosts}, may_change=watch is not None)
         agents.follow(hosts)
 
     on_hosts(first)

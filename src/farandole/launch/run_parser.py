@@ -226,8 +226,25 @@ def _output(parser: argparse.ArgumentParser) -> None:
 
 def _address(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where the coordinator listens").add_argument
-    add("--host", default="127.0.0.1", help="a loopback address (default: %(default)s)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="with --token-file: the address by which other machines reach this one (default: %(default)s)",
+    )
     add("--port", type=int, default=0, help="default: a free one")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="let agents of other machines join, which have a copy of this file; it is made when it is missing",
+    )
+    add(
+        "--local-slots",
+        type=int,
+        metavar="N",
+        help="with --token-file: workers that this machine has room for; 0: all are on machines that join "
+        "(default: all of them)",
+    )
 
 
 def _horovod(parser: argparse.ArgumentParser) -> None:

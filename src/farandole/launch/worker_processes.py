@@ -12,8 +12,8 @@ from pathlib import Path
 
 from farandole.launch.guard import Guard
 from farandole.launch.guard_process import remove_shared_memory
-from farandole.launch.output import OutputSink
 from farandole.launch.process import WorkerProcess, spawn
+from farandole.launch.sink import Sink
 
 _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the memory first
 
@@ -26,7 +26,7 @@ class WorkerProcesses:
     def __init__(
         self,
         command: Sequence[str],
-        sink: OutputSink,
+        sink: Sink,
         on_exit: Callable[[str, int, tuple[str, ...]], None],
         on_spawn_failed: Callable[[str, str], None],
     ) -> None:

@@ -35,7 +35,7 @@ class Job:
     """From init() to shutdown() under `farandole run`."""
 
     def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
-        self._listener = DataListener()
+        self._listener = DataListener(env.data_host)
         self._lock = threading.Lock()
         self._live: dict[int, list[Abortable]] = {}  # by number of the generation
         self._retired: list[World] = []

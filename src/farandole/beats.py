@@ -1,0 +1,46 @@
+"""One side's beats, and how far the other side has heard them. Used by coordinator and agents. Pure.
+
+Each beat says which beat of the other side was the newest to arrive. So a side knows a time at which both directions
+still worked: when it sent the newest of its beats that came back acknowledged. A link that is broken one way only ages
+on both sides alike, though one of them still hears the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+LONGEST_BEAT_S = 0.5
+
+
+def beat_period_s(budget_s: float) -> float:
+    """Seconds between two beats where silence may last `budget_s`."""
+    return min(budget_s / 10, LONGEST_BEAT_S)
+
+
+class Beats:
+    """Beats are counted from 1; what opened the connection counts as number 0.
+
+    heard      the newest beat of the other side
+    reached_s  when the newest of ours was sent that the other side has heard
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.sequence = 0
+        self.heard = 0
+        self.reached_s = now_s
+        self._sent: deque[tuple[int, float]] = deque()
+
+    def next(self, now_s: float) -> int:
+        """The number of the beat that is sent now, together with `heard`."""
+        self.sequence += 1
+        self._sent.append((self.sequence, now_s))
+        return self.sequence
+
+    def hear(self, sequence: int, heard: int) -> bool:
+        """Beat `sequence` of the other side came, which has heard our beat `heard`. Whether that tells anything new
+        of both directions: the same beat may come twice, on two ways."""
+        self.heard = max(self.heard, sequence)
+        before_s = self.reached_s
+        while self._sent and self._sent[0][0] <= heard:
+            self.reached_s = self._sent.popleft()[1]
+        return self.reached_s > before_s

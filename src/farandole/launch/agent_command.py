@@ -1,0 +1,121 @@
+"""`farandole agent --join HOST:PORT`: the workers of another machine's job, here. Used by cli.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from farandole.env import read_token
+from farandole.errors import ConfigError
+from farandole.launch.hosts import HostSlots
+from farandole.launch.joining import CannotJoin, JoiningAgent, JoinOptions
+from farandole.launch.report import Loudness, Report
+from farandole.launch.run_parser import USAGE_ERROR, Parser
+from farandole.launch.token_file import checked_token, read_token_file
+from farandole.membership import Address
+
+CANNOT_JOIN = 1
+
+
+def agent_command(arguments: Sequence[str]) -> int:
+    """The exit code. Raises SystemExit as argparse does."""
+    parser = agent_parser()
+    given = parser.parse_args(arguments)
+    try:
+        options = _options(given)
+    except ConfigError as error:
+        parser.error(str(error))
+    report = Report(sys.stderr, Loudness[given.loudness])
+    try:
+        return _serve(options, report)
+    except ConfigError as error:
+        report.error(str(error))
+        return USAGE_ERROR
+    except CannotJoin as error:
+        report.error(str(error))
+        return CANNOT_JOIN
+    finally:
+        report.close()
+
+
+def agent_parser() -> argparse.ArgumentParser:
+    """The parser of its options."""
+    parser = Parser(
+        prog="farandole agent",
+        usage="farandole agent --join HOST:PORT [--slots N] [--token-file FILE] [options]",
+        description="Offer this machine's slots to a job of another machine, which was started with "
+        "`farandole run --host ADDRESS --token-file FILE ...`. SIGTERM or Ctrl-C: its workers leave at the next "
+        "boundary, with nothing redone; twice: at once.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--join", metavar="HOST:PORT", required=True, help="where the job's coordinator listens")
+    add("--slots", type=int, default=1, metavar="N", help="workers that there is room for (default: 1)")
+    add("--host", metavar="NAME", help="how the job calls this machine (default: its host name)")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the job's token: a copy of the file that `farandole run` was given (default: FARANDOLE_TOKEN holds it)",
+    )
+    add(
+        "--retry",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long to try to join, while nobody is there and again after the job has lost this agent "
+        "(default: %(default)g)",
+    )
+    add("--folder", metavar="DIR", help="where the workers run (default: the folder of the same name as the job's)")
+    add("--grace", type=float, metavar="S", help="seconds for workers to leave after SIGTERM (default: the job's)")
+    loudness = parser.add_mutually_exclusive_group()
+    parser.set_defaults(loudness="NORMAL")
+    loudness.add_argument(
+        "-q", "--quiet", dest="loudness", action="store_const", const="QUIET", help="only warnings and the end"
+    )
+    loudness.add_argument("--verbose", dest="loudness", action="store_const", const="VERBOSE", help="every event")
+    return parser
+
+
+def _options(given: argparse.Namespace) -> JoinOptions:
+    for flag, value in (("--retry", given.retry), ("--grace", given.grace)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{flag} must be a number of seconds >= 0, got {value}")
+    if given.slots < 1:
+        raise ConfigError(f"--slots must be at least 1, got {given.slots}")
+    host = HostSlots(given.host or os.uname().nodename, given.slots)
+    if given.token_file is not None:
+        token = read_token_file(given.token_file)
+    elif (text := read_token()) is not None:
+        token = checked_token(text.encode(), "FARANDOLE_TOKEN")
+    else:
+        raise ConfigError("the job's token is needed: --token-file FILE, a copy of the one of `farandole run`")
+    folder = None if given.folder is None else os.path.abspath(given.folder)
+    return JoinOptions(_address(given.join), token, host.name, host.slots, given.retry, folder, given.grace)
+
+
+def _address(text: str) -> Address:
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"--join needs HOST:PORT, as `farandole run` says it, got {text!r}")
+    return Address(host, int(port))
+
+
+def _serve(options: JoinOptions, report: Report) -> int:
+    import asyncio
+    import signal
+
+    async def serve() -> int:
+        agent = JoiningAgent(options, report.on_event)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, agent.leave, f"{number.name} was received")
+        service = await agent.run()
+        report.note(f"{service.end.value}: {service.reason}")
+        return service.exit_code
+
+    return asyncio.run(serve())
