@@ -10,6 +10,12 @@ def now_s() -> float:
     return time.monotonic()
 
 
+def since_boot_s() -> float:
+    """As now_s(), but it also counts while the machine is suspended, where the system can tell: for leases."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
 def now_ns() -> int:
     """The same clock in nanoseconds."""
     return time.monotonic_ns()

@@ -292,6 +292,7 @@ class Welcome(Message, frozen=True):
 
     command      what each worker runs, in `folder`
     environment  what its environment has beside that of the agent's machine
+    beat_id      names this connection in datagrams with beats, which go to `beat_port`; 0: there are none
     The others are as in AgentConfig.
     """
 
@@ -302,6 +303,8 @@ class Welcome(Message, frozen=True):
     detection_budget_s: float
     grace_s: float
     is_elastic: bool
+    beat_id: bytes = b""
+    beat_port: int = 0
 
 
 class Refused(Message, frozen=True):

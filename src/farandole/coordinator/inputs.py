@@ -33,10 +33,14 @@ class HostsOffered:
 
 @dataclass(frozen=True)
 class AgentLost:
-    """The agent is gone for good, and all its workers with it."""
+    """The agent is gone for good, and all its workers with it.
+
+    lease_end_s  until then, by the clock of `decide`, they may go on where nobody sees them; None: they are gone
+    """
 
     agent: str
     reason: str
+    lease_end_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,7 @@ class Job:
     is_finishing   some member's elastic function returned: nobody is admitted any more
     is_released    all members have finished and were told so
     losses         members lost since the last START
+    lease_end_s    until then workers of hosts that were lost may go on where nobody sees them
     plain_exits    workers that exited with code 0 and never called init()
     """
 
@@ -216,6 +217,7 @@ class Job:
     is_finishing: bool = False
     is_released: bool = False
     losses: tuple[Loss, ...] = ()
+    lease_end_s: float | None = None
     plain_exits: tuple[str, ...] = ()
     links: LinkTrouble = LinkTrouble()
     start_deadline_s: float | None = None

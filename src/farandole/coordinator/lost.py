@@ -52,6 +52,8 @@ def agent_lost(draft: Draft, input: AgentLost) -> None:
     if agent is None or not agent.is_connected:
         return
     draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_connected=False)})
+    if input.lease_end_s is not None:
+        draft.change(lease_end_s=max(input.lease_end_s, draft.job.lease_end_s or input.lease_end_s))
     for slot in [slot for slot in draft.job.slots if slot.agent == agent.name]:
         slots.close(draft, slot)
         draft.change_slot(slot, is_given_up=False)

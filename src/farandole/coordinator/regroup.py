@@ -108,6 +108,20 @@ def newcomers_deadline(job: Job) -> float | None:
     return job.change.began_s + job.config.start_timeout_s
 
 
+def lease_deadline(job: Job) -> float | None:
+    """When a job without survivors may begin anew."""
+    return job.lease_end_s if job.change is not None and not job.survivors() else None
+
+
+def _may_go_on_elsewhere(draft: Draft) -> bool:
+    """Whether the whole old generation was lost with hosts that may only be cut off: then two would train, until the
+    lease of the lost ones is over. Members that survive keep those that are cut off from training by themselves."""
+    job = draft.job
+    if job.lease_end_s is not None and draft.now_s >= job.lease_end_s:
+        draft.change(lease_end_s=None)
+    return draft.job.lease_end_s is not None and not job.survivors()
+
+
 def _is_state_wanted(job: Job, staying: Sequence[Worker]) -> bool:
     """Whether anybody is, or may come, to whom those that leave could hand the state over."""
     if staying or job.newcomers():
@@ -160,6 +174,8 @@ def _try_start(draft: Draft, change: Change) -> None:
         draft.end(1, f"The last worker left ({words.listed(going)}) before the training was finished.")
         return
     slots.release_held_back(draft)
+    if _may_go_on_elsewhere(draft):
+        return
     if wanted and len(wanted) >= draft.job.config.min_np:
         start(draft, wanted)
     else:

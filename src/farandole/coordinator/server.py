@@ -7,10 +7,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from farandole.channel import HANDSHAKE_DEADLINE_S, Channel, accept
 from farandole.clock import now_s
 from farandole.config import JobConfig
 from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
+from farandole.coordinator.beating import Beating
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -34,6 +37,7 @@ from farandole.messages import (
     Beat,
     OutputMessage,
     Refused,
+    ToAgent,
     Welcome,
     WorkerPrinted,
     WorkerRanked,
@@ -87,6 +91,8 @@ class Coordinator:
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
         self._silence = Silence(config.detection_budget_s)
         self._welcome, self._on_output = welcome, on_output
+        self._beating = Beating(token, config.detection_budget_s, self._clock.now_s, self._silence.heard)
+        self._looks = 0
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._processes: dict[str, str] = {}  # of the agents that are connected or were just now
         self._strangers: set[asyncio.Task[None]] = set()
@@ -105,6 +111,8 @@ class Coordinator:
                 f"the coordinator cannot listen on {self._host} port {self._port}: {error.strerror}; "
                 "choose another --port, or leave it out to get a free one"
             ) from error
+        if self._welcome is not None:
+            await self._beating.open(self.address)
         self._look()
 
     @property
@@ -159,12 +167,15 @@ class Coordinator:
 
     def _do(self, action: Action) -> None:
         if isinstance(action, SendAgent):
-            if (channel := self._channels.get(action.agent)) is not None:
-                channel.send(action.message)
+            self._send(action.agent, action.message)
         elif isinstance(action, Log):
             self._on_event(action.event)
         elif isinstance(action, EndJob) and not self._outcome.done():
             self._outcome.set_result(Outcome(action.exit_code, action.reason))
+
+    def _send(self, agent: str, message: ToAgent) -> None:
+        if (channel := self._channels.get(agent)) is not None:
+            channel.send(message)
 
     def _fail(self, error: BaseException) -> None:
         """A fault of our own ends the run, not only the connection or the timer that met it."""
@@ -187,17 +198,21 @@ class Coordinator:
         """Look for agents that went silent, and come back."""
         self._notice_stall()
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
-            self._lose(agent, f"nothing was heard of it for {silent_s:.2f} s")
+            self._lose(agent, f"nothing was heard of it for {silent_s:.2f} s", self._beating.lease_end_s(agent))
+        self._looks += 1
+        if self._looks % 2 == 0:
+            self._beating.beat(self._send)
         self._clock.expect_look(self._silence.look_every_s)
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
-    def _lose(self, agent: str, reason: str) -> None:
+    def _lose(self, agent: str, reason: str, lease_end_s: float | None = None) -> None:
         self._silence.forget(agent)
+        self._beating.forget(agent)
         self._processes.pop(agent, None)
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
         self._on_output(agent, None)
-        self._decide(AgentLost(agent, reason))
+        self._decide(AgentLost(agent, reason, lease_end_s))
 
     # Connections: a stranger's until the token is proved and AgentHello said, then an agent's --------------
 
@@ -242,7 +257,8 @@ class Coordinator:
         if hello.agent in self._silence:
             self._lose(hello.agent, "it dialed again")
         if hello.is_apart and self._welcome is not None:
-            channel.send(self._welcome)
+            beat_id = self._beating.begin(hello.agent)
+            channel.send(msgspec.structs.replace(self._welcome, beat_id=beat_id, beat_port=self._beating.udp_port))
         self._channels[hello.agent] = channel
         self._processes[hello.agent] = hello.process
         self._silence.heard(hello.agent, self._clock.now_s())
@@ -269,7 +285,10 @@ class Coordinator:
             return  # Old news: the agent was given up, or has dialed again.
         if isinstance(message, AgentHello):
             raise ProtocolError(f"agent {agent} said AgentHello twice")
-        self._silence.heard(agent, self._clock.now_s())
+        if agent not in self._beating:
+            self._silence.heard(agent, self._clock.now_s())
+        elif isinstance(message, Beat):
+            self._beating.hear(agent, message.sequence, message.heard or 0)
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
         elif not isinstance(message, Beat):
@@ -277,6 +296,7 @@ class Coordinator:
 
     async def _close(self) -> None:
         self._server.close()
+        self._beating.close()
         for timer in (self._look_timer, self._tick_timer):
             if timer is not None:
                 timer.cancel()

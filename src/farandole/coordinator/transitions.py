@@ -53,6 +53,7 @@ def next_deadline(job: Job) -> float | None:
         job.links.deadline_s,
         regroup.shortage_deadline(job),
         regroup.newcomers_deadline(job),
+        regroup.lease_deadline(job),
         quarantine.deadline(job),
         *(worker.kill_at_s for worker in job.workers.values()),
     ]

@@ -4,6 +4,7 @@ them and the coordinator. launch/local.py runs it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from farandole.authentication import derive_data_key
+from farandole.beats import Beats, beat_period_s
 from farandole.channel import Channel, connect
-from farandole.clock import now_s
+from farandole.clock import now_s, since_boot_s
 from farandole.deadline import to_its_end
 from farandole.env import horovod_environment, scratch_environment, worker_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
+from farandole.launch.beat_socket import BeatSocket
 from farandole.launch.sink import Sink
 from farandole.launch.stopped import StoppedWatch, is_stopped
 from farandole.launch.worker_processes import WorkerProcesses
@@ -27,6 +30,7 @@ from farandole.messages import (
     AgentHello,
     AgentLeaving,
     Beat,
+    CoordinatorBeat,
     Dismissed,
     FromWorker,
     Hello,
@@ -43,8 +47,6 @@ from farandole.messages import (
 )
 from farandole.wire import TO_AGENT
 
-LONGEST_BEAT_S = 0.5
-
 
 @dataclass(frozen=True)
 class AgentConfig:
@@ -54,9 +56,10 @@ class AgentConfig:
     command             what each worker runs
     environment         what a worker's environment begins with; the agent adds what init() needs
     is_elastic          workers may come and go without ending the job, and are told so as by Horovod
-    detection_budget_s  how long a worker may be stopped; the agent beats at least five times in it
+    detection_budget_s  how long a worker may be stopped, and the coordinator silent; the agent beats ten times in it
     grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
     is_apart            the agent is no part of the coordinator's process: it can lose it, and be replaced meanwhile
+    beat_id, beat_port  of its beats as datagrams; 0: there are none
     """
 
     name: str
@@ -71,6 +74,8 @@ class AgentConfig:
     grace_s: float
     is_elastic: bool = False
     is_apart: bool = False
+    beat_id: bytes = field(default=b"", repr=False)
+    beat_port: int = 0
 
 
 class EndOfService(enum.Enum):
@@ -107,7 +112,16 @@ class Agent:
         self._config, self._sink, self._on_event = config, sink, on_event
         self._joined = channel
         self._server = WorkerServer(self._on_message, self._on_refused)
-        self._processes = WorkerProcesses(config.command, sink, self._on_exit, self._on_spawn_failed)
+        self._beats = Beats(since_boot_s())
+        self._datagrams = BeatSocket(config.token, config.beat_id, self._beats.hear) if config.beat_port else None
+        self._processes = WorkerProcesses(
+            config.command,
+            sink,
+            self._on_exit,
+            self._on_spawn_failed,
+            # Who is stopped cannot see that its time is over; its guard does.
+            silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
+        )
         self._is_stopping = False
 
     async def run(self) -> Service:
@@ -117,21 +131,30 @@ class Agent:
         self._channel = await self._dial() if self._joined is None else self._joined
         self._server.start()
         self._processes.start()
-        obedience = asyncio.create_task(self._obey())
+        if self._datagrams is not None:
+            with contextlib.suppress(OSError):  # the connection carries beats, too
+                await self._datagrams.open(Address(config.coordinator.host, config.beat_port))
+        obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
         beats, watch = (asyncio.create_task(each) for each in (self._beat(), self._look_at_processes()))
+        grace_s = config.grace_s
         try:
-            ends = (obedience, watch, self._processes.broken)
+            ends = (obedience, watch, self._processes.broken, lease)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:
+            for end in ends[:3]:
                 if end.done():
                     end.result()
-            return obedience.result()
+            service = obedience.result() if obedience.done() else lease.result()
+            if config.is_apart and service.end is EndOfService.LOST:
+                grace_s = 0.0  # the others may go on without them by now
+            return service
         finally:
-            await to_its_end(self._processes.end(config.grace_s))
-            for task in (obedience, beats, watch):
+            await to_its_end(self._processes.end(grace_s))
+            for task in (obedience, lease, beats, watch):
                 task.cancel()
             self._server.stop()
             self._channel.close()
+            if self._datagrams is not None:
+                self._datagrams.close()
 
     async def _dial(self) -> Channel[ToAgent]:
         config, address = self._config, self._config.coordinator
@@ -160,9 +183,12 @@ class Agent:
         except (ConnectionError, AuthenticationError, ProtocolError) as error:
             self._on_event(CoordinatorLost(self._config.name, str(error)))
             service = Service(EndOfService.LOST, f"the coordinator is gone: {error}")
+        self._stop_workers(service)
+        return service
+
+    def _stop_workers(self, service: Service) -> None:
         self._is_stopping = True
         self._server.tell(self._processes.pids(), Stop(service.reason))
-        return service
 
     def _do(self, order: ToAgent) -> None:
         if isinstance(order, TellWorkers):
@@ -182,6 +208,8 @@ class Agent:
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):
             self._processes.kill(order.worker, order.grace_s)
+        elif isinstance(order, CoordinatorBeat):
+            self._beats.hear(order.sequence, order.heard)
 
     def _start_workers(self, order: StartWorkers) -> None:
         for worker, start in order.starts.items():
@@ -211,12 +239,33 @@ class Agent:
     # With the time ----------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        every_s = min(self._config.detection_budget_s / 5, LONGEST_BEAT_S)
-        sequence = 0
+        every_s = beat_period_s(self._config.detection_budget_s)
         while True:
-            self._channel.send(Beat(sequence))
-            sequence += 1
+            sequence = self._beats.next(since_boot_s())
+            self._channel.send(Beat(sequence, self._beats.heard if self._config.is_apart else None))
+            if self._datagrams is not None:
+                self._datagrams.send(sequence, self._beats.heard)
+            self._processes.beat()
             await asyncio.sleep(every_s)
+
+    async def _hold_lease(self) -> Service:
+        """Until the coordinator may have given this agent up, for all that it knows: its workers must not go on then.
+        For ever in the coordinator's own process.
+
+        The time of a stall of its own counts: a host that was frozen has been replaced. Twice in a row it has to look
+        so, because between two looks what has arrived is read.
+        """
+        if not self._config.is_apart:
+            await asyncio.get_running_loop().create_future()
+        budget_s, looks = self._config.detection_budget_s, 0
+        while looks < 2:
+            await asyncio.sleep(budget_s / 20)
+            silent_s = since_boot_s() - self._beats.reached_s
+            looks = looks + 1 if silent_s >= 0.9 * budget_s else 0
+        service = Service(EndOfService.LOST, f"the coordinator has not answered for {silent_s:.2f} s")
+        self._on_event(CoordinatorLost(self._config.name, service.reason))
+        self._stop_workers(service)
+        return service
 
     async def _look_at_processes(self) -> None:
         """Know the workers' loader processes. And kill a worker that is stopped: it would hold up the others for

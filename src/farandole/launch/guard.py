@@ -8,6 +8,7 @@ that started the worker ends.
 from __future__ import annotations
 
 import contextlib
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,12 @@ class Guard:
 
     Should somebody kill the guard, the next call starts another one, which watches the same groups.
 
-    scratch  a folder that it removes as well when the agent is gone
+    scratch          a folder that it removes as well when the agent is gone
+    silence_limit_s  it also kills the groups when it was told nothing for so long: the agent is stopped
     """
 
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
+    def __init__(self, scratch: Path, silence_limit_s: float | None = None) -> None:
+        self._scratch, self._silence_limit_s = scratch, silence_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._watched: set[int] = set()
 
@@ -35,8 +37,9 @@ class Guard:
         Python keeps the other end of its stdin out of all other children of this process: the end of this
         process, and nothing else, ends the stream.
         """
+        limit = [] if self._silence_limit_s is None else [str(self._silence_limit_s)]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SCRIPT), str(self._scratch)],
+            [sys.executable, "-I", "-S", str(_SCRIPT), str(self._scratch), *limit],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -49,6 +52,14 @@ class Guard:
         """Kill this process group when the agent is gone."""
         self._watched.add(pgid)
         self._say(f"watch {pgid}\n")
+
+    def beat(self) -> None:
+        """The agent is not stopped. Nothing to be told where silence has no limit."""
+        process = self._process
+        if self._silence_limit_s is None or process is None or process.stdin is None:
+            return
+        if select.select([], [process.stdin], [], 0)[1]:  # else the guard itself is stopped: nobody waits for it
+            self._say("beat\n")
 
     def release(self, pgid: int) -> None:
         """Forget this process group; to be called when it was killed, before its number can be used again."""

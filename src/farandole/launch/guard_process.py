@@ -1,8 +1,9 @@
 """What the guard process runs, as a script of its own: only the standard library, no package around it.
 
-Its arguments: the folder of the job's scratch files. Its parent holds the other end of stdin and says "watch
-GROUP", "release GROUP" or "stop", one a line. When the stream ends without a "stop" the parent is gone, however
-it died: all watched process groups are killed, and what they may leave on disk is removed. Started by guard.py.
+Its arguments: the folder of the job's scratch files, and how many seconds of silence mean that the parent is stopped
+(none: it may be silent). Its parent holds the other end of stdin and says "watch GROUP", "release GROUP", "beat" or
+"stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
+groups are killed, and what they may leave on disk is removed. Started by guard.py.
 """
 
 from __future__ import annotations
@@ -21,18 +22,50 @@ _KILLED_S = 0.2
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def watched_at_end(lines: Iterable[bytes]) -> set[int] | None:
-    """The process groups that are watched when the stream ends; None after a "stop"."""
-    watched: set[int] = set()
-    for line in lines:
-        command, *group = line.split()
-        if command == b"watch":
-            watched.add(int(group[0]))
-        elif command == b"release":
-            watched.discard(int(group[0]))
-        else:
-            return None
-    return watched
+class Watch:
+    """The process groups that are watched, and whether the parent has said farewell."""
+
+    def __init__(self) -> None:
+        self.groups: set[int] = set()
+        self.is_over = False
+        self._unfinished = b""
+
+    def hear(self, data: bytes) -> None:
+        """Some of what the parent says."""
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        for line in lines:
+            command, *group = line.split()
+            if command == b"watch":
+                self.groups.add(int(group[0]))
+            elif command == b"release":
+                self.groups.discard(int(group[0]))
+            elif command == b"stop":
+                self.is_over = True
+
+
+def follow(stream: int, silence_limit_s: float | None) -> Watch:
+    """Listen until the stream ends; meanwhile kill what is watched whenever nothing was said for too long.
+
+    The kernel measures the silence, and looks at the stream before it says that the time is over: what a guard that
+    was slow itself has not read yet counts.
+    """
+    watch, limit_s = Watch(), silence_limit_s
+    while True:
+        if not select.select([stream], [], [], limit_s)[0]:
+            kill(watch.groups)
+            limit_s = None  # once for each silence
+            continue
+        data = os.read(stream, 1 << 16)
+        if not data:
+            return watch
+        watch.hear(data)
+        limit_s = silence_limit_s
+
+
+def kill(groups: Iterable[int]) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def members_of(groups: Iterable[int], proc: Path = Path("/proc")) -> set[int]:
@@ -68,13 +101,11 @@ def _is_dead(pid: int) -> bool:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups = watched_at_end(sys.stdin.buffer)
-    if groups is None:
+    watch = follow(sys.stdin.fileno(), float(sys.argv[2]) if len(sys.argv) > 2 else None)
+    if watch.is_over:
         return
-    pids = members_of(groups)
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+    pids = members_of(watch.groups)
+    kill(watch.groups)
     select.select([], [], [], _KILLED_S)
     remove_shared_memory(pids)
     shutil.rmtree(sys.argv[1], ignore_errors=True)

@@ -21,7 +21,10 @@ _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the 
 class WorkerProcesses:
     """`on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process group was
     killed, `on_spawn_failed(worker, error)` when it could not be started at all. Made and used on one event
-    loop."""
+    loop.
+
+    silence_limit_s  the workers are killed when `beat` was not called for so long; None: it need not be called
+    """
 
     def __init__(
         self,
@@ -29,9 +32,11 @@ class WorkerProcesses:
         sink: Sink,
         on_exit: Callable[[str, int, tuple[str, ...]], None],
         on_spawn_failed: Callable[[str, str], None],
+        silence_limit_s: float | None = None,
     ) -> None:
         self._command, self._sink = list(command), sink
         self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
+        self._silence_limit_s = silence_limit_s
         self._children: dict[str, set[int]] = {}  # a worker and its loader processes, as last seen
         self._running: dict[str, WorkerProcess] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -44,12 +49,16 @@ class WorkerProcesses:
         """Be ready to spawn. Raises OSError when there is no room for a folder, or none for another process."""
         self.scratch = Path(tempfile.mkdtemp(prefix="farandole-"))
         """For what workers would otherwise leave in the temp folder when they are killed; goes with the job."""
-        self._guard = Guard(self.scratch)
+        self._guard = Guard(self.scratch, self._silence_limit_s)
         try:
             self._guard.start()
         except OSError:
             self.scratch.rmdir()
             raise
+
+    def beat(self) -> None:
+        """The agent is not stopped."""
+        self._guard.beat()
 
     def pids(self) -> dict[str, int]:
         """The processes that run and have not been asked to end, by worker."""

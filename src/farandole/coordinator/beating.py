@@ -1,0 +1,78 @@
+"""The coordinator's beats to agents apart, and what comes back. Used by server.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from farandole.beat_datagram import SLOW_BUDGET_S
+from farandole.beats import Beats
+from farandole.coordinator.beat_port import BeatPort
+from farandole.membership import Address
+from farandole.messages import CoordinatorBeat
+
+
+class Beating:
+    """`on_reached(agent, at_s)`: what the coordinator sent then has been heard, and the agent's answer has come."""
+
+    def __init__(
+        self, token: bytes, budget_s: float, now_s: Callable[[], float], on_reached: Callable[[str, float], None]
+    ) -> None:
+        self._now_s, self._on_reached = now_s, on_reached
+        self._budget_s = budget_s
+        self._beats: dict[str, Beats] = {}
+        self._heard_s: dict[str, float] = {}
+        self._port = BeatPort(token, self.hear) if budget_s < SLOW_BUDGET_S else None
+        self.udp_port = 0
+        """Where datagrams are taken; 0: nowhere."""
+
+    async def open(self, address: Address) -> None:
+        """Take datagrams, too, where the budget asks for it and the port is free: TCP alone does on a good network."""
+        if self._port is None:
+            return
+        try:
+            await self._port.open(address.host, address.port)
+            self.udp_port = address.port
+        except OSError:
+            self._port = None
+
+    def __contains__(self, agent: str) -> bool:
+        return agent in self._beats
+
+    def begin(self, agent: str) -> bytes:
+        """The agent has joined. The id of its datagrams; empty where there are none."""
+        self._beats[agent] = Beats(self._now_s())
+        self._heard_s[agent] = self._now_s()
+        return self._port.expect(agent) if self._port is not None else b""
+
+    def lease_end_s(self, agent: str) -> float | None:
+        """Until when an agent that is lost now, or its guard, may let its workers go on, as far as is known: it counts
+        from a beat that was answered, and none was that came later than the last one. None: it never joined."""
+        heard_s = self._heard_s.get(agent)
+        return None if heard_s is None else heard_s + self._budget_s
+
+    def forget(self, agent: str) -> None:
+        self._beats.pop(agent, None)
+        self._heard_s.pop(agent, None)
+        if self._port is not None:
+            self._port.forget(agent)
+
+    def beat(self, send: Callable[[str, CoordinatorBeat], None]) -> None:
+        """Beat to each agent: with `send`, and by datagram."""
+        for agent, beats in self._beats.items():
+            sequence = beats.next(self._now_s())
+            send(agent, CoordinatorBeat(sequence, beats.heard))
+            if self._port is not None:
+                self._port.send(agent, sequence, beats.heard)
+
+    def hear(self, agent: str, sequence: int, heard: int) -> None:
+        """A beat came, on either way."""
+        beats = self._beats.get(agent)
+        if beats is None:
+            return
+        self._heard_s[agent] = self._now_s()
+        if beats.hear(sequence, heard):
+            self._on_reached(agent, beats.reached_s)
+
+    def close(self) -> None:
+        if self._port is not None:
+            self._port.close()
