@@ -148,8 +148,9 @@ class Agent:
                 grace_s = 0.0  # the others may go on without them by now
             return service
         finally:
+            lease.cancel()
             await to_its_end(self._processes.end(grace_s))
-            for task in (obedience, lease, beats, watch):
+            for task in (obedience, beats, watch):
                 task.cancel()
             self._server.stop()
             self._channel.close()
