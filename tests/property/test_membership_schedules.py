@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -43,6 +44,7 @@ from farandole.testing.simulated_job import Habits, SimulatedJob
 
 SCHEDULES = 2400
 HOSTS_SCHEDULES = 2400
+JOINING_SCHEDULES = 1200
 BATCH = 200
 
 
@@ -106,7 +108,7 @@ def hurt(world: SimulatedJob) -> None:
     elif kind < 5:
         world.stop()
     elif kind < 7:
-        world.lose_agent(dice.choice(["a", "b"]))
+        world.lose_agent(dice.choice(["a", "b"]), dice.choice([None, 0.3, 3.0]))
     elif kind < 8:
         world.drain_agent(dice.choice(["a", "b"]))
     elif kind < 11:
@@ -161,6 +163,28 @@ def random_hosts_world(seed: int) -> SimulatedJob:
             at_s += 10 ** dice.uniform(-4, -0.5)
     if dice.random() < 0.3:
         world.after(dice.uniform(1.0, 5.0), world.finish_training)
+    return world
+
+
+def random_joining_world(seed: int) -> SimulatedJob:
+    """Agents of other machines join, are cut off, thaw and join again."""
+    dice = random.Random(seed)
+    config = replace(random_config(dice), takes_agents=True, elastic_timeout_s=10.0)
+    origin = Origin(3, 0, has_checkpoint=True) if seed % 2 else None
+    world = SimulatedJob(config, seed, random_habits(dice), origin)
+    for agent in ("a", "b", "c"):
+        world.after(dice.uniform(0.0, 1.5), partial(world.connect, agent, dice.randint(1, 3)))
+    for _ in range(dice.randint(0, 5)):
+        at_s = dice.uniform(0.2, 6.0)
+        for _ in range(dice.randint(1, 3)):
+            if dice.random() < 0.5:
+                lease_s = dice.choice([None, 0.3, 3.0])
+                world.after(at_s, partial(world.lose_agent, dice.choice(["a", "b", "c"]), lease_s))
+            else:
+                world.after(at_s, lambda: hurt(world))
+            at_s += 10 ** dice.uniform(-4, -0.5)
+    if dice.random() < 0.3:
+        world.after(dice.uniform(1.0, 8.0), world.finish_training)
     return world
 
 
@@ -232,6 +256,19 @@ def test_every_random_schedule_keeps_the_rules_and_comes_to_a_good_end(first: in
 def test_every_schedule_of_hosts_keeps_horovod_s_policies_and_comes_to_a_good_end(first: int) -> None:
     for seed in range(first, first + BATCH):
         check_schedule(seed, random_hosts_world)
+
+
+@pytest.mark.parametrize("first", range(0, JOINING_SCHEDULES, BATCH))
+def test_every_schedule_of_agents_that_join_and_are_cut_off_comes_to_a_good_end(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        check_schedule(seed, random_joining_world)
+
+
+def test_the_schedules_of_joining_agents_reach_the_cases_they_are_meant_for() -> None:
+    worlds = [check_schedule(seed, random_joining_world) for seed in range(300)]
+    assert sum(world.end is not None and world.end.exit_code == 0 for world in worlds) > 60
+    assert sum(world.job.lineage > 3 for world in worlds) > 5, "no job went on from its checkpoint"
+    assert sum(world.invariants.waited_for_leases for world in worlds) > 5, "no generation had to wait for a lease"
 
 
 def test_the_schedules_of_hosts_reach_the_cases_they_are_meant_for() -> None:

@@ -52,6 +52,7 @@ class MembershipInvariants:
         self.members: tuple[str, ...] = ()
         self.number = 0
         self.announced = 0
+        self.waited_for_leases = 0
         self.ended: EndJob | None = None
         self.failed_after_release = False
         self._hosts: dict[str, str] = {}
@@ -73,6 +74,7 @@ class MembershipInvariants:
         self._offers: dict[str, int] | None = None
         self._bans: dict[str, float] = {}  # until when nothing may run on a host
         self._connected: set[str] = set()
+        self._cut_off: dict[str, float] = {}  # until when workers may train on that nobody sees
         self._draining: set[str] = set()  # agents on which nothing may be started
 
     def is_banned(self, host: str) -> bool:
@@ -130,7 +132,10 @@ class MembershipInvariants:
                     self._draining.discard(agent)
                     self._reopenings += 1
                 self._connected.add(agent)
-            case AgentLost(agent):
+            case AgentLost(agent, _, lease_end_s):
+                for worker, slot in self.slot_of.items():
+                    if slot[0] == agent and lease_end_s is not None:
+                        self._cut_off[worker] = lease_end_s
                 self._connected.discard(agent)
                 self._forget([worker for worker, slot in self.slot_of.items() if slot[0] == agent])
                 self._reopenings += 1
@@ -257,6 +262,11 @@ class MembershipInvariants:
         # With --max-np 1, one that is to go may hand the state over to the one that stays.
         most = self._config.max_np
         assert most is None or len(starts) <= (max(2, most) if self._leaving.intersection(starts) else most)
+        if not set(starts).intersection(self.members):
+            twins = [worker for worker in self.members if self._now_s < self._cut_off.get(worker, 0.0)]
+            assert not twins, f"generation {number} trains beside {twins}, whose lease is not over"
+            leases = [self._cut_off[worker] for worker in self.members if worker in self._cut_off]
+            self.waited_for_leases += bool(leases) and self._now_s <= max(leases) + 0.001
         self._starts += 1
         limit = self._config.reset_limit
         assert limit is None or self._starts <= 1 + limit, f"{self._starts - 1} resets"

@@ -162,16 +162,21 @@ class SimulatedJob:
         if self.offered and host in self.offered and host not in self._agents and self.end is None:
             self.connect(host, self.offered[host], host)
 
-    def lose_agent(self, agent: str) -> None:
-        """A host loses its power. One that is offered comes back, empty."""
+    def lose_agent(self, agent: str, lease_s: float | None = None) -> None:
+        """A host loses its power; or, with a `lease_s`, is cut off, and may train on for so long. One that is offered,
+        or joins by itself, comes back, empty."""
         if agent in self._agents:
             self._agents.discard(agent)
             self.draining.discard(agent)
             for worker in self.alive():
                 if worker.agent == agent:
                     worker.is_alive = False
-            self.feed(AgentLost(agent, "its host is silent"))
-            self.after(1.0, partial(self._connect_offered, agent))
+            lease_end_s = None if lease_s is None else self.now_s + lease_s
+            self.feed(AgentLost(agent, "its host is silent", lease_end_s))
+            again_s = max(1.0, lease_s or 0.0)
+            self.after(again_s, partial(self._connect_offered, agent))
+            if self.job.config.takes_agents:
+                self.after(again_s, partial(self._connect_again, agent))
 
     def drain_agent(self, agent: str) -> None:
         """SIGTERM at an agent. When it has gone, somebody may start it anew."""
