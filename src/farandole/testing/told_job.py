@@ -20,7 +20,7 @@ from farandole.coordinator import (
     next_deadline,
 )
 from farandole.events import Event
-from farandole.membership import Address
+from farandole.membership import Address, Origin
 from farandole.messages import (
     PROTOCOL_VERSION,
     Elastic,
@@ -51,9 +51,11 @@ class ToldJob:
     Every decision is held against the membership invariants, too.
     """
 
-    def __init__(self, num_proc: int = 3, slots: int | None = None, **config: Any) -> None:
+    def __init__(
+        self, num_proc: int = 3, slots: int | None = None, origin: Origin | None = None, **config: Any
+    ) -> None:
         self.config = JobConfig(num_proc, **config)
-        self.job = new_job(self.config, "job")
+        self.job = new_job(self.config, "job", origin=origin)
         self.now_s = 100.0
         self.actions: list[Action] = []
         self._invariants = MembershipInvariants(self.config)
