@@ -149,13 +149,15 @@ class Agent:
             return service
         finally:
             lease.cancel()
-            await to_its_end(self._processes.end(grace_s))
-            for task in (obedience, beats, watch):
-                task.cancel()
-            self._server.stop()
-            self._channel.close()
-            if self._datagrams is not None:
-                self._datagrams.close()
+            try:
+                await to_its_end(self._processes.end(grace_s))
+            finally:
+                for task in (obedience, beats, watch):
+                    task.cancel()
+                self._server.stop()
+                self._channel.close()
+                if self._datagrams is not None:
+                    self._datagrams.close()
 
     async def _dial(self) -> Channel[ToAgent]:
         config, address = self._config, self._config.coordinator
