@@ -86,6 +86,7 @@ def _options(given: argparse.Namespace) -> JoinOptions:
             raise ConfigError(f"{flag} must be a number of seconds >= 0, got {value}")
     if given.slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {given.slots}")
+    address = _address(given.join)
     host = HostSlots(given.host or os.uname().nodename, given.slots)
     if given.token_file is not None:
         token = read_token_file(given.token_file)
@@ -94,7 +95,7 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     else:
         raise ConfigError("the job's token is needed: --token-file FILE, a copy of the one of `farandole run`")
     folder = None if given.folder is None else os.path.abspath(given.folder)
-    return JoinOptions(_address(given.join), token, host.name, host.slots, given.retry, folder, given.grace)
+    return JoinOptions(address, token, host.name, host.slots, given.retry, folder, given.grace)
 
 
 def _address(text: str) -> Address:
