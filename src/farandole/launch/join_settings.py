@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.errors import ConfigError
 from farandole.launch.hosts import HostSlots
-from farandole.launch.token_file import token_of_job
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,8 @@ def joining(token_file: Path | None, discovery_script: str | None) -> Joining | 
         return None
     if discovery_script is not None:
         raise ConfigError("--token-file and --host-discovery-script both say which hosts there are; give one of them")
+    from farandole.launch.token_file import token_of_job
+
     return Joining(token_of_job(token_file), str(token_file))
 
 
@@ -47,6 +47,8 @@ def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
 
 def check_address(host: str, port: int, takes_agents: bool) -> None:
     """Where the coordinator is to listen. Raises ConfigError for what cannot be, or was not asked for clearly."""
+    import ipaddress  # here, as below: `--help` answers at once
+
     try:
         address = None if host == "localhost" else ipaddress.ip_address(host)
     except ValueError:
