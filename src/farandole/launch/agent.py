@@ -146,6 +146,7 @@ class Agent:
             service = obedience.result() if obedience.done() else lease.result()
             if config.is_apart and service.end is EndOfService.LOST:
                 grace_s = 0.0  # the others may go on without them by now
+                self._channel.abort()  # their exits are no faults of theirs
             return service
         finally:
             lease.cancel()
