@@ -87,12 +87,12 @@ class Served:
             if isinstance(message, kind):
                 return message
 
-    async def answer_until(self, kind: type[MessageT]) -> MessageT:
+    async def answer_until(self, kind: type[MessageT], acknowledges: bool = True) -> MessageT:
         """The same, while each beat is answered."""
         while True:
             message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
             if isinstance(message, Beat):
-                self.channel.send(CoordinatorBeat(message.sequence, message.sequence))
+                self.channel.send(CoordinatorBeat(message.sequence, message.sequence if acknowledges else 0))
             if isinstance(message, kind):
                 return message
 
@@ -164,10 +164,7 @@ def test_beats_that_acknowledge_nothing_do_not_keep_a_lease(tmp_path: Path) -> N
             await served.greet()
             served.channel.send(Spawn("w1", 0))
             with pytest.raises(ConnectionError):
-                while True:
-                    message = await asyncio.wait_for(served.channel.receive(), DEADLINE_S)
-                    if isinstance(message, Beat):
-                        served.channel.send(CoordinatorBeat(message.sequence, heard=0))
+                await served.answer_until(WorkerExited, acknowledges=False)
             await served.greet()
 
     run(test())
