@@ -162,7 +162,8 @@ def _after_release(draft: Draft, gone: list[Gone]) -> None:
 
 def _log_loss(draft: Draft, one: Gone) -> None:
     worker = one.worker
-    budget_counts = draft.job.config.on_failure == "slot"
+    is_agent_there = draft.job.agents[worker.slot.agent].is_connected  # else its slot is gone, too
+    budget_counts = draft.job.config.on_failure == "slot" and is_agent_there
     left = slots.restarts_left(draft.job, worker.slot) if budget_counts else None
     draft.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
 

@@ -27,7 +27,7 @@ def carried_environment(environ: Mapping[str, str] = os.environ) -> dict[str, st
         for name, value in inherited_environment(environ).items()
         if name not in _OF_THE_MACHINE
         and not name.startswith(_PREFIXES_OF_THE_MACHINE)
-        and not any(word in name.upper() for word in _WORDS_OF_SECRETS)
+        and not _looks_like_a_secret(name)
     }
 
 
@@ -91,4 +91,10 @@ _PREFIXES_OF_THE_MACHINE = (
     "KUBERNETES_",
     "TERM_",
 )
-_WORDS_OF_SECRETS = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "API_KEY", "APIKEY", "ACCESS_KEY", "PRIVATE_KEY")
+_WORDS_OF_SECRETS = frozenset(
+    {"TOKEN", "TOKENS", "SECRET", "SECRETS", "CREDENTIAL", "CREDENTIALS", "KEY", "APIKEY", "PAT"}
+)
+
+
+def _looks_like_a_secret(name: str) -> bool:
+    return "PASSW" in name.upper() or not _WORDS_OF_SECRETS.isdisjoint(name.upper().split("_"))

@@ -9,6 +9,7 @@ from farandole import env
 
 def test_a_user_s_settings_are_carried() -> None:
     said = {"OMP_NUM_THREADS": "2", "HOROVOD_FUSION_THRESHOLD": "0", "PYTHONPATH": "/src", "LANG": "C.UTF-8", "LR": "1"}
+    said |= {"TOKENIZERS_PARALLELISM": "false", "KEYS_PER_BATCH": "2"}
     assert env.carried_environment(said) == said
 
 
