@@ -1,0 +1,228 @@
+"""The coordinator's shell and agents apart from it: who may join, and whose silence, in which direction, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from farandole.authentication import Role, new_token
+from farandole.beat_datagram import BeatSeal
+from farandole.channel import Channel, connect
+from farandole.config import JobConfig
+from farandole.coordinator.server import Coordinator
+from farandole.events import AgentJoined, AgentWasLost
+from farandole.launch.beat_socket import BeatSocket
+from farandole.membership import Address
+from farandole.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    Beat,
+    CoordinatorBeat,
+    Message,
+    OutputMessage,
+    Refused,
+    Spawn,
+    ToAgent,
+    Welcome,
+    WorkerPrinted,
+)
+from farandole.wire import TO_AGENT
+from tests.waiting import DEADLINE_S, EventLog, run
+
+TOKEN = new_token()
+BUDGET_S = 0.6
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class Apart:
+    """An agent's end of a connection. It beats when the test says so."""
+
+    def __init__(self, channel: Channel[ToAgent]) -> None:
+        self.channel = channel
+        self.sequence = 0
+
+    async def hear(self, kind: type[MessageT]) -> MessageT:
+        """The next message of this kind; others are passed over."""
+        while True:
+            message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
+            if isinstance(message, kind):
+                return message
+
+    async def live(self, acknowledges: bool) -> None:
+        """Answer each beat, until the connection ends."""
+        with contextlib.suppress(ConnectionError):
+            while True:
+                beat = await self.hear(CoordinatorBeat)
+                self.sequence += 1
+                self.channel.send(Beat(self.sequence, beat.sequence if acknowledges else 0))
+
+
+class Served:
+    def __init__(self, coordinator: Coordinator, events: EventLog) -> None:
+        self.coordinator, self.events = coordinator, events
+        self.printed: list[tuple[str, OutputMessage | None]] = []
+        self.agents: list[Apart] = []
+
+    async def dial(self, process: str = "p", slots: int = 1) -> Apart:
+        address = self.coordinator.address
+        channel = await connect(address.host, address.port, TOKEN, None, TO_AGENT)
+        channel.send(AgentHello("b", "b", slots, PROTOCOL_VERSION, process=process, is_apart=True))
+        self.agents.append(Apart(channel))
+        return self.agents[-1]
+
+
+@contextlib.asynccontextmanager
+async def serving(budget_s: float = BUDGET_S, takes_agents: bool = True) -> AsyncIterator[Served]:
+    events = EventLog()
+    welcome = Welcome("job", ("true",), "/", {}, budget_s, 0.1, is_elastic=True) if takes_agents else None
+    config = JobConfig(num_proc=1, detection_budget_s=budget_s, takes_agents=takes_agents)
+    printed: list[tuple[str, OutputMessage | None]] = []
+    coordinator = Coordinator(
+        config,
+        TOKEN,
+        job_id="job",
+        on_event=events,
+        welcome=welcome,
+        on_output=lambda agent, message: printed.append((agent, message)),
+    )
+    await coordinator.start()
+    serving = asyncio.create_task(coordinator.run())
+    served = Served(coordinator, events)
+    served.printed = printed
+    try:
+        yield served
+    finally:
+        for agent in served.agents:
+            agent.channel.abort()
+        serving.cancel()
+        await asyncio.wait([serving], timeout=DEADLINE_S)
+
+
+def test_an_agent_is_welcomed_before_it_gets_orders_and_its_output_is_handed_on() -> None:
+    async def test() -> None:
+        async with serving() as served:
+            agent = await served.dial()
+            assert isinstance(await asyncio.wait_for(agent.channel.receive(), DEADLINE_S), Welcome)
+            await agent.hear(Spawn)
+            printed = WorkerPrinted("w0", "stdout", (b"hello",))
+            agent.channel.send(printed)
+            while not served.printed:
+                await asyncio.sleep(0.001)
+            assert served.printed == [("b", printed)]
+
+    run(test())
+
+
+def test_an_agent_that_acknowledges_beats_is_kept() -> None:
+    async def test() -> None:
+        async with serving() as served:
+            agent = await served.dial()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(agent.live(acknowledges=True), 3 * BUDGET_S)
+            assert served.events.of(AgentWasLost) == []
+
+    run(test())
+
+
+def test_an_agent_that_is_heard_but_hears_nothing_is_lost_within_the_budget() -> None:
+    async def test() -> None:
+        async with serving() as served:
+            agent = await served.dial()
+            lost = asyncio.create_task(served.events.next(AgentWasLost))
+            begin_s = asyncio.get_running_loop().time()
+            await agent.live(acknowledges=False)
+            assert "nothing was heard" in (await lost).reason
+            assert asyncio.get_running_loop().time() - begin_s < 2 * BUDGET_S
+
+    run(test())
+
+
+def test_other_messages_than_beats_are_no_sign_that_an_agent_hears() -> None:
+    async def test() -> None:
+        async with serving() as served:
+            agent = await served.dial()
+            lost = asyncio.create_task(served.events.next(AgentWasLost))
+            while not lost.done():
+                agent.channel.send(WorkerPrinted("w0", "stdout", (b"still here",)))
+                await asyncio.sleep(BUDGET_S / 20)
+            assert served.printed[-1] == ("b", None), "nothing more is to be shown of its workers"
+
+    run(test())
+
+
+def test_datagrams_alone_keep_an_agent_and_forged_ones_do_not() -> None:
+    async def test() -> None:
+        async with serving(budget_s=0.3) as served:
+            agent = await served.dial()
+            welcome = await agent.hear(Welcome)
+            assert welcome.beat_port == served.coordinator.address.port
+            heard = [0]
+            real = BeatSocket(TOKEN, welcome.beat_id, lambda sequence, _: heard.append(sequence))
+            forged = BeatSocket(new_token(), welcome.beat_id, lambda _sequence, _heard: None)
+            to = Address("127.0.0.1", welcome.beat_port)
+            for each in (real, forged):
+                await each.open(to)
+            try:
+                for sequence in range(1, 41):  # four budgets
+                    real.send(sequence, heard[-1])
+                    await asyncio.sleep(0.03)
+                assert served.events.of(AgentWasLost) == []
+                assert heard[-1] > 10
+                lost = asyncio.create_task(served.events.next(AgentWasLost))
+                for sequence in range(41, 400):
+                    forged.send(sequence, 10**6)
+                    await asyncio.sleep(0.01)
+                    if lost.done():
+                        break
+                assert lost.done()
+            finally:
+                for each in (real, forged):
+                    each.close()
+
+    run(test())
+
+
+def test_nonsense_at_the_port_for_datagrams_harms_nobody() -> None:
+    async def test() -> None:
+        async with serving(budget_s=0.3) as served:
+            welcome = await (await served.dial()).hear(Welcome)
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.create_datagram_endpoint(
+                asyncio.DatagramProtocol, remote_addr=("127.0.0.1", welcome.beat_port)
+            )
+            seal = BeatSeal(new_token(), welcome.beat_id, Role.DIALER)
+            for data in (b"", b"x" * 70, welcome.beat_id, seal.seal(1, 1), bytes(48)):
+                transport.sendto(data)
+            transport.close()
+            assert await served.events.next(AgentWasLost)
+
+    run(test())
+
+
+def test_the_name_of_a_living_agent_is_taken_but_its_own_process_may_dial_again() -> None:
+    async def test() -> None:
+        async with serving() as served:
+            await (await served.dial("first")).hear(Welcome)
+            refused = await (await served.dial("second")).hear(Refused)
+            assert (refused.reason, refused.is_final) == ("there is an agent for host b already", False)
+            assert served.events.of(AgentWasLost) == []
+            await (await served.dial("first")).hear(Welcome)
+            assert len(served.events.of(AgentJoined)) == 2
+            assert served.events.of(AgentWasLost)[0].reason == "it dialed again"
+
+    run(test())
+
+
+def test_a_job_that_takes_no_agents_and_an_agent_without_slots_are_told() -> None:
+    async def test() -> None:
+        async with serving(takes_agents=False) as served:
+            refused = await (await served.dial()).hear(Refused)
+            assert refused.is_final
+            assert "takes no agents of other machines" in refused.reason
+        async with serving() as served:
+            assert "offers 0 slots" in (await (await served.dial(slots=0)).hear(Refused)).reason
+
+    run(test())
