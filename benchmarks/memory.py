@@ -26,7 +26,7 @@ def table(transports: Sequence[str]) -> list[dict[str, Any]]:
     rows = [{"way": "ddp", "mb": ddp}]
     print(f"{'DDP':>15} {ddp:8.1f} MB", flush=True)
     for transport in transports:
-        if why_not(transport, _WORKERS) is None:
+        if why_not(transport) is None:
             mb = run_worker("memory", _WORKERS, transport, ["--way", "farandole"])["mb"]
             rows.append({"way": "farandole", "transport": transport, "mb": mb, "over_ddp": mb / ddp})
             print(f"{TRANSPORTS[transport]:>15} {mb:8.1f} MB {100 * (mb / ddp - 1):+6.1f} %", flush=True)

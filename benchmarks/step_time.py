@@ -43,7 +43,7 @@ def table(
             print(f"{'':>23} {TRANSPORTS[transport]:>13}: left out, {reason}", flush=True)
             continue
         for use in uses:
-            for count in (each for each in workers if why_not(transport, each) is None):
+            for count in workers:
                 for model in models:
                     rows.append(against_ddp(model, count, transport, use, turns, seconds))
                     _print(rows[-1])
@@ -73,7 +73,7 @@ def commit_table(transports: Sequence[str], turns: int, seconds: float) -> list[
     print("\nstate.commit() in every step, 25 M parameters with Adam, 2 workers; share of the step: median [quartiles]")
     rows = []
     for transport in transports:
-        if why_not(transport, 2) is None:
+        if why_not(transport) is None:
             for way, label in COMMITS.items():
                 times = _run("deep", 2, transport, ["horovod", way], turns, seconds, _COMMIT_STEPS)["times_ms"]
                 share = [value - 1 for value in quartiles(times[way], times["horovod"])]

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces with a cable between them. It takes root.
+"""Two hosts on one machine: network namespaces with a cable between them. all_reduce.py measures across them.
 
-Whole jobs have an agent on each (`run_job`). all_reduce.py measures transports alone: its workers are started here, one
-process for each rank, and meet in a folder.
+Only transports are measured: the workers are started here, without agents, one process for each rank, and meet in a
+folder. It takes root.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from benchmarks.jobs import ROOT, wait_for_all
 from farandole.collectives import world
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named.settings import NamedSettings
-from farandole.launch.token_file import token_of_job
 from farandole.membership import Address, GenerationId, Peer, Placement
 from farandole.messages import Start
 from farandole.worker.world_builder import WorldBuilder
 
 _DEADLINE_S = 120.0
 _MEET_S = 30.0
-_PORT = 29400
 _CABLE = "frd0"  # its end in either namespace
 _ADDRESSES = ("10.213.87.1", "10.213.87.2")
 
@@ -68,36 +66,6 @@ def run_worker(module: str, ranks: int, transport: str, arguments: Sequence[str]
                 env={**os.environ, **settings},
             )
             for rank, host in enumerate(hosts_of(ranks))
-        ]
-        wait_for_all(processes, _DEADLINE_S)
-        return dict(json.loads((Path(folder) / "result.json").read_text()))
-
-
-def run_job(module: str, workers: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 of a job over both hosts wrote into its `--folder` as result.json. Raises RuntimeError with the job's
-    output."""
-    with _two_namespaces() as names, tempfile.TemporaryDirectory(prefix="farandole-bench-") as folder:
-        here = hosts_of(workers).count(0)
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": _CABLE}
-        token, address = f"{folder}/token", _ADDRESSES[0]
-        job = ["-np", str(workers), "--min-np", str(workers), "--restarts", "0", "--transport", "hierarchical"]
-        job += ["--quiet", "--host", address, "--port", str(_PORT), "--token-file", token, "--local-slots", str(here)]
-        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--folder", folder]
-        words = [["run", *job, *command]]
-        if workers > here:
-            joining = ["agent", "--quiet", "--join", f"{address}:{_PORT}", "--slots", str(workers - here)]
-            words += [[*joining, "--host", "second", "--token-file", token]]
-        token_of_job(Path(token))
-        processes = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-m", "farandole", *each],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=ROOT,
-                env=environment,
-            )
-            for name, each in zip(names, words, strict=False)
         ]
         wait_for_all(processes, _DEADLINE_S)
         return dict(json.loads((Path(folder) / "result.json").read_text()))
