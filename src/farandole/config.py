@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from farandole.errors import ConfigError
+
+ForkServerUse: TypeAlias = Literal["off", "auto", "on"]
+"""Whether workers are forked by a process that has imported torch: never; those that are started some seconds after the
+beginning of the training, which replace others; all."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class JobConfig:
     detection_budget_s  how long a silent host or a stopped worker may stay unnoticed
     grace_s             from SIGTERM to SIGKILL when a worker is stopped
     takes_agents        agents of other machines may join at any time
+    spares              workers beyond those that train, which wait until one of them is lost
 
     What elastic jobs of Horovod do otherwise:
 
@@ -41,6 +46,7 @@ class JobConfig:
     start_timeout_s: float = 120.0
     detection_budget_s: float = 3.0
     grace_s: float = 5.0
+    spares: int = 0
     on_failure: Literal["slot", "host"] = "slot"
     cooldown_range_s: tuple[float, float] | None = None
     reset_limit: int | None = None
@@ -52,7 +58,7 @@ class JobConfig:
     def may_change(self) -> bool:
         """Whether the job may survive the loss of a worker, or grow. False for a job of fixed size."""
         most = self.num_proc if self.max_np is None else self.max_np
-        return self.fills_slots or self.restarts > 0 or not self.min_np == self.num_proc == most
+        return self.fills_slots or self.restarts > 0 or self.spares > 0 or not self.min_np == self.num_proc == most
 
     def __post_init__(self) -> None:
         if self.num_proc < 1:
@@ -67,6 +73,13 @@ class JobConfig:
             raise ConfigError(f"-np {self.num_proc} is above --max-np {self.max_np}")
         if self.restarts < 0:
             raise ConfigError(f"--restarts must not be negative, got {self.restarts}")
+        if self.spares < 0:
+            raise ConfigError(f"--spares must not be negative, got {self.spares}")
+        if self.spares and self.fills_slots and self.max_np is None:
+            raise ConfigError(
+                f"--spares {self.spares} needs --max-np: this job trains in every slot that its hosts offer, which "
+                "leaves none for a spare"
+            )
         for flag, value in (
             ("--elastic-timeout", self.elastic_timeout_s),
             ("--start-timeout", self.start_timeout_s),

@@ -150,6 +150,69 @@ class WorkerSpawned(Event):
 
 
 @dataclass(frozen=True)
+class ForkServerReady(Event):
+    """From now on workers are forked by this process."""
+
+    pid: int
+
+    def line(self) -> str:
+        return f"the fork server (process {self.pid}) is ready"
+
+
+@dataclass(frozen=True)
+class ForkServerLost(Event):
+    """Workers are started in the plain way until there is another one."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the fork server is lost ({self.reason}); workers are started without it"
+
+
+@dataclass(frozen=True)
+class SpareWaits(Event):
+    """A worker has come as far as its elastic function, and is admitted when a member is lost."""
+
+    worker: str
+    slot: int
+    host: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) waits as a spare on {self.host}"
+
+
+@dataclass(frozen=True)
+class SparesMissing(Event):
+    """There are no slots for some of the spares that were asked for."""
+
+    spares: int
+    missing: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        asked = f"{_count(self.spares, 'spare')} (--spares)"
+        return f"of {asked} {self.missing} cannot be started: the hosts have no more slots"
+
+
+@dataclass(frozen=True)
+class SlotRests(Event):
+    """`failures` workers in a row failed soon after their start: no other one is started there for `pause_s`."""
+
+    slot: int
+    host: str
+    failures: int
+    pause_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"slot {self.slot} on {self.host} sits out for {self.pause_s:g} s: {self.failures} workers in a row "
+            "failed there soon after their start"
+        )
+
+
+@dataclass(frozen=True)
 class WorkerLost(Event):
     """`last_lines` is the end of the worker's stderr, as far as its agent had it. `restarts_left` of its slot; None
     where no budget counts, because a lost worker costs its host."""

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from farandole.config import ForkServerUse
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress
 
 PROTOCOL_VERSION = 2
@@ -305,6 +306,7 @@ class Welcome(Message, frozen=True):
     is_elastic: bool
     beat_id: bytes = b""
     beat_port: int = 0
+    fork_server: ForkServerUse = "off"
 
 
 class Refused(Message, frozen=True):

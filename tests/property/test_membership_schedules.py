@@ -45,6 +45,7 @@ from farandole.testing.simulated_job import Habits, SimulatedJob
 SCHEDULES = 2400
 HOSTS_SCHEDULES = 2400
 JOINING_SCHEDULES = 1200
+SPARES_SCHEDULES = 2400
 BATCH = 200
 
 
@@ -131,10 +132,11 @@ def hurt(world: SimulatedJob) -> None:
         world.say(victim, LinkBroken(dice.randint(0, 9), other.name, "send", "nothing of the kind"))
 
 
-def random_world(seed: int) -> SimulatedJob:
+def random_world(seed: int, spares: int = 0) -> SimulatedJob:
     dice = random.Random(seed)
-    world = SimulatedJob(random_config(dice), seed, random_habits(dice), random_origin(seed))
-    slots = world.job.config.num_proc + dice.randint(0, 2)
+    config = replace(random_config(dice), spares=spares)
+    world = SimulatedJob(config, seed, random_habits(dice), random_origin(seed))
+    slots = world.job.config.num_proc + dice.randint(0, 2) + spares
     if dice.random() < 0.3:
         world.connect("a", (slots + 1) // 2)
         world.after(dice.uniform(0, 1), lambda: world.connect("b", slots // 2 + 1))
@@ -151,10 +153,12 @@ def random_world(seed: int) -> SimulatedJob:
     return world
 
 
-def random_hosts_world(seed: int) -> SimulatedJob:
+def random_hosts_world(seed: int, spares: int = 0) -> SimulatedJob:
     """Hosts come and go, and Horovod's policies hold."""
     dice = random.Random(seed)
-    world = SimulatedJob(random_horovod_config(dice), seed, random_habits(dice), random_origin(seed))
+    config = random_horovod_config(dice)
+    config = replace(config, spares=spares, max_np=config.max_np or config.num_proc) if spares else config
+    world = SimulatedJob(config, seed, random_habits(dice), random_origin(seed))
     world.offer(random_hosts(dice) | {"a": dice.randint(1, 3)}, may_change=dice.random() < 0.8)
     for _ in range(dice.randint(0, 7)):
         at_s = dice.uniform(0.0, 4.0)
@@ -188,6 +192,17 @@ def random_joining_world(seed: int) -> SimulatedJob:
     return world
 
 
+def random_spares_world(seed: int) -> SimulatedJob:
+    """As the others, every second one with hosts that come and go; with one or two spares."""
+    make = random_hosts_world if seed % 2 else random_world
+    dice = random.Random(seed)
+    world = make(seed, spares=dice.choice([1, 1, 2]))
+    if dice.random() < 0.5:
+        for index in range(world.job.config.spares):
+            world.after(dice.uniform(0, 1), partial(world.connect, f"spare{index}", 1))
+    return world
+
+
 def check_at_rest(world: SimulatedJob) -> None:
     """Nothing moves and no deadline is set: the job has ended, or all who can train do, and nobody waits."""
     if world.end is not None:
@@ -203,7 +218,9 @@ def check_at_rest(world: SimulatedJob) -> None:
     if world.habits.is_elastic:
         assert all(each.is_alive and each.is_in(generation.number) for each in members)
         assert all(each.synced == generation.number for each in members)
-        assert not stuck_newcomers, f"never admitted: {[w.name for w in stuck_newcomers]}"
+        is_full = bool(job.config.spares) and len(members) >= max(job.target, job.config.min_np)
+        assert is_full or not stuck_newcomers, f"never admitted: {[w.name for w in stuck_newcomers]}"
+        assert len(stuck_newcomers) <= job.config.spares, "more spares than were asked for"
         leaving = [worker for worker in job.workers.values() if worker.is_leaving]
         # A holder of the state stays on a host that is no longer there as long as there is nobody to hand it over to.
         may_come = any(w.hangs for w in world.alive()) or (job.may_get_hosts and not any(w.was_asked for w in leaving))
@@ -269,6 +286,20 @@ def test_the_schedules_of_joining_agents_reach_the_cases_they_are_meant_for() ->
     assert sum(world.end is not None and world.end.exit_code == 0 for world in worlds) > 60
     assert sum(world.job.lineage > 3 for world in worlds) > 5, "no job went on from its checkpoint"
     assert sum(world.invariants.waited_for_leases for world in worlds) > 5, "no generation had to wait for a lease"
+
+
+@pytest.mark.parametrize("first", range(0, SPARES_SCHEDULES, BATCH))
+def test_every_schedule_with_spares_keeps_the_rules_and_comes_to_a_good_end(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        check_schedule(seed, random_spares_world)
+
+
+def test_the_schedules_with_spares_reach_the_cases_they_are_meant_for() -> None:
+    worlds = [check_schedule(seed, random_spares_world) for seed in range(300)]
+    assert sum(world.spares_admitted for world in worlds) > 30
+    assert sum(bool(world.job.missing_spares) for world in worlds) > 20
+    rests = [use for world in worlds for use in world.job.slots.values() if use.failures >= 2]
+    assert len(rests) > 10
 
 
 def test_the_schedules_of_hosts_reach_the_cases_they_are_meant_for() -> None:

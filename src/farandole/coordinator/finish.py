@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import words
+from farandole.coordinator import slots, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import LinkTrouble, Worker
 from farandole.events import TrainingFinished
@@ -32,13 +32,14 @@ def release_if_all_finished(draft: Draft) -> None:
     draft.log(TrainingFinished(generation.number, generation.members))
     draft.change(is_released=True, change=None, losses=(), links=LinkTrouble())
     for worker in job.newcomers():
-        draft.kill(worker.name, job.config.grace_s, "the training finished without it")
+        slots.let_go(draft, worker, "the training finished without it")
 
 
 def advance(draft: Draft) -> None:
-    """End the job once every member's process is gone."""
+    """End the job once every member's process is gone, and every one that was let go, within its grace."""
     job = draft.job
-    if job.survivors():
+    going = any(worker.has_left and worker.kill_at_s is not None for worker in job.workers.values())
+    if job.survivors() or going:
         return
     if job.losses:
         failures = "; ".join(loss.sentence for loss in job.losses)

@@ -59,12 +59,16 @@ class SlotUse:
     is_given_up   a worker left it because somebody outside wanted so: not to be filled again
     is_held_back  the last worker raised an exception, or ended well: no other one before the remaining
                   members have shown, by being READY, that they go on without it
+    failures      how many workers in a row failed soon after their start
+    rests_until_s no other one before, because of that
     """
 
     is_open: bool = True
     restarts: int = 0
     is_held_back: bool = False
     is_given_up: bool = False
+    failures: int = 0
+    rests_until_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Worker:
 
     address      where its peers find it; None until it called init()
     is_elastic   its main thread entered an elastic function
+    elastic_s    when it did
     ready        last generation number for which it is quiescent
     synced       last generation in which it confirmed the state; above 0 it is a holder
     finished     last generation in which its elastic function returned
@@ -81,7 +86,7 @@ class Worker:
     was_asked    and that because somebody asked the worker itself (SIGTERM): it cannot be taken back
     has_left     the others go on without it: no member any more, and nothing it says counts
     raised       last line of the exception that ends it
-    kill_at_s    a worker whose code raised is killed if it still lives then
+    kill_at_s    a worker whose code raised, or that was let go, is killed if it still lives then
     killed_for   why it was killed
     """
 
@@ -89,6 +94,7 @@ class Worker:
     slot: Slot
     address: Address | None = None
     is_elastic: bool = False
+    elastic_s: float | None = None
     ready: int = 0
     synced: int = 0
     finished: int = 0
@@ -169,6 +175,7 @@ class Job:
     target         workers wanted: -np, less those that left, or what a person asked for later; or as many as
                    there are slots, where the job fills them
     most           most workers where the job fills slots; None: any number
+    spares         workers wanted beyond that, to wait (spares.py); missing_spares: those there were no slots for
     offers         hosts that may be used, by name; None: all whose agents join
     may_get_hosts  other hosts may be offered, or join, later
     offered        hosts offered so far
@@ -196,6 +203,8 @@ class Job:
     incarnation: int
     target: int
     most: int | None = None
+    spares: int = 0
+    missing_spares: int = 0
     offers: Mapping[str, Offer] | None = None
     may_get_hosts: bool = False
     offered: int = 0
@@ -250,6 +259,11 @@ class Job:
             return []
         return [w for w in self.newcomers() if w.is_awaited and not w.is_elastic and w.raised is None]
 
+    def is_refill_due(self) -> bool:
+        """Whether a slot that sits out will get a worker again."""
+        waiting = (use for use in self.slots.values() if use.is_open and use.rests_until_s is not None)
+        return any(use.restarts < self.config.restarts and not use.is_held_back for use in waiting)
+
     def is_banned(self, host: str) -> bool:
         """Whether nothing may be started on the host, because workers were lost there."""
         return host in self.bans and not self.bans[host].is_over
@@ -296,6 +310,7 @@ def new_job(config: JobConfig, job_id: str, incarnation: int = 1, origin: Origin
         incarnation=incarnation,
         target=target,
         most=config.max_np,
+        spares=config.spares,
         may_get_hosts=config.takes_agents,
     )
     if origin is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farandole.coordinator import quarantine, regroup, slots, words
+from farandole.coordinator import quarantine, regroup, resting, slots, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentLost
 from farandole.coordinator.job import Job, Loss, Worker
@@ -74,6 +74,7 @@ def _gone(draft: Draft, gone: list[Gone]) -> None:
             draft.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
         else:
             unexpected.append(one)
+            resting.worker_lost(draft, one.worker, one.exit_code)
     if draft.job.generation is None:
         _before_generation_1(draft, unexpected)
     elif draft.job.is_released:

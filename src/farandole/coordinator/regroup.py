@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import assignment, rooms, slots, words
+from farandole.coordinator import assignment, rooms, slots, spares, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
 from farandole.coordinator.resuming import is_state_lost, resume
@@ -67,11 +67,12 @@ def wanted_members(job: Job) -> list[Worker]:
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name == keeper]
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
-    everybody = [*staying, *job.candidates()]
-    most = len(everybody) if job.config.max_np is None else job.config.max_np
+    most = spares.most_members(job)
+    if most is None:
+        return [*staying, *job.candidates()]
     if len(staying) == 1 and staying[0].is_leaving:
         most = max(most, 2)  # or there would be no room for the one that takes the state over
-    return everybody[: max(len(staying), most)]
+    return [*staying, *spares.admitted(job, staying, most - len(staying))]
 
 
 def start(draft: Draft, members: Sequence[Worker]) -> None:
@@ -103,7 +104,7 @@ def shortage_deadline(job: Job) -> float | None:
 
 def newcomers_deadline(job: Job) -> float | None:
     """When members that wait for newcomers go on without those that are not ready."""
-    if job.change is None or not job.change.is_planned or not job.awaited():
+    if job.change is None or not job.change.is_planned or not _awaited(job):
         return None
     return job.change.began_s + job.config.start_timeout_s
 
@@ -122,9 +123,15 @@ def _may_go_on_elsewhere(draft: Draft) -> bool:
     return draft.job.lease_end_s is not None and not job.survivors()
 
 
+def _awaited(job: Job) -> list[Worker]:
+    """Newcomers that the members wait for. A spare that came before one of them has taken its place."""
+    is_full = job.config.spares and len(wanted_members(job)) >= (spares.most_members(job) or 0)
+    return [] if is_full else job.awaited()
+
+
 def _is_state_wanted(job: Job, staying: Sequence[Worker]) -> bool:
     """Whether anybody is, or may come, to whom those that leave could hand the state over."""
-    if staying or job.newcomers():
+    if staying or job.newcomers() or job.is_refill_due():
         return True
     return job.may_get_slots() and not all(worker.was_asked for worker in job.survivors())
 
@@ -139,7 +146,7 @@ def _plan(draft: Draft) -> None:
     members, wanted = job.survivors(), wanted_members(job)
     if any(not worker.is_elastic or job.has_finished(worker) for worker in members):
         return
-    joining = _missing_from(members, [*wanted, *job.awaited()])
+    joining = _missing_from(members, [*wanted, *_awaited(job)])
     leaving = _missing_from(wanted, members)
     if not joining and not leaving:
         return
@@ -161,7 +168,7 @@ def _try_start(draft: Draft, change: Change) -> None:
             # The ready ones wait for START, the others for them to finish: only a fault resolves it.
             abort(draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary")
         return
-    if change.is_planned and draft.job.awaited():
+    if change.is_planned and _awaited(draft.job):
         if change.short_since_s is not None:
             _note_shortage(draft, change)
         return  # Every member waits, too; but not for ever.
@@ -170,7 +177,7 @@ def _try_start(draft: Draft, change: Change) -> None:
     draft.tell(going, Left())
     for name in going:
         draft.change_worker(name, has_left=True)
-    if not wanted and not draft.job.newcomers() and going:
+    if not wanted and going and not (draft.job.newcomers() or draft.job.is_refill_due()):
         draft.end(1, f"The last worker left ({words.listed(going)}) before the training was finished.")
         return
     slots.release_held_back(draft)
@@ -186,7 +193,7 @@ def _stop_waiting_in_time(draft: Draft) -> None:
     """Newcomers that take too long are told of, like any other, when they are ready."""
     deadline_s = newcomers_deadline(draft.job)
     if deadline_s is not None and draft.now_s >= deadline_s:
-        for worker in draft.job.awaited():
+        for worker in _awaited(draft.job):
             draft.change_worker(worker.name, is_awaited=False)
 
 
@@ -234,6 +241,6 @@ def _why_hopeless(job: Job) -> str | None:
         return f"No worker is left: {how}."
     if is_state_lost(job):
         return f"The state of the job is lost: no worker that held it is left ({how})."
-    if not survivors and not job.newcomers() and not job.may_get_slots():
+    if not (survivors or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
         return f"No worker is left ({how}), and none can be started: {words.why_not_refilled(job)}."
     return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farandole.coordinator import rooms
+from farandole.coordinator import rooms, spares
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Job, Slot, SlotUse, Worker
 from farandole.events import ScaleChanged, ScaleRefused, WorkerSpawned
-from farandole.messages import Spawn
+from farandole.messages import Left, Spawn
 
 
 def scale_requested(draft: Draft, size: int) -> None:
@@ -36,8 +36,9 @@ def follow_hosts(draft: Draft) -> None:
 
 
 def wants_more(job: Job) -> bool:
-    """Whether the job wants more workers than it has opened slots for."""
-    return _open(job) < job.target
+    """Whether the job wants more members than it has, and has not opened slots for all it wants."""
+    staying = [worker for worker in job.survivors() if not worker.is_leaving]
+    return len(staying) < job.target and _open(job) < spares.slots_wanted(job)
 
 
 def close(draft: Draft, slot: Slot) -> None:
@@ -55,8 +56,18 @@ def vacate(draft: Draft, slot: Slot, reason: str) -> str | None:
     if draft.job.is_member(worker.name):
         draft.change_worker(worker.name, is_leaving=True)
     else:
-        draft.kill(worker.name, draft.job.config.grace_s, reason)
+        let_go(draft, worker, reason)
     return worker.name
+
+
+def let_go(draft: Draft, worker: Worker, reason: str) -> None:
+    """End a worker that is no member. One that waits to be admitted is told so, and exits by itself."""
+    grace_s = draft.job.config.grace_s
+    if worker.is_elastic and worker.raised is None:
+        draft.tell([worker.name], Left())
+        draft.change_worker(worker.name, has_left=True, kill_at_s=draft.now_s + grace_s)
+    else:
+        draft.kill(worker.name, grace_s, reason)
 
 
 def release_held_back(draft: Draft) -> None:
@@ -86,7 +97,7 @@ def _refill(draft: Draft) -> list[str]:
     """Replace lost workers within their slots' budgets."""
     new, occupied = [], _occupants(draft.job)
     for slot, use in draft.job.slots.items():
-        vacant = use.is_open and not use.is_held_back and slot not in occupied
+        vacant = use.is_open and not use.is_held_back and use.rests_until_s is None and slot not in occupied
         if vacant and use.restarts < draft.job.config.restarts and _admits(draft.job):
             draft.change_slot(slot, restarts=use.restarts + 1)
             new.append(_add_worker(draft, slot, is_awaited=False))
@@ -96,17 +107,17 @@ def _refill(draft: Draft) -> list[str]:
 def _open_more(draft: Draft) -> list[str]:
     """Open slots until there are as many as the job wants workers, host by host."""
     job, new = draft.job, list[str]()
-    missing = job.target - _open(job)
+    missing, missing_members = spares.slots_wanted(job) - _open(job), job.target - _open(job)
     if missing <= 0 or (job.config.fills_slots and job.generation is not None and not job.is_elastic):
         return new  # A script that has not entered an elastic function cannot take anybody in.
     in_use = {slot for slot, use in job.slots.items() if use.is_open} | _occupants(job).keys()
     free = [room.slot for room in rooms.in_order(job) if room.slot is None or room.slot not in in_use]
-    is_awaited = job.config.waits_for_newcomers and job.generation is not None
-    for slot in free[:missing]:
+    waits = job.config.waits_for_newcomers and job.generation is not None
+    for place, slot in enumerate(free[:missing]):
         if slot is not None and _admits(draft.job):
             restarts = job.slots[slot].restarts if slot in job.slots else 0
             draft.change(slots={**draft.job.slots, slot: SlotUse(restarts=restarts)})
-            new.append(_add_worker(draft, slot, is_awaited))
+            new.append(_add_worker(draft, slot, is_awaited=waits and place < missing_members))
     return new
 
 
@@ -127,10 +138,14 @@ def _spawn(draft: Draft, name: str) -> None:
 
 
 def _aim_at(draft: Draft, size: int) -> None:
-    """From now on the job should have `size` workers: those that are missed least go."""
+    """From now on the job should have `size` workers: members beyond that go, and then those that are missed least."""
     draft.change(target=size)
-    for slot in _dispensable(draft.job)[: max(0, _open(draft.job) - size)]:
-        vacate(draft, slot, f"the job is to have {size} workers")
+    reason = f"the job is to have {size} workers"
+    staying = [worker for worker in draft.job.survivors() if not worker.is_leaving]
+    for worker in staying[size:]:
+        vacate(draft, worker.slot, reason)
+    for slot in _dispensable(draft.job)[: max(0, _open(draft.job) - spares.slots_wanted(draft.job))]:
+        vacate(draft, slot, reason)
 
 
 def _admits(job: Job) -> bool:

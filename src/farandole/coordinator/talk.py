@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import finish, links, publishing, regroup, slots
+from farandole.coordinator import finish, links, publishing, regroup, slots, spares
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Worker
 from farandole.events import TransportChosen, UserCodeFailed, WorkerLeaves
@@ -61,7 +61,8 @@ def kill_overdue(draft: Draft) -> None:
     """A worker whose code raised ends by itself; if it does not, the others must not wait for it for ever."""
     for name, worker in draft.job.workers.items():
         if worker.kill_at_s is not None and draft.now_s >= worker.kill_at_s:
-            draft.kill(name, 0.0, f"it did not end after it raised {worker.raised}")
+            what = f"it raised {worker.raised}" if worker.raised else "it was let go"
+            draft.kill(name, 0.0, f"it did not end after {what}")
 
 
 def _hello(draft: Draft, worker: Worker, address: Address) -> None:
@@ -75,8 +76,9 @@ def _hello(draft: Draft, worker: Worker, address: Address) -> None:
 def _elastic(draft: Draft, worker: Worker) -> None:
     if draft.job.generation is None or worker.is_elastic:
         return
-    draft.change_worker(worker.name, is_elastic=True)
+    draft.change_worker(worker.name, is_elastic=True, elastic_s=draft.now_s)
     draft.change(is_elastic=True)
+    spares.tell_of(draft, worker)
     gone = set(draft.job.generation.members).difference(draft.job.workers)
     if gone and draft.job.change is None:
         # They ended with code 0 while the script still looked static. The others do need them.
@@ -117,7 +119,10 @@ def _leaving(draft: Draft, worker: Worker) -> None:
     draft.log(WorkerLeaves(worker.name, worker.slot.index))
     slots.close(draft, worker.slot)
     draft.change_slot(worker.slot, is_given_up=job.config.fills_slots)  # or it would be filled again at once
-    draft.change(target=max(0, job.target - 1))
+    if job.is_member(worker.name) or not job.spares:
+        draft.change(target=max(0, job.target - 1))
+    else:
+        draft.change(spares=job.spares - 1)
     draft.change_worker(worker.name, is_leaving=True, was_asked=True)
     if not job.is_member(worker.name):
         draft.tell([worker.name], Left())

@@ -6,6 +6,7 @@ Each theme has a file. What happens when a worker dies is lost.py, then regroup.
     hosts.py     hosts come and go                 quarantine.py  hosts where workers are lost are out
     founding.py  until generation 1                regroup.py  from one generation to the next
     talk.py      what workers say                  links.py    reports of failed connections
+    spares.py    workers that wait for a loss      resting.py  slots that fail again and again sit out
     finish.py    from the first Finished on        ending.py   from the decision to end to the last exit
 
 An input first changes what is known (`_note`); then `_settle` draws the conclusions from what is known now.
@@ -14,7 +15,20 @@ So no rule depends on which input came last, and old, repeated or contradictory 
 
 from __future__ import annotations
 
-from farandole.coordinator import ending, finish, founding, hosts, links, lost, quarantine, regroup, slots, talk
+from farandole.coordinator import (
+    ending,
+    finish,
+    founding,
+    hosts,
+    links,
+    lost,
+    quarantine,
+    regroup,
+    resting,
+    slots,
+    spares,
+    talk,
+)
 from farandole.coordinator.actions import Action
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import (
@@ -55,6 +69,7 @@ def next_deadline(job: Job) -> float | None:
         regroup.newcomers_deadline(job),
         regroup.lease_deadline(job),
         quarantine.deadline(job),
+        resting.deadline(job),
         *(worker.kill_at_s for worker in job.workers.values()),
     ]
     return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -98,9 +113,11 @@ def _settle(draft: Draft) -> None:
     if draft.job.ending is None:
         talk.kill_overdue(draft)
         quarantine.let_back(draft)
+        resting.let_back(draft)
         hosts.dismiss_idle(draft)
         slots.follow_hosts(draft)
         slots.fill(draft)
+        spares.warn_of_missing(draft)
         if draft.job.generation is None:
             founding.advance(draft)
         elif draft.job.is_released:

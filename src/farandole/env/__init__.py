@@ -24,7 +24,13 @@ from farandole.env.horovod import (
     read_rank_and_size,
     read_start_timeout_s,
 )
-from farandole.env.inheritance import carried_environment, changed_environment, inherited_environment
+from farandole.env.inheritance import (
+    carried_environment,
+    changed_environment,
+    differs_for_all,
+    inherited_environment,
+    replace_environment,
+)
 from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
 from farandole.env.nccl import prepare_for_nccl
 
@@ -36,6 +42,7 @@ __all__ = [
     "carried_environment",
     "changed_environment",
     "checkpoint_environment",
+    "differs_for_all",
     "has_malloc_settings",
     "horovod_environment",
     "inherited_environment",
@@ -51,6 +58,7 @@ __all__ = [
     "read_token",
     "read_transport",
     "read_worker_env",
+    "replace_environment",
     "restart_count",
     "sample_ledger_environment",
     "scratch_environment",

@@ -47,7 +47,21 @@ def changed_environment(**variables: str | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """From now on this process has this environment, and no other."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def differs_for_all(some: Mapping[str, str], others: Mapping[str, str]) -> bool:
+    """Whether two environments differ by more than what is said to one worker alone."""
+    return any(some.get(name) != others.get(name) for name in {*some, *others} if not name.startswith(_FOR_ONE))
+
+
 _PREFIX = "FARANDOLE_"
+
+# Read in init() at the earliest; everything else may be read by a library when it is loaded.
+_FOR_ONE = (_PREFIX, "HOROVOD_")
 
 # What a user, not an outer job, says to workers.
 _FOR_WORKERS = frozenset({BUCKET_MB})

@@ -15,12 +15,14 @@ from farandole.authentication import derive_data_key
 from farandole.beats import Beats, beat_period_s
 from farandole.channel import Channel, connect
 from farandole.clock import now_s, since_boot_s
+from farandole.config import ForkServerUse
 from farandole.deadline import to_its_end
 from farandole.env import horovod_environment, scratch_environment, worker_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.launch.beat_socket import BeatSocket
 from farandole.launch.sink import Sink
+from farandole.launch.spawner import make_spawner
 from farandole.launch.stopped import StoppedWatch, is_stopped
 from farandole.launch.worker_processes import WorkerProcesses
 from farandole.launch.worker_server import WorkerServer
@@ -60,6 +62,7 @@ class AgentConfig:
     grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
     is_apart            the agent is no part of the coordinator's process: it can lose it, and be replaced meanwhile
     beat_id, beat_port  of its beats as datagrams; 0: there are none
+    fork_server         whether workers may be forked by a process that has imported torch
     """
 
     name: str
@@ -76,6 +79,7 @@ class AgentConfig:
     is_apart: bool = False
     beat_id: bytes = field(default=b"", repr=False)
     beat_port: int = 0
+    fork_server: ForkServerUse = "off"
 
 
 class EndOfService(enum.Enum):
@@ -115,7 +119,7 @@ class Agent:
         self._beats = Beats(since_boot_s())
         self._datagrams = BeatSocket(config.token, config.beat_id, self._beats.hear) if config.beat_port else None
         self._processes = WorkerProcesses(
-            config.command,
+            lambda guard: make_spawner(config.fork_server, config.command, config.environment, guard, on_event),
             sink,
             self._on_exit,
             self._on_spawn_failed,
@@ -221,6 +225,7 @@ class Agent:
             self._server.tell([worker], msgspec.structs.replace(start, data_key=data_key))
         for worker, start in order.starts.items():
             self._sink.placed(worker, start.placement.rank)
+        self._processes.training_begins()
 
     # From the workers and their processes -----------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farandole.config import JobConfig
+from farandole.config import ForkServerUse, JobConfig
 from farandole.env import (
     CheckpointEnv,
     read_start_timeout_s,
@@ -54,6 +54,7 @@ class RunOptions:
     joining           who else may offer slots; None: nobody
     notes             what was asked for and has no effect, one sentence each
     loudness          the name of a report.Loudness
+    fork_server       whether workers may be forked by a process that has imported torch
     """
 
     config: JobConfig
@@ -70,6 +71,7 @@ class RunOptions:
     checkpoint: CheckpointEnv | None = None
     joining: Joining | None = None
     notes: tuple[str, ...] = ()
+    fork_server: ForkServerUse = "auto"
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
@@ -115,6 +117,8 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment |= transport_environment(transport)
     if options.sample_ledger is not None:
         environment |= _ledger_environment(options.sample_ledger, may_go_on=options.checkpoint is not None)
+    if options.fork_server == "on":
+        notes += _without_fork_server(words)
     return RunOptions(
         config=config,
         command=words,
@@ -130,7 +134,19 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         checkpoint=_checkpoint(options),
         joining=joining(options.token_file, options.host_discovery_script),
         notes=tuple(notes),
+        fork_server=options.fork_server,
     )
+
+
+def _without_fork_server(command: Sequence[str]) -> list[str]:
+    from farandole.launch.spawner import forkable
+
+    if forkable(command) is not None:
+        return []
+    return [
+        "--fork-server on has no effect: the command is not of the form python script.py or python -m module, "
+        "or its Python is not that of Farandole"
+    ]
 
 
 def _ledger_environment(folder: Path, may_go_on: bool) -> dict[str, str]:
@@ -155,11 +171,17 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         fewest = num_proc
         if not is_elastic:
             most, restarts = num_proc, 0  # who is lost ends the job
+            if options.spares:
+                raise ConfigError(
+                    f"--spares {options.spares} needs a job that may go on when workers are lost: "
+                    "say --min-np or --host-discovery-script"
+                )
     config = JobConfig(
         num_proc=num_proc,
         min_np=fewest if options.min_num_proc is None else options.min_num_proc,
         max_np=most,
         restarts=restarts if options.restarts is None else options.restarts,
+        spares=options.spares,
         elastic_timeout_s=options.elastic_timeout,
         start_timeout_s=_start_timeout_s(options),
         detection_budget_s=options.detection_budget,

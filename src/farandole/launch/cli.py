@@ -102,6 +102,7 @@ def _run(options: RunOptions) -> int:
                     extra_environment={**options.environment, **begun.environment},
                     origin=begun.origin,
                     joining=options.joining,
+                    fork_server=options.fork_server,
                 )
             )
         report.ended(outcome.exit_code, outcome.reason)

@@ -170,6 +170,7 @@ class JoiningAgent:
             is_apart=True,
             beat_id=welcome.beat_id,
             beat_port=welcome.beat_port,
+            fork_server=welcome.fork_server,
         )
 
 

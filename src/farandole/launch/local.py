@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from farandole.authentication import new_token
-from farandole.config import JobConfig
+from farandole.config import ForkServerUse, JobConfig
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import carried_environment, inherited_environment
 from farandole.errors import ConfigError
@@ -40,6 +40,7 @@ async def run_local(
     extra_environment: Mapping[str, str] | None = None,
     origin: Origin | None = None,
     joining: Joining | None = None,
+    fork_server: ForkServerUse = "off",
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
     raised. In the main thread the first SIGINT or SIGTERM ends the job with grace, the second at once.
@@ -51,6 +52,8 @@ async def run_local(
     extra_environment  what the workers' environment has beside this process's own
     origin             where the job's numbers begin; given when it writes checkpoints
     joining            whom else may offer slots; given when config.takes_agents
+    fork_server        whether replacements are forked by a process that has imported torch. It makes this process
+                       the parent of its descendants' orphans, from then on
 
     Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
     than workers are asked for, and when they cannot be found out the first time.
@@ -63,6 +66,7 @@ async def run_local(
         first = await watch.first()
     job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
     sink = OutputSink(output)
+    forks: ForkServerUse = fork_server if config.may_change else "off"
     coordinator = Coordinator(
         config,
         token,
@@ -71,7 +75,7 @@ async def run_local(
         port=port,
         on_event=on_event,
         origin=origin,
-        welcome=None if joining is None else _welcome(config, command, job_id, extra_environment),
+        welcome=None if joining is None else _welcome(config, command, job_id, extra_environment, forks),
         on_output=RemoteOutput(sink),
     )
     try:
@@ -96,6 +100,7 @@ async def run_local(
             detection_budget_s=config.detection_budget_s,
             grace_s=config.grace_s,
             is_elastic=config.may_change,
+            fork_server=forks,
         )
         return Agent(agent_config, sink, on_event)
 
@@ -108,7 +113,11 @@ async def run_local(
 
 
 def _welcome(
-    config: JobConfig, command: Sequence[str], job_id: str, extra_environment: Mapping[str, str] | None
+    config: JobConfig,
+    command: Sequence[str],
+    job_id: str,
+    extra_environment: Mapping[str, str] | None,
+    fork_server: ForkServerUse,
 ) -> Welcome:
     return Welcome(
         job_id=job_id,
@@ -118,12 +127,13 @@ def _welcome(
         detection_budget_s=config.detection_budget_s,
         grace_s=config.grace_s,
         is_elastic=config.may_change,
+        fork_server=fork_server,
     )
 
 
 async def _fixed_hosts(config: JobConfig, hosts: tuple[HostSlots, ...] | None) -> tuple[HostSlots, ...]:
     if hosts is None:
-        return (HostSlots("localhost", config.max_np or config.num_proc),)
+        return (HostSlots("localhost", (config.max_np or config.num_proc) + config.spares),)
     slots = sum(each.slots for each in hosts)
     if slots < config.num_proc and not config.takes_agents:
         named = ", ".join(map(str, hosts)) or "no hosts"

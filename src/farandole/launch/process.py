@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from farandole.launch.child import Child, start, worker_variables
 from farandole.launch.lines import LineSplitter
 
 LAST_LINES = 20
@@ -30,39 +30,27 @@ _READS_AT_EXIT = 16  # a pipe holds 64 KiB; the bound is for an escaped process 
 
 
 async def spawn(argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[str, bytes], None]) -> WorkerProcess:
-    """Start a worker with exactly this environment (and PYTHONUNBUFFERED=1, unless it says otherwise: the
-    last words of a killed worker are the ones that matter).
+    """Start a worker with this environment, in the plain way.
 
     `on_line(stream, line)` gets each line of "stdout" and "stderr", without its end, on the event loop.
     Raises OSError when the process cannot be started.
     """
-    popen = subprocess.Popen(
-        list(argv),
-        env={"PYTHONUNBUFFERED": "1", **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        start_new_session=True,
-    )
-    return WorkerProcess(popen, on_line)
+    return WorkerProcess(start(argv, worker_variables(env)), on_line)
 
 
 class WorkerProcess:
-    """Made by `spawn`, on a running event loop."""
+    """Made on a running event loop, right after the child was started. `on_line` as in `spawn`."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], on_line: Callable[[str, bytes], None]) -> None:
-        assert popen.stdout is not None
-        assert popen.stderr is not None
-        self.pid = popen.pid  # of the group's leader, and so the group's number too
-        self._popen, self._on_line = popen, on_line
+    def __init__(self, child: Child, on_line: Callable[[str, bytes], None]) -> None:
+        self.pid = child.pid  # of the group's leader, and so the group's number too
+        self._child, self._on_line = child, on_line
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
         self._last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
-        self._stdout = _OutputPipe(popen.stdout, self._on_stdout)
-        self._stderr = _OutputPipe(popen.stderr, self._on_stderr)
-        _watch_exit(popen, self._on_exit)
+        self._stdout = _OutputPipe(child.stdout, self._on_stdout)
+        self._stderr = _OutputPipe(child.stderr, self._on_stderr)
+        _watch_exit(child, self._on_exit)
 
     @property
     def last_lines(self) -> tuple[str, ...]:
@@ -117,7 +105,7 @@ class WorkerProcess:
     def _on_exit(self) -> None:
         # The group first: until it is reaped, the leader keeps the group's number from being used again.
         self._signal_group(signal.SIGKILL)
-        exit_code = self._popen.wait()
+        exit_code = self._child.wait()
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         pipes = (self._stdout, self._stderr)
@@ -191,14 +179,14 @@ class _OutputPipe:
             self._on_line(line)
 
 
-def _watch_exit(popen: subprocess.Popen[bytes], on_exit: Callable[[], None]) -> None:
+def _watch_exit(child: Child, on_exit: Callable[[], None]) -> None:
     """Call `on_exit` on the event loop once the process has exited; it is not reaped yet where that can
     be."""
     loop = asyncio.get_running_loop()
     try:
-        descriptor = os.pidfd_open(popen.pid)
+        descriptor = os.pidfd_open(child.pid)
     except (AttributeError, OSError):  # macOS; a kernel before 5.3, or a sandbox that forbids it
-        threading.Thread(target=_wait_for_exit, args=(popen, loop, on_exit), daemon=True).start()
+        threading.Thread(target=_wait_for_exit, args=(child, loop, on_exit), daemon=True).start()
         return
 
     def gone() -> None:
@@ -209,12 +197,10 @@ def _watch_exit(popen: subprocess.Popen[bytes], on_exit: Callable[[], None]) -> 
     loop.add_reader(descriptor, gone)
 
 
-def _wait_for_exit(
-    popen: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]
-) -> None:
+def _wait_for_exit(child: Child, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
     if hasattr(os, "waitid"):
-        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     else:  # macOS before Python 3.13
-        popen.wait()
+        child.wait()
     with contextlib.suppress(RuntimeError):  # the loop was closed before the process ended
         loop.call_soon_threadsafe(on_exit)

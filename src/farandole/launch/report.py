@@ -15,6 +15,7 @@ from farandole.events import (
     AgentJoined,
     ChangePlanned,
     Event,
+    ForkServerReady,
     GenerationStarted,
     JobEnds,
     TrainingFinished,
@@ -29,7 +30,16 @@ from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, wr
 _LAST_LINES = 5  # of a lost worker's stderr; all that there are when verbose
 _TRACEBACK = "Traceback (most recent call last):"
 # Only when verbose; of the end, `ended` tells.
-_DETAILS = (AgentJoined, WorkerSpawned, WorkerEnded, ChangePlanned, TransportChosen, TrainingFinished, JobEnds)
+_DETAILS = (
+    AgentJoined,
+    ForkServerReady,
+    WorkerSpawned,
+    WorkerEnded,
+    ChangePlanned,
+    TransportChosen,
+    TrainingFinished,
+    JobEnds,
+)
 
 
 class Loudness(IntEnum):
@@ -60,6 +70,7 @@ class Report:
         if self._loudness >= Loudness.NORMAL:
             most = config.max_np or config.num_proc
             workers = f"{_count(config.num_proc, 'worker')} (at least {config.min_np}, at most {most})"
+            workers += f" and {_count(config.spares, 'spare')}" if config.spares else ""
             self._say(f"{workers} to run {shlex.join(command)}")
 
     def on_event(self, event: Event) -> None:

@@ -132,6 +132,22 @@ def _failures(parser: argparse.ArgumentParser) -> None:
         help=f"how often a lost worker is replaced, for each slot (default: {JobConfig.restarts})",
     )
     add(
+        "--spares",
+        type=int,
+        metavar="N",
+        default=JobConfig.spares,
+        help="workers beyond -np that are started, wait, and take the place of one that is lost at once (default: "
+        "%(default)s)",
+    )
+    add(
+        "--fork-server",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="start workers by forking a process that has imported torch: auto: those that replace others; on: all "
+        "(default: %(default)s)",
+    )
+    add("--no-fork-server", dest="fork_server", action="store_const", const="off", help="as --fork-server off")
+    add(
         "--on-failure",
         choices=("slot", "host"),
         help="what a worker that was lost takes out: its slot alone, or its whole host, as under Horovod "

@@ -6,35 +6,37 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from farandole.launch.guard import Guard
 from farandole.launch.guard_process import remove_shared_memory
-from farandole.launch.process import WorkerProcess, spawn
+from farandole.launch.process import WorkerProcess
 from farandole.launch.sink import Sink
+from farandole.launch.spawner import Spawner
+from farandole.launch.subreaper import reap_group
 
 _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the memory first
 
 
 class WorkerProcesses:
-    """`on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process group was
-    killed, `on_spawn_failed(worker, error)` when it could not be started at all. Made and used on one event
-    loop.
+    """`make_spawner` gives what starts them; its processes are under the guard. `on_exit(worker, exit_code,
+    last_lines)` is called once a process is reaped and its process group was killed, `on_spawn_failed(worker, error)`
+    when it could not be started at all. Made and used on one event loop.
 
     silence_limit_s  the workers are killed when `beat` was not called for so long; None: it need not be called
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        make_spawner: Callable[[Guard], Spawner],
         sink: Sink,
         on_exit: Callable[[str, int, tuple[str, ...]], None],
         on_spawn_failed: Callable[[str, str], None],
         silence_limit_s: float | None = None,
     ) -> None:
-        self._command, self._sink = list(command), sink
+        self._make_spawner, self._sink = make_spawner, sink
         self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
         self._silence_limit_s = silence_limit_s
         self._children: dict[str, set[int]] = {}  # a worker and its loader processes, as last seen
@@ -55,6 +57,11 @@ class WorkerProcesses:
         except OSError:
             self.scratch.rmdir()
             raise
+        self._spawner = self._make_spawner(self._guard)
+
+    def training_begins(self) -> None:
+        """A generation has been started: from now on workers may have to be replaced."""
+        self._spawner.training_begins()
 
     def beat(self) -> None:
         """The agent is not stopped."""
@@ -89,6 +96,7 @@ class WorkerProcesses:
             return  # Old news: it has ended already.
         self._grace_s[worker] = grace_s
         if (process := self._running.get(worker)) is None:
+            self._spawner.wait_no_longer()
             return  # It is being spawned; _live does it.
         process.terminate(grace_s, self._callers.get(worker))
 
@@ -100,6 +108,7 @@ class WorkerProcesses:
     async def end(self, grace_s: float) -> None:
         """End all that still run; nothing is left then."""
         self.kill_all(grace_s)
+        await self._spawner.close()
         if self._lives:
             await asyncio.wait(self._lives.values(), timeout=grace_s + _REAP_DEADLINE_S)
         self._guard.stop()
@@ -107,10 +116,11 @@ class WorkerProcesses:
 
     async def _live(self, worker: str, environment: dict[str, str]) -> None:
         try:
-            process = await spawn(self._command, environment, partial(self._sink.line, worker))
+            child = await self._spawner.spawn(environment)
         except OSError as error:
             self._on_spawn_failed(worker, str(error))
             return
+        process = WorkerProcess(child, partial(self._sink.line, worker))
         self._guard.watch(process.pid)
         self._running[worker] = process
         if (grace_s := self._grace_s.get(worker)) is not None:
@@ -122,6 +132,7 @@ class WorkerProcesses:
         await process.wait_for_output()
         self._sink.closed(worker)
         remove_shared_memory(self._children.pop(worker, set()))
+        await reap_group(process.pid)
 
     def _on_life_over(self, worker: str, life: asyncio.Task[None]) -> None:
         del self._lives[worker]

@@ -25,6 +25,8 @@ from farandole.messages import (
     Abort,
     Dismissed,
     Elastic,
+    Failed,
+    Finished,
     FromWorker,
     Hello,
     Kill,
@@ -76,6 +78,11 @@ class MembershipInvariants:
         self._connected: set[str] = set()
         self._cut_off: dict[str, float] = {}  # until when workers may train on that nobody sees
         self._draining: set[str] = set()  # agents on which nothing may be started
+        # Members that are wanted, as far as can be told from outside: at least, and at most.
+        self._target = (0 if config.fills_slots else config.num_proc, config.max_np or config.num_proc)
+        self._is_finishing = False
+        self._failed: set[str] = set()
+        self._killed: set[str] = set()
 
     def is_banned(self, host: str) -> bool:
         return self._now_s < self._bans.get(host, 0.0)
@@ -102,6 +109,7 @@ class MembershipInvariants:
                         starts |= some
                     case Kill(worker):
                         assert worker in self.slot_of, f"killing {worker}, which is gone"
+                        self._killed.add(worker)
                     case Dismissed():
                         self._check_dismissed(action.agent)
             elif isinstance(action, Log) and isinstance(action.event, HostDrained):
@@ -139,8 +147,11 @@ class MembershipInvariants:
                 self._connected.discard(agent)
                 self._forget([worker for worker, slot in self.slot_of.items() if slot[0] == agent])
                 self._reopenings += 1
-            case ScaleRequested():
+            case ScaleRequested(size):
                 self._reopenings += 1
+                most = self._config.max_np
+                if self._config.min_np <= size and (most is None or size <= most) and not self._config.fills_slots:
+                    self._target = (size, size)
             case AgentTold(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):
                 if self._released and worker in self.members and code != 0:
                     self.failed_after_release = True
@@ -155,12 +166,20 @@ class MembershipInvariants:
                         self._elastic.add(worker)
                     case Ready(number) if number == self._told.get(worker):
                         self._ready[worker] = number
-                    case Synced(number) if number == self.number and worker in self.members:
+                    case Synced(number) if (
+                        number == self.number and worker in self.members and worker not in self._left
+                    ):
                         self._holders.add(worker)
                         self._was_synced = True
                     case Leaving():
                         self._reopenings += 1
+                        if worker in self.members or self._config.spares == 0:
+                            self._target = (max(0, self._target[0] - 1), self._target[1])
                         self._leaving.add(worker)
+                    case Finished():
+                        self._is_finishing = True
+                    case Failed():
+                        self._failed.add(worker)
 
     def _is_with(self, worker: str, agent: str) -> bool:
         return worker in self.slot_of and self.slot_of[worker][0] == agent
@@ -230,6 +249,10 @@ class MembershipInvariants:
             self._told[worker] = message.number
             if isinstance(message, Prepare):
                 assert message.update in (1, 2, 3), f"{message} does not say what changes"
+                if self._config.spares and message.update == 2:
+                    there = len([each for each in self.members if each in self.slot_of and each not in self._leaving])
+                    # A single one may be about to go, and hand the state over.
+                    assert there < max(2, self._most_with_spares()), f"{message}, and no member is missing"
             self.announced = max(self.announced, message.number)
         elif isinstance(message, Released):
             assert worker in self.members, f"{worker} is released and is no member"
@@ -267,6 +290,8 @@ class MembershipInvariants:
             assert not twins, f"generation {number} trains beside {twins}, whose lease is not over"
             leases = [self._cut_off[worker] for worker in self.members if worker in self._cut_off]
             self.waited_for_leases += bool(leases) and self._now_s <= max(leases) + 0.001
+        if self._config.spares and self.number:
+            self._check_spares(by_rank)
         self._starts += 1
         limit = self._config.reset_limit
         assert limit is None or self._starts <= 1 + limit, f"{self._starts - 1} resets"
@@ -275,6 +300,19 @@ class MembershipInvariants:
         survivors = [worker for worker in self.members if worker in starts]
         assert by_rank[: len(survivors)] == survivors or not self.members, "survivors must keep their order"
         self.number, self.members = number, tuple(by_rank)
+
+    def _most_with_spares(self) -> int:
+        return max(self._target[1], self._config.min_np)
+
+    def _check_spares(self, by_rank: list[str]) -> None:
+        """Nobody is taken in for whom there is no place, and nobody is left to wait while there is one."""
+        newcomers = [worker for worker in by_rank if worker not in self.members]
+        hands_over = bool(self._leaving.intersection(by_rank)) or len(by_rank) == 2
+        assert not newcomers or len(by_rank) <= self._most_with_spares() + hands_over, "a spare made the job too large"
+        not_free = self._left | self._failed | self._killed | self._leaving | set(by_rank)
+        waiting = self._elastic.intersection(self.slot_of) - not_free
+        if waiting and not self._is_finishing:
+            assert len(by_rank) >= self._target[0], f"{waiting} waited, and the job went on with {by_rank}"
 
     def _is_withdrawn(self, worker: str) -> bool:
         agent, slot = self.slot_of[worker]

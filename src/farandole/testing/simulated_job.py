@@ -88,6 +88,7 @@ class SimulatedJob:
         self.agreed: dict[int, int | str] = {}  # by generation: the planned number agreed on, or "finish"
         self.bad_links: set[frozenset[str]] = set()
         self.is_training_over = False
+        self.spares_admitted = 0  # in the regroup that a loss began
         self.end: EndJob | None = None
         self.offered: dict[str, int] | None = None
         self._agents: set[str] = set()
@@ -134,7 +135,9 @@ class SimulatedJob:
     def feed(self, happened: Input) -> None:
         """One decision, watched, and carried out."""
         self.history.append((self.now_s, happened))
-        self.job, actions = decide(self.job, happened, self.now_s)
+        before = self.job
+        self.job, actions = decide(before, happened, self.now_s)
+        self._count_spares(before)
         self.invariants.watch(happened, actions, self.now_s)
         for action in actions:
             if isinstance(action, SendAgent):
@@ -142,6 +145,13 @@ class SimulatedJob:
                 self.in_order(("down", action.agent), partial(self._obey, action.agent, action.message))
             elif isinstance(action, EndJob):
                 self.end = action
+
+    def _count_spares(self, before: Job) -> None:
+        old, new = before.generation, self.job.generation
+        if old is None or new is None or old is new or before.change is None or before.change.is_planned:
+            return
+        if len(new.members) == len(old.members) and self.job.config.spares:
+            self.spares_admitted += len(set(new.members).difference(old.members))
 
     # Agents ----------------------------------------------------------------------------------------------
 

@@ -40,7 +40,9 @@ def test_a_death_before_the_release_is_a_loss_and_finishing_is_done_again() -> N
 def test_nobody_is_admitted_after_the_first_finished() -> None:
     told = ToldJob(3).training().exited("w1").ready(2, "w0", "w2").hello("w3").finished("w0")
     assert told.elastic("w3").told() == {}
-    assert [kill.worker for kill in told.finished("w2").sent(Kill)] == ["w3"]
+    assert told.finished("w2").told() == {"w0": ["Released"], "w2": ["Released"], "w3": ["Left"]}
+    told.passes(told.config.grace_s)  # one that does not go is killed
+    assert [kill.worker for kill in told.sent(Kill)] == ["w3"]
 
 
 def test_a_finishing_job_below_min_np_gets_a_replacement_all_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 
@@ -34,4 +35,26 @@ def test_a_changed_environment_is_as_it_was_afterwards_also_after_an_error(monke
     with pytest.raises(KeyError):
         fail()
     assert inside == {**before, "HOROVOD_LOG_LEVEL": "debug", "HOROVOD_TIMELINE": "t.json"}
+    assert dict(os.environ) == before
+
+
+def test_what_is_said_to_one_worker_alone_makes_no_difference_for_a_library() -> None:
+    common = {"HOME": "/home/somebody", "OMP_NUM_THREADS": "2"}
+    first = common | env.worker_environment("@farandole-1", "w3", "secret", 2)
+    second = common | env.worker_environment("@farandole-1", "w4", "other", 3) | {"HOROVOD_RANK": "1"}
+    assert not env.differs_for_all(first, second)
+    assert env.differs_for_all(first, second | {"OMP_NUM_THREADS": "1"})
+    assert env.differs_for_all(first, second | {"LD_PRELOAD": "x"})
+    assert env.differs_for_all(first | {"MKL_NUM_THREADS": "1"}, second)
+
+
+def test_a_replaced_environment_has_nothing_of_the_old_one() -> None:
+    before = dict(os.environ)
+    try:
+        env.replace_environment({"ONLY": "this"})
+        assert dict(os.environ) == {"ONLY": "this"}
+        child = subprocess.run(["/bin/sh", "-c", "echo $ONLY-$HOME"], capture_output=True, text=True)
+        assert child.stdout == "this-\n"
+    finally:
+        env.replace_environment(before)
     assert dict(os.environ) == before

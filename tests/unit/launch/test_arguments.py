@@ -39,14 +39,16 @@ def test_flags_of_the_users_script_are_never_touched(words: list[str]) -> None:
 def test_every_option_arrives() -> None:
     text = (
         "--num-proc 4 --min-num-proc 2 --max-num-proc 8 --restarts 5 --elastic-timeout 10 --start-timeout 20 "
+        "--spares 2 --fork-server on "
         "--detection-budget 0.5 --grace 0 --host ::1 --port 4711 --output-filename out -prefix-timestamp --verbose sh"
     )
     options = parse_run(text.split())
-    assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0)
-    assert (options.hosts, options.discovery_script, options.environment, options.notes) == (None, None, {}, ())
+    assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0, spares=2)
+    assert (options.hosts, options.discovery_script, options.environment) == (None, None, {})
+    assert [note.split(":")[0] for note in options.notes] == ["--fork-server on has no effect"]
     assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
     assert (options.output_directory, options.prefix_timestamp) == (Path("out"), True)
-    assert options.loudness == "VERBOSE"
+    assert (options.loudness, options.fork_server) == ("VERBOSE", "on")
 
 
 @pytest.mark.parametrize("flag", ["-np", "-n", "--num-proc"])
@@ -64,6 +66,8 @@ def test_the_defaults_are_those_of_the_job(flag: str) -> None:
         ("-np -1 sh", "-np must be at least 1, got -1"),
         ("-np 3 --min-np 3 --max-np 2 sh", "--min-np 3 is above --max-np 2"),
         ("-np three sh", "three"),
+        ("-np 2 --spares -1 sh", "--spares must not be negative, got -1"),
+        ("-np 2 --spares one sh", "--spares"),
         ("-np 2 --grace nan sh", "--grace"),
         ("-np 2 --min 1 sh", "--min"),
         ("-np 2", "nothing to run"),

@@ -78,6 +78,24 @@ def test_under_horovodrun_a_job_is_elastic_only_when_that_is_asked_for() -> None
         assert config == JobConfig(2, low, high, fills_slots=True, waits_for_newcomers=True)
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--spares 1", "--spares 1 needs a job that may go on when workers are lost"),
+        ("--min-np 1 --spares 1", "--spares 1 needs --max-np"),
+    ],
+)
+def test_under_horovodrun_spares_without_a_use_or_a_place_are_refused(
+    words: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_run(f"-np 2 {words} sh".split(), HOROVODRUN)
+    assert reason in capsys.readouterr().err
+    assert (
+        parse_run(["-np", "2", "--min-np", "1", "--max-np", "2", "--spares", "1", "sh"], HOROVODRUN).config.spares == 1
+    )
+
+
 @pytest.mark.parametrize("most", ["1", "4"])
 def test_under_horovodrun_max_np_alone_makes_no_job_elastic_and_that_is_said(most: str) -> None:
     options = parse_run(["-np", "2", "--max-np", most, "sh"], HOROVODRUN)

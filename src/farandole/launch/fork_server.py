@@ -1,0 +1,181 @@
+"""The agent's handle on its fork server, a process that has imported torch and becomes a worker within milliseconds.
+Used by spawner.py.
+
+A server that fails, is killed or does not answer is given up, and never harms a worker: those it has made are
+children of the agent, and one that was under way ends by itself unless the agent has given it its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+from farandole.deadline import within
+from farandole.launch.child import Child
+from farandole.launch.fork_server_process import SIZE
+from farandole.launch.python_command import PythonCommand
+from farandole.launch.subreaper import reap_group
+
+_SCRIPT = Path(__file__).with_name("fork_server_process.py")
+_FORK_S = 4.0  # milliseconds, unless the machine does much else
+_STOP_S = 1.0
+
+
+class ForkServer:
+    """Made and used on one event loop: `start()`, then `fork()` while `is_ready`, `stop()` in any case.
+
+    on_end(reason)  the server is of no use any more, though nobody stopped it
+    """
+
+    def __init__(self, command: PythonCommand, environment: Mapping[str, str], on_end: Callable[[str], None]) -> None:
+        self.environment = dict(environment)
+        self._command, self._on_end = command, on_end
+        self._loop = asyncio.get_running_loop()
+        self.is_ready = False
+        self.settled: asyncio.Future[None] = self._loop.create_future()
+        """Done once it is ready, or will never be."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_open = False
+        self._dropped: list[int] = []  # processes that were forked and got no place
+
+    @property
+    def pid(self) -> int:
+        """Of the server, and of its process group."""
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
+
+    def start(self, nice: int) -> None:
+        """Start to import; `nice` says how much that yields to others. Raises OSError."""
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command, descriptor = self._command, theirs.fileno()
+        words = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
+        try:
+            self._process = subprocess.Popen(
+                [command.python, *command.options, *words],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+            )
+        except OSError:
+            self._channel.close()
+            raise
+        finally:
+            theirs.close()
+        self._is_open = True
+        self._channel.setblocking(False)
+        self._loop.add_reader(self._channel, self._hear)
+
+    async def fork(self, environment: Mapping[str, str]) -> Child | None:
+        """A new worker with this environment; None when the server had to be given up."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        worker = _Forked()
+        try:
+            socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
+            theirs.close()
+            await within(_FORK_S, self._give_place(ours, worker, environment))
+        except (OSError, asyncio.TimeoutError) as error:
+            worker.close()
+            self._drop(worker.pid)
+            self._give_up(str(error) or f"it made no worker within {_FORK_S:g} s")
+            return None
+        finally:
+            ours.close()
+            theirs.close()
+            worker.close_writing_ends()
+        return worker
+
+    async def stop(self) -> None:
+        """End the server. What it has made lives on. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._hang_up()
+        process.kill()  # it is in no middle of anything
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        for group in (process.pid, *self._dropped):
+            await reap_group(group)
+
+    async def _give_place(self, connection: socket.socket, worker: _Forked, environment: Mapping[str, str]) -> None:
+        data = await self._loop.sock_recv(connection, SIZE.size)
+        if len(data) < SIZE.size:
+            raise ConnectionError("it could not fork")
+        (worker.pid,) = SIZE.unpack(data)
+        place = json.dumps(dict(environment)).encode()
+        socket.send_fds(connection, [SIZE.pack(len(place))], worker.writing_ends)
+        await self._loop.sock_sendall(connection, place)
+
+    def _drop(self, pid: int) -> None:
+        """Without a place it ends by itself; but the last byte of it may just have arrived."""
+        if pid:
+            self._dropped.append(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _hear(self) -> None:
+        try:
+            said = self._channel.recv(1000).decode("utf-8", "replace")
+        except BlockingIOError:
+            return
+        except OSError:
+            said = ""
+        if said == "ready":
+            self.is_ready = True
+            self._settle()
+        else:
+            self._give_up(said or "it was killed, or failed")
+
+    def _give_up(self, reason: str) -> None:
+        if self._is_open and self._process is not None:
+            self._hang_up()
+            self._process.kill()
+            self._on_end(reason)
+
+    def _hang_up(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = self.is_ready = False
+        self._settle()
+        self._loop.remove_reader(self._channel)
+        self._channel.close()
+
+    def _settle(self) -> None:
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+
+class _Forked:
+    """A Child, once its process number is known."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        out, err = os.pipe(), os.pipe()
+        self.stdout: IO[bytes] = os.fdopen(out[0], "rb", buffering=0)
+        self.stderr: IO[bytes] = os.fdopen(err[0], "rb", buffering=0)
+        self.writing_ends = [out[1], err[1]]
+
+    def wait(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    def close_writing_ends(self) -> None:
+        """Of the pipes: only the worker holds them then."""
+        for descriptor in self.writing_ends:
+            os.close(descriptor)
+        self.writing_ends = []
+
+    def close(self) -> None:
+        self.stdout.close()
+        self.stderr.close()

@@ -1,0 +1,170 @@
+"""How an agent starts its workers: in the plain way, or by a fork server that has imported torch already. One
+interface, two ways; worker_processes.py does not know which one it has."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from farandole.config import ForkServerUse
+from farandole.env import differs_for_all
+from farandole.events import Event, ForkServerLost, ForkServerReady
+from farandole.launch.child import Child, start, worker_variables
+from farandole.launch.fork_server import ForkServer
+from farandole.launch.guard import Guard
+from farandole.launch.python_command import PythonCommand, python_command
+from farandole.launch.subreaper import adopt_orphans
+
+# The first workers have long imported all they need by then, and short jobs do without.
+WARM_UP_AFTER_S = 5.0
+# A tenth of a core next to a worker that computes: 2 s of imports take some 20 s then.
+_NICE = 10
+_MOST_SERVERS = 3
+_IMPORT_S = 60.0  # on a machine that does much else
+_FIRST = asyncio.FIRST_COMPLETED
+
+
+class Spawner(Protocol):
+    """Made and used on one event loop."""
+
+    async def spawn(self, environment: Mapping[str, str]) -> Child:
+        """A new worker. Raises OSError when it cannot be started."""
+        ...
+
+    def training_begins(self) -> None:
+        """A generation has been started."""
+        ...
+
+    def wait_no_longer(self) -> None:
+        """A worker that is being started has to end: what is wanted is started, however, now."""
+        ...
+
+    async def close(self) -> None:
+        """Nothing is left of the spawner; workers live on, and no more of them are started."""
+        ...
+
+
+class PlainSpawner:
+    """Starts the command."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+
+    async def spawn(self, environment: Mapping[str, str]) -> Child:
+        return start(self._command, worker_variables(environment))
+
+    def training_begins(self) -> None:
+        pass
+
+    def wait_no_longer(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class ForkingSpawner:
+    """Has a fork server, and starts in the plain way what that cannot do: without one that is ready, and workers whose
+    environment differs from the server's in what a library may have read when it was loaded.
+
+    guard   ends the server if the agent is killed
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        python: PythonCommand,
+        environment: Mapping[str, str],
+        guard: Guard,
+        on_event: Callable[[Event], None],
+        at_once: bool,
+    ) -> None:
+        self._plain = PlainSpawner(command)
+        self._python, self._environment = python, worker_variables(environment)
+        self._guard, self._on_event, self._at_once = guard, on_event, at_once
+        self._loop = asyncio.get_running_loop()
+        self._servers: list[ForkServer] = []  # the last one may be of use, the others were lost
+        self._warm_up: asyncio.TimerHandle | None = None
+        self._patience: asyncio.Future[None] = self._loop.create_future()  # done when it is over
+        self._is_closed = False
+
+    async def spawn(self, environment: Mapping[str, str]) -> Child:
+        variables = worker_variables(environment)
+        if self._at_once and not self._servers:
+            self._start_server(nice=0)
+        server = self._servers[-1] if self._servers else None
+        if server is not None and self._at_once:
+            await asyncio.wait({server.settled, self._patience}, timeout=_IMPORT_S, return_when=_FIRST)
+        if server is not None and server.is_ready and not differs_for_all(variables, server.environment):
+            child = await server.fork(variables)
+            if child is not None:
+                return child
+        if self._is_closed:
+            raise OSError("the agent ends its workers")  # while this one waited for the server
+        return await self._plain.spawn(environment)
+
+    def training_begins(self) -> None:
+        has_one = bool(self._servers) and (self._servers[-1].is_ready or not self._servers[-1].settled.done())
+        if self._warm_up is None and not has_one and len(self._servers) < _MOST_SERVERS:
+            self._warm_up = self._loop.call_later(WARM_UP_AFTER_S, self._start_server, _NICE)
+
+    def wait_no_longer(self) -> None:
+        if not self._patience.done():
+            self._patience.set_result(None)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self.wait_no_longer()
+        if self._warm_up is not None:
+            self._warm_up.cancel()
+        for server in self._servers:
+            self._guard.release(server.pid)
+            await server.stop()
+
+    def _start_server(self, nice: int) -> None:
+        self._warm_up = None
+        server = ForkServer(self._python, self._environment, self._on_end)
+        try:
+            server.start(nice)
+        except OSError as error:
+            self._on_end(str(error))
+            return
+        self._servers.append(server)
+        self._guard.watch(server.pid)
+        server.settled.add_done_callback(lambda _: self._on_settled(server))
+
+    def _on_settled(self, server: ForkServer) -> None:
+        if server.is_ready:
+            self._on_event(ForkServerReady(server.pid))
+
+    def _on_end(self, reason: str) -> None:
+        self._on_event(ForkServerLost(reason))
+
+
+def make_spawner(
+    use: ForkServerUse,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    guard: Guard,
+    on_event: Callable[[Event], None],
+) -> Spawner:
+    """The spawner of one agent, for workers whose environments begin with this one."""
+    python = forkable(command) if use != "off" else None
+    if python is None or not adopt_orphans():
+        return PlainSpawner(command)
+    return ForkingSpawner(command, python, environment, guard, on_event, at_once=use == "on")
+
+
+def forkable(command: Sequence[str]) -> PythonCommand | None:
+    """What a fork server has to do for this command; None when it would be another one. It must run under the Python
+    that Farandole runs under: about others, or programs of that name, nothing is known."""
+    python = python_command(command)
+    if python is None or (program := shutil.which(python.python)) is None:
+        return None
+    own = Path(sys.executable)
+    is_own = Path(program).parent.resolve() == own.parent.resolve() and Path(program).resolve() == own.resolve()
+    return python if is_own else None
