@@ -1,0 +1,179 @@
+"""One host of a lab: namespaces of its own for network, name, processes, shared memory and mounts; and its faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TypeAlias
+
+from farandole.testing.lab.cgroups import Cgroup
+from farandole.testing.lab.network import Network
+from farandole.testing.lab.tools import COMMAND_S, LabError
+
+_INIT = Path(__file__).with_name("init.py")
+_NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
+_JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 1; shift; n=$((n - 1)); done; exec "$@"'
+
+Stream: TypeAlias = int | IO[bytes] | None
+
+
+class Host:
+    """Made by a Lab, running.
+
+    index    from 0 on
+    name     what it is called, also by itself and by the other hosts
+    address  where the others, and the machine, reach it
+    folder   for temporary files; TMPDIR of its processes. It outlives the host, as a disk does
+    """
+
+    def __init__(self, index: int, group: str, network: Network, folder: Path, hosts_file: Path) -> None:
+        self.index, self.name = index, f"host{index}"
+        self.address = network.address_of(index)
+        self.folder = folder
+        self._group_name, self._network, self._hosts_file = group, network, hosts_file
+        self._cgroup: Cgroup | None = None
+        self._init: subprocess.Popen[bytes] | None = None
+        self._init_pid = 0
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+    # Processes -------------------------------------------------------------------------------------------
+
+    @property
+    def is_up(self) -> bool:
+        return self._init is not None and self._init.poll() is None
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+    ) -> subprocess.Popen[bytes]:
+        """A process on this host. What is returned waits for it outside, and ends as it does; signals go to it by
+        `signal`, with the number that it has on the host. `environment`: instead of this process's own."""
+        if not self.is_up or self._cgroup is None:
+            raise LabError(f"{self.name} is off; boot() it first")
+        entrances = self._cgroup.entrances
+        enter = ["nsenter", "--target", str(self._init_pid), *_NAMESPACES, "--"]
+        inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder or Path.cwd()), *command]
+        process = subprocess.Popen(
+            ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *enter, *inside],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env={**(os.environ if environment is None else environment), "TMPDIR": str(self.folder)},
+            start_new_session=True,
+        )
+        self._started = [*(each for each in self._started if each.poll() is None), process]
+        return process
+
+    def run(self, command: Sequence[str], timeout_s: float = 20.0) -> str:
+        """What a command on this host wrote. Raises LabError when it fails or takes too long."""
+        process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            process.communicate()
+            raise LabError(f"{' '.join(command)} on {self.name} is not done after {timeout_s:g} s") from error
+        text = said.decode(errors="replace")
+        if process.returncode:
+            raise LabError(f"{' '.join(command)} on {self.name} ended with {process.returncode}: {text.strip()}")
+        return text
+
+    def processes(self) -> dict[int, int]:
+        """All that run here but the host's first: number on the host -> number outside."""
+        found = {}
+        for pid in self._cgroup.pids() if self._cgroup is not None else []:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                numbers = _numbers(pid)
+                if len(numbers) > 1 and numbers[-1] != 1:
+                    found[numbers[-1]] = pid
+        return found
+
+    def signal(self, pid: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the process that has this number on the host. Raises ProcessLookupError."""
+        outside = self.processes().get(pid)
+        if outside is None:
+            raise ProcessLookupError(f"there is no process {pid} on {self.name}")
+        os.kill(outside, number)
+
+    # Faults ----------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """All its processes stand still, and do not know it; its network still answers pings."""
+        self._need_cgroup().freeze()
+
+    def thaw(self) -> None:
+        self._need_cgroup().thaw()
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Of all its processes together; the kernel kills one when they want more."""
+        self._need_cgroup().limit_memory(limit_bytes)
+
+    def power_off(self) -> None:
+        """All its processes are gone, and nobody hears of it: no connection is closed or reset."""
+        self._network.cut(self)
+        self.crash()
+
+    def crash(self) -> None:
+        """All its processes are killed at once; the kernel closes their connections."""
+        if self._init is None:
+            return
+        self._init.kill()  # and with it, the child that is the host's first process
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        for process in (self._init, *self._started):
+            process.wait(COMMAND_S)
+        self._started.clear()
+        for stream in (self._init.stdin, self._init.stdout):
+            if stream is not None:
+                stream.close()
+        self._init = self._cgroup = None
+        self._network.disconnect(self.index)
+
+    def boot(self) -> None:
+        """Up again, with its cable; nothing runs on it yet."""
+        if self.is_up:
+            return
+        self.crash()  # what is left of it, if its first process ended by itself
+        self._network.heal(self)
+        self._cgroup = Cgroup(self._group_name)
+        entrances = self._cgroup.entrances
+        unshare = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", "--"]
+        init = [sys.executable, "-I", "-S", str(_INIT), self.name, str(self._hosts_file)]
+        self._init = subprocess.Popen(
+            ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *unshare, *init],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._init.stdout is not None
+        said = self._init.stdout.readline()
+        if not said:
+            raise LabError(f"{self.name} did not come up: its first process ended with {self._init.wait()}")
+        self._init_pid = int(said)
+        self._network.connect(self.index, self._init_pid)
+
+    def _need_cgroup(self) -> Cgroup:
+        if self._cgroup is None:
+            raise LabError(f"{self.name} is off; boot() it first")
+        return self._cgroup
+
+
+def _numbers(pid: int) -> list[int]:
+    """The numbers of a process, from this PID namespace inwards."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return [int(word) for word in line.split()[1:]]
+    return [pid]

@@ -1,0 +1,55 @@
+"""The first process of a host: gives it a name and folders of its own, reaps orphans, and ends when the lab ends.
+
+A script of its own, with the standard library only: host.py starts it in the host's new namespaces. Its arguments are
+the host's name and the file that is to be its /etc/hosts. It says its number outside of the host on stdout once all is
+done. The lab holds the other end of stdin: when that closes the lab is gone, however it died, and so is the host: the
+kernel kills whatever runs in a namespace whose first process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+
+def main(name: str, hosts_file: str) -> None:
+    number = os.readlink("/proc/self")  # still the machine's /proc
+    socket.sethostname(name)
+    mount("-t", "proc", "proc", "/proc")
+    mount("-t", "tmpfs", "tmpfs", "/dev/shm")
+    mount("--bind", hosts_file, "/etc/hosts")
+    awake, wake = os.pipe()
+    os.set_blocking(awake, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    os.write(1, f"{number}\n".encode())
+    while True:
+        readable, _, _ = select.select([0, awake], [], [])
+        if 0 in readable and not os.read(0, 4096):
+            return
+        with contextlib.suppress(BlockingIOError):
+            os.read(awake, 4096)
+        reap()
+
+
+def mount(*words: str) -> None:
+    done = subprocess.run(["mount", *words], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"mount {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+
+
+def reap() -> None:
+    """Whoever has no parent any more is a child of this process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

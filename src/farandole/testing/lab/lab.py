@@ -1,0 +1,72 @@
+"""A lab: some hosts and the network between them, made when it is entered and gone when it is left, however that is."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from farandole.testing.lab.cgroups import Cgroup
+from farandole.testing.lab.host import Host
+from farandole.testing.lab.leftovers import remove_leftovers
+from farandole.testing.lab.names import new_name
+from farandole.testing.lab.network import Network
+from farandole.testing.lab.requirements import why_not
+from farandole.testing.lab.tools import LabError
+
+
+class Lab:
+    """`hosts` hosts that reach each other and the machine they are on, which reaches them. Nothing has a name that
+    another lab on the same machine could have, too. It takes root: why_not() says whether it can be had.
+
+    hosts    by index, running
+    network  between them, with its faults
+    """
+
+    def __init__(self, hosts: int) -> None:
+        if hosts < 1:
+            raise ValueError(f"a lab has at least one host, not {hosts}")
+        self._count = hosts
+        self.name = new_name()
+        self.hosts: list[Host] = []
+        self.network: Network
+        self._everything = contextlib.ExitStack()
+
+    def __enter__(self) -> Lab:
+        """Raises LabError when it cannot be had; nothing of it is left then."""
+        reason = why_not()
+        if reason is not None:
+            raise LabError(reason)
+        remove_leftovers()
+        try:
+            self._make()
+        except BaseException:
+            self._everything.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._everything.close()
+
+    def _make(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        self._everything.callback(shutil.rmtree, folder, ignore_errors=True)
+        group = Cgroup(f"{self.name}.router")
+        self._everything.callback(group.remove)
+        self.network = Network(group)
+        self._everything.callback(self.network.close)
+        hosts_file = folder / "hosts"
+        for index in range(self._count):
+            own = folder / f"host{index}"
+            own.mkdir()
+            self.hosts.append(Host(index, f"{self.name}.host{index}", self.network, own, hosts_file))
+        places = [(place.address, place.name) for place in (self.network.driver, *self.hosts)]
+        lines = ["127.0.0.1 localhost", *(" ".join(place) for place in places)]
+        hosts_file.write_text("".join(f"{line}\n" for line in lines))
+        for host in self.hosts:
+            self._everything.callback(host.crash)
+            host.boot()

@@ -1,0 +1,228 @@
+"""The network of a lab: a router, a cable to each host and one to the machine; and what can go wrong there.
+
+The router is a network namespace without a name. It lives as long as the process that holds it, and that one as long
+as the lab. Of the machine's own network nothing is changed: it gets one more device, with one address and one route,
+which are gone when the router is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+from collections.abc import Iterable
+from typing import Protocol
+
+from farandole.testing.lab.cgroups import Cgroup
+from farandole.testing.lab.tools import LabError, in_network_of, ip, run
+
+_MOST_HOSTS = 200
+_TRIES = 20
+_SILENT_RULES = 100  # in front of the kernel's own, which begin at 32766
+
+
+class Place(Protocol):
+    """A host, or the machine itself: whatever has an address."""
+
+    @property
+    def address(self) -> str: ...
+
+
+class Driver:
+    """The machine itself, as its hosts see it."""
+
+    name = "driver"
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def __repr__(self) -> str:
+        return f"driver ({self.address})"
+
+
+class Network:
+    """Packets that a fault swallows are swallowed silently: nobody is told that there is no way.
+
+    driver  the machine itself, as a place of the network
+    """
+
+    def __init__(self, cgroup: Cgroup) -> None:
+        command = [
+            "sh",
+            "-c",
+            'for file in "$@"; do echo $$ > "$file"; done; exec unshare --net sh -c "echo; exec cat"',
+        ]
+        self._holder = subprocess.Popen(
+            [*command, "sh", *cgroup.entrances],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is the lab's business
+        )
+        self._rules: set[tuple[str, ...]] = set()
+        self._shaped: set[str] = set()
+        try:
+            assert self._holder.stdout is not None
+            if not self._holder.stdout.readline():
+                raise LabError(f"no network namespace: unshare ended with {self._holder.wait()}")
+            self.driver = self._connect_machine()
+        except BaseException:
+            self.close()
+            raise
+
+    # Cables ----------------------------------------------------------------------------------------------
+
+    def address_of(self, index: int) -> str:
+        """Of the host of this index, from 0 on. Raises ValueError when there cannot be so many."""
+        if not 0 <= index < _MOST_HOSTS:
+            raise ValueError(f"a lab has up to {_MOST_HOSTS} hosts; host {index} is asked for")
+        return f"{self._net}.{index + 11}"
+
+    def connect(self, index: int, pid: int) -> None:
+        """Lay the cable of a host, into the network namespace of the process. It must have none."""
+        device, address = f"host{index}", self.address_of(index)
+        ip(self._pid, f"link add {device} type veth peer name eth0 netns {pid}", *self._end(device, address))
+        ip(
+            pid,
+            "link set lo up",
+            f"address add {address}/32 dev eth0",
+            "link set eth0 up",
+            f"route add {self._router} dev eth0 scope link src {address}",
+            f"route add default via {self._router} dev eth0 src {address}",
+        )
+
+    def disconnect(self, index: int) -> None:
+        """Take the cable of a host away, with all that was set at it; where packets are swallowed they still are."""
+        done = subprocess.run(self._here(["ip", "link", "delete", f"host{index}"]), capture_output=True)
+        if done.returncode == 0:  # else it went with the host's namespace
+            self._shaped.discard(f"host{index}")
+
+    # Faults ----------------------------------------------------------------------------------------------
+
+    def cut(self, *places: Place) -> None:
+        """Nothing reaches them any more, and nothing of them arrives."""
+        self._add(rule for place in places for rule in (("from", place.address), ("to", place.address)))
+
+    def one_way(self, sender: Place, receiver: Place) -> None:
+        """Nothing of the sender reaches the receiver; the other way is open."""
+        self._add([("from", sender.address, "to", receiver.address)])
+
+    def partition(self, *groups: Iterable[Place]) -> None:
+        """Each group hears its own members only. Places in no group hear everybody."""
+        sets = [list(group) for group in groups]
+        pairs = [(a, b) for one in sets for other in sets if one is not other for a in one for b in other]
+        self._add(("from", a.address, "to", b.address) for a, b in pairs)
+
+    def heal(self, *places: Place) -> None:
+        """Nothing that is from or to them is swallowed any more. Without places: nothing at all."""
+        addresses = {place.address for place in places}
+        healed = {rule for rule in self._rules if not places or addresses & set(rule)}
+        if healed:
+            ip(self._pid, *[f"rule delete {_line(rule)}" for rule in healed])
+        self._rules -= healed
+
+    def rate(self, index: int, mbit: float | None) -> None:
+        """So many megabits per second to the host of this index, what comes faster waits; None: as fast as can be."""
+        device = f"host{index}"
+        if mbit is None:
+            self._tc("qdisc", "delete", "dev", device, "root")
+            return
+        shape = ["tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "400ms"]
+        self._tc("qdisc", "replace", "dev", device, "root", *shape)
+
+    def loss(self, index: int, share: float) -> None:
+        """This share of the packets to the host of this index is lost, each by chance; 0: none."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"the share of packets that are lost is from 0 to 1, not {share}")
+        device = f"host{index}"
+        if device in self._shaped:
+            self._tc("qdisc", "delete", "dev", device, "clsact")
+            self._shaped.discard(device)
+        if share == 0:
+            return
+        # Few kernels have netem; this one instruction of the classic packet filter is everywhere: load a random word,
+        # drop (2) when it is below the limit, else let it pass (0).
+        program = f"4,32 0 0 {0xFFFFF000 + 56},53 1 0 {min(2**32 - 1, round(share * 2**32))},6 0 0 2,6 0 0 0"
+        self._tc("qdisc", "add", "dev", device, "clsact")
+        self._shaped.add(device)
+        self._tc("filter", "add", "dev", device, "egress", "bpf", "da", "bytecode", program)
+
+    # The end ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The router, its cables, and the machine's device are gone when this returns. Idempotent."""
+        if self._holder.poll() is None:
+            device = getattr(self, "_device", None)
+            if device is not None:
+                subprocess.run(["ip", "link", "delete", device], capture_output=True)
+            self._holder.send_signal(signal.SIGKILL)
+            self._holder.wait()
+        for stream in (self._holder.stdin, self._holder.stdout):
+            if stream is not None:
+                stream.close()
+
+    # Helpers ---------------------------------------------------------------------------------------------
+
+    @property
+    def _pid(self) -> int:
+        return self._holder.pid
+
+    def _here(self, command: list[str]) -> list[str]:
+        return in_network_of(self._pid, command)
+
+    def _connect_machine(self) -> Driver:
+        """The first network of the range for measurements (RFC 2544) that nobody uses on this machine."""
+        device = f"frl{secrets.token_hex(4)}"
+        run(["ip", "link", "add", device, "type", "veth", "peer", "name", "driver", "netns", str(self._pid)])
+        self._device = device
+        run(["ip", "link", "set", device, "up"])
+        for _ in range(_TRIES):
+            self._net = f"198.{18 + secrets.randbelow(2)}.{secrets.randbelow(256)}"
+            self._router, address = f"{self._net}.2", f"{self._net}.1"
+            if run(["ip", "route", "show", "to", "match", address, "table", "all", "scope", "link"]).strip():
+                continue
+            run(["ip", "address", "add", f"{address}/32", "dev", device])
+            try:
+                # The kernel refuses a second route to the same network: of two labs, one looks for another.
+                run(
+                    [
+                        "ip",
+                        "route",
+                        "add",
+                        f"{self._net}.0/24",
+                        "via",
+                        self._router,
+                        "dev",
+                        device,
+                        "onlink",
+                        "src",
+                        address,
+                    ]
+                )
+            except LabError:
+                run(["ip", "address", "delete", f"{address}/32", "dev", device])
+                continue
+            run(self._here(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]))
+            ip(self._pid, "link set lo up", *self._end("driver", address))
+            return Driver(address)
+        raise LabError(f"no network of 198.18.0.0/15 is free on this machine, of {_TRIES} that were tried")
+
+    def _end(self, device: str, address: str) -> list[str]:
+        """The router's end of a cable: one address on all of them, and a route to who is at the other end."""
+        return [
+            f"address add {self._router}/32 dev {device}",
+            f"link set {device} up",
+            f"route replace {address} dev {device} scope link src {self._router}",
+        ]
+
+    def _add(self, rules: Iterable[tuple[str, ...]]) -> None:
+        new = set(rules) - self._rules
+        if new:
+            ip(self._pid, *[f"rule add {_line(rule)}" for rule in new])
+        self._rules |= new
+
+    def _tc(self, *words: str) -> None:
+        run(self._here(["tc", *words]))
+
+
+def _line(rule: tuple[str, ...]) -> str:
+    return f"pref {_SILENT_RULES} {' '.join(rule)} blackhole"
