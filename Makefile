@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos schedules check format bench docs clean
+.PHONY: help demo test test-gpu chaos chaos-report chaos-lost schedules check format bench docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -19,7 +19,13 @@ test: $(READY)  ## all tests but the long chaos runs
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
 
-chaos: $(READY)  ## many random schedules of kills, leaves and joins; CHAOS_SCHEDULES=100 CHAOS_SEED=1000
+chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 for hosts of a lab (root); see docs/chaos.md
+	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0}
+
+chaos-report: $(READY)  ## what all chaos runs have come to
+	@$(BIN)/python -m tests.chaos.report
+
+chaos-lost: $(READY)  ## a job of which everything is killed twenty times, with checkpoints; CHAOS_SEED=4000
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos
 
 schedules: $(READY)  ## the order of the samples under random schedules; DATA_SCHEDULES=100000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +21,13 @@ class Records:
     {"after": step, ...}                                  the optimizer step is applied
     {"end": step, "parameters": hash, ...}                the elastic function has returned
 
-    Every line has the process, its rank and size, and the monotonic clock of the machine in nanoseconds.
+    Every line has the process and its host, rank and size, and the monotonic clock of the machine in nanoseconds.
     """
 
     def __init__(self, folder: str | None) -> None:
         self._file: int | None = None
         if folder is not None:
-            path = Path(folder) / f"worker-{os.getpid()}.jsonl"
+            path = Path(folder) / f"worker-{os.getpid()}-{socket.gethostname()}.jsonl"
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def before_step(self, state: fd.elastic.TorchState, ids: Sequence[int] | None = None) -> None:
@@ -50,6 +51,7 @@ class Records:
         assert self._file is not None
         record |= {
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "rank": fd.rank(),
             "size": fd.size(),
             "generation": fd.generation(),

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ class RunningJob:
     folder  an empty folder for the records (records.py)
     output  where the job's output goes: None for this process's own, or a path
     program FARANDOLE_RUN, or HOROVODRUN in its place
+    environment  of the job; None: this process's own
     """
 
     def __init__(
@@ -39,13 +40,17 @@ class RunningJob:
         folder: Path,
         output: Path | None = None,
         program: Sequence[str] = FARANDOLE_RUN,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         command = [*program, *flags, sys.executable, str(script), *arguments]
         with contextlib.ExitStack() as files:
             sink = files.enter_context(output.open("wb")) if output is not None else None
             self.process = subprocess.Popen(
-                [*command, "--records", str(folder)], stdout=sink, stderr=subprocess.STDOUT if sink else None
+                [*command, "--records", str(folder)],
+                stdout=sink,
+                stderr=subprocess.STDOUT if sink else None,
+                env=environment,
             )
 
     def __enter__(self) -> RunningJob:

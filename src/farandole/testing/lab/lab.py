@@ -12,7 +12,7 @@ from farandole.testing.lab.cgroups import Cgroup
 from farandole.testing.lab.host import Host
 from farandole.testing.lab.leftovers import remove_leftovers
 from farandole.testing.lab.names import new_name
-from farandole.testing.lab.network import Network
+from farandole.testing.lab.network import Network, Place
 from farandole.testing.lab.requirements import why_not
 from farandole.testing.lab.tools import LabError
 
@@ -64,8 +64,8 @@ class Lab:
             own = folder / f"host{index}"
             own.mkdir()
             self.hosts.append(Host(index, f"{self.name}.host{index}", self.network, own, hosts_file))
-        places = [(place.address, place.name) for place in (self.network.driver, *self.hosts)]
-        lines = ["127.0.0.1 localhost", *(" ".join(place) for place in places)]
+        places: list[Place] = [self.network.driver, *self.hosts]
+        lines = ["127.0.0.1 localhost", *(f"{place.address} {place.name}" for place in places)]
         hosts_file.write_text("".join(f"{line}\n" for line in lines))
         for host in self.hosts:
             self._everything.callback(host.crash)

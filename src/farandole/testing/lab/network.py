@@ -24,8 +24,8 @@ _SILENT_RULES = 100  # in front of the kernel's own, which begin at 32766
 class Place(Protocol):
     """A host, or the machine itself: whatever has an address."""
 
-    @property
-    def address(self) -> str: ...
+    name: str
+    address: str
 
 
 class Driver:

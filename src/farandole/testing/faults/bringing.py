@@ -1,0 +1,225 @@
+"""Brings a plan's faults about in a running job: waits for each moment, chooses the victims, and does it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from farandole.testing.faults.grounds import Ground, Worker
+from farandole.testing.faults.moments import Latest, Moments, farthest, progress
+from farandole.testing.faults.orders import give
+from farandole.testing.faults.plan import (
+    DEADLY,
+    AddWorker,
+    Deed,
+    Fault,
+    OneWay,
+    Plan,
+    ToHost,
+    ToWorkers,
+)
+from farandole.testing.running_job import RunningJob
+
+_POLL_S = 0.001
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "segfault": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+    "stop": signal.SIGSTOP,
+    "continue": signal.SIGCONT,
+    "leave": signal.SIGTERM,
+}
+_SLOW_MS = 2000.0  # a step, while the job waits for workers that the next fault takes
+_BEFORE_END = 3  # steps in which workers can still join
+
+
+class Pace:
+    """How long a step of the job waits: fast, but slower and slower towards a step that must not come too early."""
+
+    def __init__(self, file: Path, fast_ms: float) -> None:
+        self._file, self._fast_ms = file, fast_ms
+        self._said: float | None = None
+        self.full_speed()
+
+    def full_speed(self) -> None:
+        self._say(self._fast_ms)
+
+    def towards(self, step: int | None, now: int, *, can_happen: bool) -> None:
+        """`can_happen`: all that the fault takes is there but its step."""
+        left = max(1, step - now) if step is not None else 4
+        if can_happen:
+            # Long enough for it to happen in this very step.
+            self._say(max(self._fast_ms, 30.0) if step is not None and left == 1 else self._fast_ms)
+        else:
+            self._say(max(self._fast_ms, _SLOW_MS / left))
+
+    def _say(self, ms: float) -> None:
+        if ms != self._said:
+            new = self._file.with_suffix(".new")
+            new.write_text(str(ms))
+            new.rename(self._file)
+            self._said = ms
+
+
+class Bringer:
+    """`job`'s script calls Orders and Records; it begins with `workers`, and `replaces` those that it loses.
+
+    wanted    workers that train once everybody has come and gone
+    gone      those that were ended, or asked to leave
+    deaths    workers that were ended
+    happened  how often each kind of fault was brought about
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        job: RunningJob,
+        ground: Ground,
+        moments: Moments,
+        pace: Pace,
+        *,
+        workers: int,
+        replaces: bool,
+        chance: random.Random,
+        deadline_s: float,
+    ) -> None:
+        self._plan, self._job, self._ground, self._moments, self._pace = plan, job, ground, moments, pace
+        self._replaces, self._chance, self._deadline_s = replaces, chance, deadline_s
+        self.wanted = self._slots = workers
+        self.gone: set[Worker] = set()
+        self.deaths = 0
+        self.happened: Counter[str] = Counter()
+        self._last: list[Worker] = []
+
+    def run(self) -> None:
+        """All faults of the plan. Raises TimeoutError, which says which one's moment did not come."""
+        faults = self._plan.faults
+        for index, fault in enumerate(faults):
+            following = faults[index + 1].deed if index + 1 < len(faults) else None
+            lasts = not (isinstance(following, ToWorkers) and following.action == "continue")
+            victims = self._wait_for(fault)
+            self._pause(fault.late_ms / 1e3)
+            self._moments.begin()
+            self._bring(fault.deed, victims, lasts=lasts)
+            self.happened[fault.kind] += 1
+        self._pace.full_speed()
+
+    def settle(self, steps: int) -> None:
+        """Until all who are to come have come and train: before the end of the job, which has so many steps. Raises
+        TimeoutError."""
+        deadline = time.monotonic() + self._deadline_s
+        while not self._is_settled(latest := self._job.latest()):
+            if time.monotonic() > deadline or self._job.process.poll() is not None:
+                raise TimeoutError(
+                    f"not all of the {self.wanted} workers that are to train do; {self._situation(latest)}"
+                )
+            self._pace.towards(steps - _BEFORE_END, farthest(latest), can_happen=False)
+            time.sleep(_POLL_S)
+        self._pace.full_speed()
+
+    # Waiting ---------------------------------------------------------------------------------------------
+
+    def _wait_for(self, fault: Fault) -> list[Worker]:
+        """Whom it hits."""
+        deadline, has_come = time.monotonic() + self._deadline_s, False
+        step = self._moments.step_of(fault.moment)
+        while time.monotonic() < deadline and self._job.process.poll() is None:
+            latest = self._job.latest()
+            has_come = has_come or self._moments.has_come(fault.moment, latest)
+            victims = self._victims(fault.deed, latest)
+            if has_come and victims is not None:
+                return victims
+            self._pace.towards(step, farthest(latest), can_happen=victims is not None)
+            time.sleep(_POLL_S)
+        come = "its moment came" if has_come else "its moment did not come"
+        raise TimeoutError(f"{str(fault)!r} could not be brought about: {come}; {self._situation(self._job.latest())}")
+
+    def _situation(self, latest: Latest) -> str:
+        steps = {rank: (*_worker(record), progress(record), record["generation"]) for rank, record in latest.items()}
+        return (
+            f"exit code {self._job.process.poll()}, gone {sorted(self.gone)}, worker, step, generation by rank: {steps}"
+        )
+
+    def _victims(self, deed: Deed, latest: Latest) -> list[Worker] | None:
+        """None: not all whom it takes are there, or nobody would be left who holds the state."""
+        if not isinstance(deed, ToWorkers):
+            return []
+        training = {rank: who for rank, record in sorted(latest.items()) if (who := _worker(record)) not in self.gone}
+        if deed.whom == "the same":
+            return self._last
+        if deed.whom == "newcomer":
+            starting = sorted(self._starting())
+            return [self._chance.choice(starting)] if starting and training else None
+        chosen = self._choose(deed, training, latest)
+        if not chosen or (deed.action != "hold" and len(chosen) >= len(training)):
+            return None
+        return chosen
+
+    def _choose(self, deed: ToWorkers, training: dict[int, Worker], latest: Latest) -> list[Worker]:
+        everyone = list(training.values())
+        if isinstance(deed.whom, int):
+            return [training[deed.whom]] if deed.whom in training else []
+        if not everyone:
+            return []
+        if deed.whom == "source":
+            return [training[min(training, key=lambda rank: (-progress(latest[rank]), rank))]]
+        count = {"any": 1, "two": 2, "all but one": max(1, len(everyone) - 1)}[deed.whom]
+        return self._chance.sample(everyone, count) if count <= len(everyone) else []
+
+    def _starting(self) -> set[Worker]:
+        """Workers that have not begun a step yet."""
+        files = self._job.folder.glob("worker-*.jsonl")
+        names = [file.stem.split("-", 2) for file in files if file.stat().st_size == 0]
+        return {(host, int(pid)) for _, pid, host in names} - self.gone
+
+    def _is_settled(self, latest: Latest) -> bool:
+        are_all = len(latest) == self.wanted and all(record["size"] == self.wanted for record in latest.values())
+        return are_all and not any(_worker(record) in self.gone for record in latest.values())
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self._job.process.poll() is None:
+            time.sleep(min(_POLL_S, max(0.0, until - time.monotonic())))
+
+    # Doing -----------------------------------------------------------------------------------------------
+
+    def _bring(self, deed: Deed, victims: list[Worker], *, lasts: bool) -> None:
+        if isinstance(deed, ToHost | OneWay):
+            self._ground.disturb(deed)
+            return
+        if isinstance(deed, AddWorker):
+            self._slots += 1
+            self.wanted += 1
+            self._ground.offer(self._slots)
+            return
+        for worker in victims:
+            self._do(deed.action, worker)
+            if deed.action == "leave":
+                self._lose(worker, replaced=False)
+            elif deed.action in DEADLY or (deed.action == "stop" and lasts):
+                self.deaths += 1
+                self._lose(worker, replaced=self._replaces)
+        self._last = victims
+
+    def _do(self, action: str, worker: Worker) -> None:
+        host, pid = worker
+        with contextlib.suppress(ProcessLookupError, ConnectionError):  # it ended by itself meanwhile
+            if action in _SIGNALS:
+                self._ground.signal(worker, _SIGNALS[action])
+            elif action == "starve" and not self._ground.starve(worker):
+                self._ground.signal(worker, signal.SIGKILL)  # which is what the kernel does to it
+            else:
+                give(self._job.folder, pid, host, action)
+
+    def _lose(self, worker: Worker, *, replaced: bool) -> None:
+        self.gone.add(worker)
+        self.wanted -= not replaced
+
+
+def _worker(record: object) -> Worker:
+    assert isinstance(record, dict)
+    return record["host"], record["pid"]

@@ -1,0 +1,62 @@
+"""Faults that only a worker can do to itself, done when told to. bringing.py tells it; scripts call it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import threading
+from pathlib import Path
+
+STARVED_BYTES = 256 << 20
+HOLD_S = 1
+
+
+class Orders:
+    """Made first of all in a script: who may be killed while it starts has to be known from its start.
+
+    In `folder` there is then an empty file worker-PID-HOST.jsonl, which records (records.py) go into, and a named pipe
+    order-PID-HOST, which is read in a thread of its own.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        who = f"{os.getpid()}-{socket.gethostname()}"
+        self._raise = threading.Event()
+        self._pipe = Path(folder) / f"order-{who}"
+        os.mkfifo(self._pipe)
+        threading.Thread(target=self._obey, name="orders", daemon=True).start()
+        (Path(folder) / f"worker-{who}.jsonl").touch()
+
+    def check(self) -> None:
+        """Call it in each step. Raises RuntimeError when told to."""
+        if self._raise.is_set():
+            self._raise.clear()
+            raise RuntimeError("this worker was told to raise an exception")
+
+    def _obey(self) -> None:
+        while True:
+            order = self._pipe.read_text()  # one writer, one order
+            if order == "exit":
+                os._exit(0)
+            elif order == "raise":
+                self._raise.set()
+            elif order == "hold":
+                ctypes.PyDLL(None).sleep(HOLD_S)  # which keeps the GIL, as few things do
+            elif order == "starve":
+                wanted = bytearray(STARVED_BYTES)
+                del wanted  # it was not short of memory after all
+
+
+def give(folder: Path, pid: int, host: str, order: str) -> None:
+    """To the worker with this number on this host. Raises ProcessLookupError when it is not there any more."""
+    try:
+        pipe = os.open(folder / f"order-{pid}-{host}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # nobody reads it
+            raise
+        raise ProcessLookupError(f"there is no worker {pid} on {host}") from error
+    try:
+        os.write(pipe, order.encode())
+    finally:
+        os.close(pipe)

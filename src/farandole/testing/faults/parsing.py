@@ -1,0 +1,106 @@
+"""From text to a fault plan. Pure; plan.py has the words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import cast
+
+from farandole.testing.faults.plan import (
+    HOST_ACTIONS,
+    PHASES,
+    WHO,
+    WORKER_ACTIONS,
+    AddWorker,
+    After,
+    AtLastStepOf,
+    AtStep,
+    Deed,
+    During,
+    Fault,
+    HostAction,
+    Moment,
+    OneWay,
+    Phase,
+    Plan,
+    ToHost,
+    ToWorkers,
+    Who,
+    WorkerAction,
+)
+
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_LATE = re.compile(rf"(.*?) *\+ *{_NUMBER} *ms")
+_MOMENTS: tuple[tuple[str, Callable[[str], Moment]], ...] = (
+    (r"at step (\d+)", lambda number: AtStep(int(number))),
+    (r"at last step of epoch (\d+)", lambda number: AtLastStepOf(int(number))),
+    (rf"during ({'|'.join(PHASES)})", lambda phase: During(cast(Phase, phase))),
+    (rf"after {_NUMBER} ?s", lambda number: After(float(number))),
+)
+_TO_WORKERS = re.compile(rf"({'|'.join(WORKER_ACTIONS)}) (?:rank (\d+)|({'|'.join(WHO)}))")
+_TO_HOST = re.compile(rf"({'|'.join(HOST_ACTIONS)}) host (\d+)(?: to {_NUMBER} ?mbit| {_NUMBER} ?percent)?")
+_ONE_WAY = re.compile(r"one way host (\d+) to host (\d+)")
+
+
+def parse(text: str) -> Plan:
+    """Faults are on lines of their own, or divided by semicolons; the rest of a line after # is a remark.
+
+    Raises ValueError, which says which fault cannot be read, and what could be there.
+    """
+    lines = [line.partition("#")[0] for line in text.splitlines()]
+    faults = [" ".join(fault.split()) for line in lines for fault in line.split(";")]
+    return Plan(tuple(_fault(fault, number) for number, fault in enumerate(filter(None, faults), start=1)))
+
+
+def _fault(text: str, number: int) -> Fault:
+    when, colon, what = (part.strip() for part in text.partition(":"))
+    where = f"fault {number}, {text!r}"
+    if not colon:
+        raise ValueError(f"{where}: it takes a moment, a colon, and what is done, as in 'at step 40: kill rank 0'")
+    found = _LATE.fullmatch(when)
+    when, late_ms = (found[1], float(found[2])) if found else (when, 0.0)
+    moment, deed = _moment(when), _deed(what)
+    if moment is None:
+        raise ValueError(
+            f"{where}: {when!r} is no moment; there are 'at step N', 'at last step of epoch N', 'after N s' and "
+            f"'during' {_list(PHASES)}, each with '+ N ms' after it if you like"
+        )
+    if deed is None:
+        raise ValueError(
+            f"{where}: {what!r} is nothing that can be done; there are 'add a worker', 'one way host N to host N', "
+            f"{_list(WORKER_ACTIONS)} with 'rank N', {_list(WHO)}, and {_list(HOST_ACTIONS)} with 'host N'; "
+            "'slow' takes 'to N mbit', and 'lose' takes 'N percent'"
+        )
+    if number == 1 and isinstance(moment, After):
+        raise ValueError(f"{where}: 'after' is counted from the fault before, and this is the first one")
+    if number == 1 and isinstance(deed, ToWorkers) and deed.whom == "the same":
+        raise ValueError(f"{where}: 'the same' is who was hit by the fault before, and this is the first one")
+    return Fault(moment, deed, late_ms)
+
+
+def _moment(text: str) -> Moment | None:
+    for pattern, make in _MOMENTS:
+        found = re.fullmatch(pattern, text)
+        if found:
+            return make(found[1])
+    return None
+
+
+def _deed(text: str) -> Deed | None:
+    if text == "add a worker":
+        return AddWorker()
+    if found := _TO_WORKERS.fullmatch(text):
+        action, rank, who = found.groups()
+        return ToWorkers(cast(WorkerAction, action), int(rank) if rank else cast(Who, who))
+    if found := _ONE_WAY.fullmatch(text):
+        return OneWay(int(found[1]), int(found[2]))
+    if found := _TO_HOST.fullmatch(text):
+        action, host, mbit, percent = found.groups()
+        # Each of the two takes its own amount, all others none.
+        if (mbit is not None) == (action == "slow") and (percent is not None) == (action == "lose"):
+            return ToHost(cast(HostAction, action), int(host), float(mbit or percent or 0))
+    return None
+
+
+def _list(words: tuple[str, ...]) -> str:
+    return ", ".join(f"'{word}'" for word in words)

@@ -1,0 +1,73 @@
+"""One job of a chaos run and the faults that happen to it: all of it follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from farandole.testing.faults.drawing import MOST_WORKERS, Shape, draw
+from farandole.testing.faults.plan import Plan
+from tests.scripts.chaos_job import EPOCHS, STEPS_PER_EPOCH
+
+BUDGET_S = 2.0
+WIDE = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """num_workers  loader processes of each worker
+    width        of the model: a state of some kilobytes, or of 4 MB
+    pace_ms      what a step waits beside what it computes
+    """
+
+    seed: int
+    shape: Shape
+    num_workers: int
+    width: int
+    pace_ms: float
+    mean_each_step: bool
+    has_ledger: bool
+    plan: Plan
+
+    def __str__(self) -> str:
+        shape = self.shape
+        after = "who is lost is replaced" if shape.replaces else "nobody is replaced"
+        where = f" on {shape.hosts} hosts" if shape.hosts else ""
+        loaders = f" with {self.num_workers} loader processes" if self.num_workers else ""
+        return f"seed {self.seed}: {shape.workers} workers{where}{loaders}, width {self.width}, {after}; {self.plan}"
+
+    def as_json(self) -> dict[str, Any]:
+        shape = self.shape
+        return {
+            "seed": self.seed,
+            "hosts": shape.hosts,
+            "workers": shape.workers,
+            "replaces": shape.replaces,
+            "loader_processes": self.num_workers,
+            "width": self.width,
+            "plan": str(self.plan),
+        }
+
+
+def case_of(seed: int, hosts: int = 0) -> Case:
+    """The job of a seed: on this machine, or on so many hosts of a lab."""
+    chance = random.Random(f"{seed} on {hosts}")
+    shape = Shape(
+        workers=max(hosts, chance.choice([2, 3, 3, MOST_WORKERS])),
+        hosts=hosts,
+        epochs=EPOCHS,
+        steps=STEPS_PER_EPOCH,
+        replaces=bool(hosts) or chance.random() < 0.7,
+        budget_s=BUDGET_S,
+    )
+    return Case(
+        seed=seed,
+        shape=shape,
+        num_workers=chance.choice([0, 0, 2]),
+        width=chance.choice([8, 8, WIDE]),
+        pace_ms=chance.choice([1.0, 3.0, 6.0]),
+        mean_each_step=chance.random() < 0.5,
+        has_ledger=chance.random() < 0.5,
+        plan=draw(chance, shape),
+    )

@@ -1,0 +1,52 @@
+"""Whole jobs under faults, some minutes of what `make chaos` does for hours."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from farandole.testing.faults import parse
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import RunningJob
+from tests.chaos import invariants
+from tests.chaos.case import Case, case_of
+from tests.chaos.disturbed_job import SCRIPT, undisturbed_weights
+from tests.chaos.run import run_one
+from tests.pure_order import global_batches
+from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED
+
+
+def check(case: Case) -> None:
+    print(case)
+    assert run_one(case, results=None).violations == []
+
+
+def test_a_job_left_in_peace_trains_its_order_one_global_batch_after_the_other(tmp_path: Path) -> None:
+    with RunningJob(["-np", "1"], SCRIPT, [], tmp_path, tmp_path / "output") as job:
+        assert job.wait(60) == 0, (tmp_path / "output").read_text()
+    proof = Proof(tmp_path)
+    assert proof.samples_by_step() == global_batches(SAMPLES, BATCH, SEED, EPOCHS)
+    assert [*invariants.training(proof, undisturbed_weights(8)), *invariants.counters(proof, 0)] == []
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "at step 30: segfault source; during regroup + 1 ms: abort any; at step 200: exit any; at step 250: raise any",
+        "at step 40: hold any; at last step of epoch 0 + 5 ms: kill all but one; at step 220: starve any; "
+        "at step 300: stop any; after 0.4 s: continue the same",
+    ],
+)
+def test_a_job_of_three_survives_a_bad_day(plan: str) -> None:
+    case = case_of(2)
+    shape = dataclasses.replace(case.shape, workers=3, replaces=True)
+    check(dataclasses.replace(case, shape=shape, width=8, plan=parse(plan)))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_job_survives_what_its_seed_holds_for_it(seed: int) -> None:
+    check(case_of(seed))

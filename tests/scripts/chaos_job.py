@@ -1,0 +1,86 @@
+"""The job of the chaos runs: three epochs, as fast as it is told, and records of what the tensors really hold."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from farandole.testing.faults.orders import Orders
+
+SAMPLES, BATCH, SEED, EPOCHS = 1053, 7, 11, 3
+STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pace", type=Path, help="a file: milliseconds that a step waits; read in each step")
+    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--width", type=int, default=8, help="of the hidden layers; 512: a state of 4 MB")
+    parser.add_argument("--mean-each-step", action="store_true", help="a collective of the user's own")
+    parser.add_argument("--records", required=True)
+    options = parser.parse_args()
+    train(options, Orders(options.records))  # before the first import that takes its time
+
+
+def train(options: argparse.Namespace, orders: Orders) -> None:
+    import time
+
+    import torch
+    import torch.nn.functional as F
+
+    import farandole as fd
+    from farandole.testing.quick_start import without_compiler
+    from farandole.testing.records import Records
+    from tests.scripts.chaos_data import Numbers
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    without_compiler()
+    fd.init()
+    width = options.width
+    layers = [torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1)).double()
+    optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    loader = fd.elastic.DataLoader(Numbers(SAMPLES), BATCH, seed=SEED, num_workers=options.num_workers)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.9)
+    state = fd.elastic.TorchState(
+        model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[scheduler.step], seen=0
+    )
+    records = Records(options.records)
+
+    def wait(share: float) -> None:
+        """A share of the pace, which may change meanwhile."""
+        began = time.monotonic()
+        while options.pace is not None:
+            left_s = share * float(options.pace.read_text()) / 1e3 - (time.monotonic() - began)
+            if left_s <= 0:
+                return
+            time.sleep(min(left_s, 0.01))
+
+    @fd.elastic.run
+    def run(state: fd.elastic.TorchState) -> float:
+        for _ in loader.epochs(EPOCHS):
+            for x, y, indices in loader:
+                wait(0.5)
+                records.before_step(state, [] if loader.batch.is_ghost else indices.tolist())
+                wait(0.5)
+                orders.check()
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                if optimizer.step():
+                    records.after_step(state)
+                    state.seen += 1
+                if options.mean_each_step:
+                    fd.mean(loss.item())
+        return fd.mean(float(state.step))
+
+    result = run(state)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    shown = [*weights[:: 1 + len(weights) // 64].tolist(), weights.norm().item()]
+    records.at_end(state, scheduler_last_epoch=scheduler.last_epoch, seen=state.seen, result=result, weights=shown)
+
+
+if __name__ == "__main__":
+    main()
