@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -15,12 +16,15 @@ from pathlib import Path
 
 from farandole.testing.faults.bringing import Bringer, Pace
 from farandole.testing.faults.grounds import ThisMachine
+from farandole.testing.faults.lab_ground import LabGround
 from farandole.testing.faults.moments import Moments
 from farandole.testing.faults.plan import AtLastStepOf
+from farandole.testing.lab import Lab, LabError
+from farandole.testing.lab.leftovers import remains
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
 from tests.chaos import invariants
-from tests.chaos.case import BUDGET_S, Case
+from tests.chaos.case import Case
 from tests.jobs import SCRIPTS
 from tests.scripts.chaos_job import EPOCHS, STEPS, STEPS_PER_EPOCH
 
@@ -42,21 +46,40 @@ class Outcome:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a job writes, in `folder`."""
+
+    folder: Path
+
+    @property
+    def records(self) -> Path:
+        return self.folder / "records"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "tmp"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+
 def run_case(case: Case, folder: Path) -> Outcome:
     """`folder` is empty; what the job wrote stays there."""
-    records, temporary, output = folder / "records", folder / "tmp", folder / "output"
-    for each in (records, temporary):
+    place = Place(folder)
+    for each in (place.records, place.temporary):
         each.mkdir()
-    weights = undisturbed_weights(case.width)
+    undisturbed_weights(case.width)
     outcome, began = Outcome(), time.monotonic()
-    tidiness = invariants.Tidiness(records, temporary)
+    tidiness = invariants.Tidiness(place.records, place.temporary)
     staying: range | None = None
     try:
-        staying = _run(case, folder, records, temporary, output, outcome)
-    except (AssertionError, TimeoutError, subprocess.TimeoutExpired) as error:
+        staying = _run(case, place, outcome)
+    except (AssertionError, LabError, TimeoutError, subprocess.TimeoutExpired) as error:
         outcome.violations.append(f"{type(error).__name__}: {error}")
     outcome.seconds = time.monotonic() - began
-    outcome.violations += [*tidiness.left(), *_findings(case, folder, records, output, outcome, staying, weights)]
+    outcome.violations += [*tidiness.left(), *_findings(case, place, outcome, staying)]
     return outcome
 
 
@@ -73,63 +96,77 @@ def undisturbed_weights(width: int) -> list[float]:
         return weights
 
 
-def _run(case: Case, folder: Path, records: Path, temporary: Path, output: Path, outcome: Outcome) -> range:
+@contextlib.contextmanager
+def _machine(case: Case, place: Place) -> Iterator[tuple[ThisMachine, list[str]]]:
+    """The job's workers are on this machine."""
+    ground = ThisMachine(place.folder / "hosts")
+    ground.offer(case.shape.workers)
+    with contextlib.closing(ground):
+        yield ground, ["--max-np", "9", "--host-discovery-script", f"cat {ground.hosts_file}"]
+
+
+@contextlib.contextmanager
+def _lab(case: Case, place: Place, outcome: Outcome) -> Iterator[tuple[LabGround, list[str]]]:
+    """They are on hosts; as many slots as workers, so that each is needed."""
+    workers, hosts = case.shape.workers, case.shape.hosts
+    slots = [workers // hosts + (index < workers % hosts) for index in range(hosts)]
+    with Lab(hosts) as lab, contextlib.closing(LabGround(lab, slots, place.folder)) as ground:
+        yield ground, ground.flags
+        outcome.violations += ground.left()
+    outcome.violations += [f"{name} is left of the lab" for name in remains(lab.name)]
+
+
+def _run(case: Case, place: Place, outcome: Outcome) -> range:
     """To the end of the job; between how many and how many workers are to come to it."""
     shape = case.shape
-    pace = Pace(folder / "pace", case.pace_ms)
-    ground = ThisMachine(folder / "hosts")
-    ground.offer(shape.workers)
-    flags = ["-np", str(shape.workers), "--max-np", "9", "--restarts", "1000" if shape.replaces else "0", "--verbose"]
-    flags += ["--detection-budget", str(BUDGET_S), "--host-discovery-script", f"cat {ground.hosts_file}"]
-    flags += ["--sample-ledger", str(folder / "ledger")] if case.has_ledger else []
-    words = ["--pace", str(folder / "pace"), "--num-workers", str(case.num_workers), "--width", str(case.width)]
+    pace = Pace(place.folder / "pace", case.pace_ms)
+    flags = ["-np", str(shape.workers), "--restarts", "1000" if shape.replaces else "0", "--verbose"]
+    flags += ["--detection-budget", str(shape.budget_s)]
+    flags += ["--sample-ledger", str(place.folder / "ledger")] if case.has_ledger else []
+    words = ["--pace", str(place.folder / "pace"), "--num-workers", str(case.num_workers), "--width", str(case.width)]
     words += ["--mean-each-step"] * case.mean_each_step
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    try:
-        with RunningJob(flags, SCRIPT, words, records, output, environment=environment) as job:
-            bringer = Bringer(
-                case.plan,
-                job,
-                ground,
-                Moments(output, STEPS_PER_EPOCH),
-                pace,
-                workers=shape.workers,
-                replaces=shape.replaces,
-                chance=random.Random(case.seed),
-                deadline_s=DEADLINE_S,
-            )
-            try:
-                bringer.run()
-                at_end = case.plan.faults[-1].moment == AtLastStepOf(EPOCHS - 1)
-                if not at_end:
-                    bringer.settle(STEPS)
-            finally:
-                outcome.happened, outcome.deaths = bringer.happened, bringer.deaths
-            code = job.wait(DEADLINE_S)
-            assert code == 0, f"the job ended with exit code {code}"
-            # Who is lost in the last step of all is not replaced any more.
-            return range(1 if at_end else bringer.wanted, bringer.wanted + 1)
-    finally:
-        ground.close()
+    environment = {**os.environ, "TMPDIR": str(place.temporary)}
+    with contextlib.ExitStack() as stack:
+        around = _lab(case, place, outcome) if shape.hosts else _machine(case, place)
+        ground, more = stack.enter_context(around)
+        job = RunningJob(flags + more, SCRIPT, words, place.records, place.output, environment=environment)
+        stack.enter_context(job)
+        if isinstance(ground, LabGround):
+            ground.start_agents()
+        bringer = Bringer(
+            case.plan,
+            job,
+            ground,
+            Moments(place.output, STEPS_PER_EPOCH),
+            pace,
+            workers=shape.workers,
+            replaces=shape.replaces,
+            budget_s=shape.budget_s,
+            chance=random.Random(case.seed),
+            deadline_s=DEADLINE_S,
+        )
+        try:
+            bringer.run()
+            at_end = case.plan.faults[-1].moment == AtLastStepOf(EPOCHS - 1)
+            if not at_end:
+                bringer.settle(STEPS)
+        finally:
+            outcome.happened, outcome.deaths = bringer.happened, bringer.deaths
+        code = job.wait(DEADLINE_S)
+        assert code == 0, f"the job ended with exit code {code}"
+        # Who is lost in the last step of all is not replaced any more.
+        return range(1 if at_end else bringer.wanted, bringer.wanted + 1)
 
 
-def _findings(
-    case: Case,
-    folder: Path,
-    records: Path,
-    output: Path,
-    outcome: Outcome,
-    staying: range | None,
-    weights: list[float],
-) -> Iterator[str]:
-    proof = Proof(records)
+def _findings(case: Case, place: Place, outcome: Outcome, staying: range | None) -> Iterator[str]:
+    proof = Proof(place.records)
     outcome.generations, outcome.redone = len(proof.generations()), proof.redone()
     yield from invariants.counters(proof, outcome.deaths)
-    yield from invariants.verdicts(output.read_text(errors="replace"), outcome.deaths)
+    yield from invariants.verdicts(place.output.read_text(errors="replace"), outcome.deaths)
     if staying is None:
         return  # it did not come to its end, and so did not train everything
-    yield from invariants.training(proof, weights)
+    yield from invariants.training(proof, undisturbed_weights(case.width))
     if len(proof.ends()) not in staying:
         yield f"{len(proof.ends())} workers came to the end, and it should be {staying.start} to {staying.stop - 1}"
     if case.has_ledger:
-        yield from invariants.ledger(folder / "ledger")
+        yield from invariants.ledger(place.folder / "ledger")

@@ -87,9 +87,10 @@ def test_a_fault_costs_one_step_at_most(tmp_path: Path) -> None:
 
 
 def test_a_wrong_verdict_is_found() -> None:
-    said = "[farandole] starting w3 in slot 0\n[farandole] lost w3 (slot 0): it was killed\n"
+    lost = "[farandole] lost w3 (slot 0): it was killed"
+    said = f"[farandole] starting w3 in slot 0\n{lost}\n"
     assert list(invariants.verdicts(said, 1)) == []
-    assert list(invariants.verdicts(said, 0)) == ["1 workers were declared lost, and 0 were ended: ['w3']"]
+    assert list(invariants.verdicts(said, 0)) == [f"1 workers were declared lost, and 0 were ended: {[lost]}"]
 
 
 def test_temporary_files_that_stay_are_found(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from farandole.testing.faults.orders import give
 from farandole.testing.faults.plan import (
     DEADLY,
     AddWorker,
+    After,
     Deed,
     Fault,
     OneWay,
@@ -66,7 +67,8 @@ class Pace:
 
 
 class Bringer:
-    """`job`'s script calls Orders and Records; it begins with `workers`, and `replaces` those that it loses.
+    """`job`'s script calls Orders and Records; it begins with `workers`, and `replaces` those that it loses. Faults
+    that are over within `budget_s`, its detection budget, end nobody.
 
     wanted    workers that train once everybody has come and gone
     gone      those that were ended, or asked to leave
@@ -84,11 +86,12 @@ class Bringer:
         *,
         workers: int,
         replaces: bool,
+        budget_s: float,
         chance: random.Random,
         deadline_s: float,
     ) -> None:
         self._plan, self._job, self._ground, self._moments, self._pace = plan, job, ground, moments, pace
-        self._replaces, self._chance, self._deadline_s = replaces, chance, deadline_s
+        self._replaces, self._budget_s, self._chance, self._deadline_s = replaces, budget_s, chance, deadline_s
         self.wanted = self._slots = workers
         self.gone: set[Worker] = set()
         self.deaths = 0
@@ -99,12 +102,11 @@ class Bringer:
         """All faults of the plan. Raises TimeoutError, which says which one's moment did not come."""
         faults = self._plan.faults
         for index, fault in enumerate(faults):
-            following = faults[index + 1].deed if index + 1 < len(faults) else None
-            lasts = not (isinstance(following, ToWorkers) and following.action == "continue")
+            following = faults[index + 1] if index + 1 < len(faults) else None
             victims = self._wait_for(fault)
             self._pause(fault.late_ms / 1e3)
             self._moments.begin()
-            self._bring(fault.deed, victims, lasts=lasts)
+            self._bring(fault.deed, victims, lasts=not _is_undone(following, within_s=self._budget_s))
             self.happened[fault.kind] += 1
         self._pace.full_speed()
 
@@ -146,9 +148,13 @@ class Bringer:
 
     def _victims(self, deed: Deed, latest: Latest) -> list[Worker] | None:
         """None: not all whom it takes are there, or nobody would be left who holds the state."""
-        if not isinstance(deed, ToWorkers):
+        if isinstance(deed, AddWorker):
             return []
         training = {rank: who for rank, record in sorted(latest.items()) if (who := _worker(record)) not in self.gone}
+        if isinstance(deed, ToHost | OneWay):
+            hit = _hosts_hit(deed)
+            there = [worker for worker in training.values() if worker[0] in hit]
+            return there if not hit or len(there) < len(training) else None
         if deed.whom == "the same":
             return self._last
         if deed.whom == "newcomer":
@@ -190,6 +196,10 @@ class Bringer:
     def _bring(self, deed: Deed, victims: list[Worker], *, lasts: bool) -> None:
         if isinstance(deed, ToHost | OneWay):
             self._ground.disturb(deed)
+            if lasts:
+                self.deaths += len(victims)
+            if lasts and isinstance(deed, ToHost):  # of one way, either end may be given up
+                self.gone.update(victims)
             return
         if isinstance(deed, AddWorker):
             self._slots += 1
@@ -218,6 +228,26 @@ class Bringer:
     def _lose(self, worker: Worker, *, replaced: bool) -> None:
         self.gone.add(worker)
         self.wanted -= not replaced
+
+
+_UNDOING = frozenset({"continue", "heal", "thaw"})
+_ENDING = frozenset({"power off", "cut", "freeze", "kill agent of", "stop agent of"})
+
+
+def _is_undone(following: Fault | None, within_s: float) -> bool:
+    """Whether a fault is over before it can be noticed, by the one that follows."""
+    if following is None or not isinstance(following.moment, After):
+        return False
+    deed = following.deed
+    is_undoing = isinstance(deed, ToWorkers | ToHost) and deed.action in _UNDOING
+    return is_undoing and following.moment.delay_s < within_s
+
+
+def _hosts_hit(deed: ToHost | OneWay) -> set[str]:
+    """Hosts that a fault may take out; a slow or a lossy cable takes out none."""
+    if isinstance(deed, OneWay):
+        return {f"host{deed.sender}", f"host{deed.receiver}"}
+    return {f"host{deed.host}"} if deed.action in _ENDING else set()
 
 
 def _worker(record: object) -> Worker:

@@ -68,9 +68,7 @@ def starve(pid: int) -> Cgroup | None:
     try:
         group = Cgroup(f"{new_name()}.starved")
         group.limit_memory(_ROOM_BYTES)  # pages that it has already are counted where it took them
-        for entrance in group.entrances:
-            with open(entrance, "w") as file:
-                file.write(str(pid))
+        Path(group.memory_entrance or "").write_text(str(pid))
     except (LabError, OSError):
         if group is not None:
             group.remove()

@@ -63,6 +63,11 @@ class Cgroup:
         folders = {self._group, self._memory} - {None}
         return [f"{folder}/cgroup.procs" for folder in folders]
 
+    @property
+    def memory_entrance(self) -> str | None:
+        """The same, for the limit of memory alone where that is a hierarchy of its own."""
+        return None if self._memory is None else f"{self._memory}/cgroup.procs"
+
     def pids(self) -> list[int]:
         """As they are numbered where this process is."""
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ class Host:
     index    from 0 on
     name     what it is called, also by itself and by the other hosts
     address  where the others, and the machine, reach it
-    folder   for temporary files; TMPDIR of its processes. It outlives the host, as a disk does
+    folder   for temporary files; TMPDIR of its processes. It is emptied when the host boots
     """
 
     def __init__(self, index: int, group: str, network: Network, folder: Path, hosts_file: Path) -> None:
@@ -148,6 +149,8 @@ class Host:
             return
         self.crash()  # what is left of it, if its first process ended by itself
         self._network.heal(self)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
         self._cgroup = Cgroup(self._group_name)
         entrances = self._cgroup.entrances
         unshare = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", "--"]

@@ -61,9 +61,8 @@ class Lab:
         self._everything.callback(self.network.close)
         hosts_file = folder / "hosts"
         for index in range(self._count):
-            own = folder / f"host{index}"
-            own.mkdir()
-            self.hosts.append(Host(index, f"{self.name}.host{index}", self.network, own, hosts_file))
+            own = f"host{index}"
+            self.hosts.append(Host(index, f"{self.name}.{own}", self.network, folder / own, hosts_file))
         places: list[Place] = [self.network.driver, *self.hosts]
         lines = ["127.0.0.1 localhost", *(f"{place.address} {place.name}" for place in places)]
         hosts_file.write_text("".join(f"{line}\n" for line in lines))

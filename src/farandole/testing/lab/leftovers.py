@@ -18,6 +18,12 @@ def leftovers() -> list[str]:
     return sorted({name for name in groups(PREFIX) if is_left_over(name)} | {path.name for path in _folders()})
 
 
+def remains(name: str) -> list[str]:
+    """What is still there of the lab of this name, which has been left: control groups, folders."""
+    folders = [path.name for path in Path(tempfile.gettempdir()).glob(f"{name}*")]
+    return sorted(groups(name) | set(folders))
+
+
 def remove_leftovers() -> None:
     """Kills what still runs there. Nothing of labs that live, or of other PID namespaces, is touched."""
     for name in groups(PREFIX):
