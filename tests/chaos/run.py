@@ -60,8 +60,9 @@ def run_one(case: Case, results: Path | None) -> Outcome:
     if outcome.violations:
         hosts = f" --hosts {case.shape.hosts}" if case.shape.hosts else ""
         print(f"  what it wrote is in {folder}; the last lines it said:")
-        lines = (folder / "output").read_text(errors="replace").splitlines() if (folder / "output").exists() else []
-        print("\n".join(f"    {line}" for line in lines[-40:]))
+        for name in ["output", *(path.name for path in sorted(folder.glob("agent-*")))]:
+            lines = (folder / name).read_text(errors="replace").splitlines() if (folder / name).exists() else []
+            print("\n".join(f"    {name}: {line}" for line in lines[-40:]))
         print(f"  to repeat it: {sys.executable} -m tests.chaos.run --seed {case.seed} --minutes 0{hosts}", flush=True)
     else:
         shutil.rmtree(folder)

@@ -228,11 +228,13 @@ def test_a_crash_closes_connections_and_no_power_does_not(ears: list[Listener]) 
 
 def test_a_host_that_was_off_boots_with_nothing_running(lab: Lab, ears: list[Listener]) -> None:
     host = lab.hosts[0]
+    before = int(host.run(["sh", "-c", "echo $$"]))
     host.power_off()
     with pytest.raises(LabError, match="host0 is off; boot"):
         host.run(["true"])
     host.boot()
     assert host.processes() == {}
+    assert int(host.run(["sh", "-c", "echo $$"])) > before + 100, "no two processes of a host have the same number"
     say_from_here(Listener(host).host.address, "again")
 
 

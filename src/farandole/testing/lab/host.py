@@ -17,6 +17,7 @@ from farandole.testing.lab.network import Network
 from farandole.testing.lab.tools import COMMAND_S, LabError
 
 _INIT = Path(__file__).with_name("init.py")
+_PIDS_PER_BOOT = 1000
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 1; shift; n=$((n - 1)); done; exec "$@"'
 
@@ -40,6 +41,7 @@ class Host:
         self._cgroup: Cgroup | None = None
         self._init: subprocess.Popen[bytes] | None = None
         self._init_pid = 0
+        self._boots = 0
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __repr__(self) -> str:
@@ -151,10 +153,12 @@ class Host:
         self._network.heal(self)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
+        self._boots += 1
+        last_pid = _PIDS_PER_BOOT * self._boots
         self._cgroup = Cgroup(self._group_name)
         entrances = self._cgroup.entrances
         unshare = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", "--"]
-        init = [sys.executable, "-I", "-S", str(_INIT), self.name, str(self._hosts_file)]
+        init = [sys.executable, "-I", "-S", str(_INIT), self.name, str(self._hosts_file), str(last_pid)]
         self._init = subprocess.Popen(
             ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *unshare, *init],
             stdin=subprocess.PIPE,

@@ -1,7 +1,8 @@
 """The first process of a host: gives it a name and folders of its own, reaps orphans, and ends when the lab ends.
 
 A script of its own, with the standard library only: host.py starts it in the host's new namespaces. Its arguments are
-the host's name and the file that is to be its /etc/hosts. It says its number outside of the host on stdout once all is
+the host's name, the file that is to be its /etc/hosts, and the number after which those of its processes begin: no two
+that ran there have the same, not even before and after it was off. It says its number outside of the host on stdout once all is
 done. The lab holds the other end of stdin: when that closes the lab is gone, however it died, and so is the host: the
 kernel kills whatever runs in a namespace whose first process has ended.
 """
@@ -15,14 +16,17 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 
-def main(name: str, hosts_file: str) -> None:
+def main(name: str, hosts_file: str, last_pid: str) -> None:
     number = os.readlink("/proc/self")  # still the machine's /proc
     socket.sethostname(name)
     mount("-t", "proc", "proc", "/proc")
     mount("-t", "tmpfs", "tmpfs", "/dev/shm")
     mount("--bind", hosts_file, "/etc/hosts")
+    with contextlib.suppress(OSError):  # a kernel that cannot continue stopped containers
+        Path("/proc/sys/kernel/ns_last_pid").write_text(last_pid)
     awake, wake = os.pipe()
     os.set_blocking(awake, False)
     os.set_blocking(wake, False)
