@@ -119,7 +119,7 @@ def _lab(case: Case, place: Place, outcome: Outcome) -> Iterator[tuple[LabGround
 def _run(case: Case, place: Place, outcome: Outcome) -> range:
     """To the end of the job; between how many and how many workers are to come to it."""
     shape = case.shape
-    pace = Pace(place.folder / "pace", case.pace_ms)
+    pace = Pace(place.folder / "pace", case.pace_ms, STEPS)
     flags = ["-np", str(shape.workers), "--restarts", "1000" if shape.replaces else "0", "--verbose"]
     flags += ["--detection-budget", str(shape.budget_s)]
     flags += ["--sample-ledger", str(place.folder / "ledger")] if case.has_ledger else []
@@ -149,7 +149,7 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
             bringer.run()
             at_end = case.plan.faults[-1].moment == AtLastStepOf(EPOCHS - 1)
             if not at_end:
-                bringer.settle(STEPS)
+                bringer.settle()
         finally:
             outcome.happened, outcome.deaths = bringer.happened, bringer.deaths
         code = job.wait(DEADLINE_S)

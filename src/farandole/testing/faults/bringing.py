@@ -34,15 +34,17 @@ _SIGNALS = {
     "continue": signal.SIGCONT,
     "leave": signal.SIGTERM,
 }
-_SLOW_MS = 2000.0  # a step, while the job waits for workers that the next fault takes
+_SLOW_MS = 3000.0  # a step, while the job waits for workers that the next fault takes
 _BEFORE_END = 3  # steps in which workers can still join
+_NEAR_END = 40  # steps
 
 
 class Pace:
-    """How long a step of the job waits: fast, but slower and slower towards a step that must not come too early."""
+    """How long a step of the job waits: `fast_ms`, but slower and slower towards a step that must not come too early. The
+    last one, of `steps`, must not come before all faults have."""
 
-    def __init__(self, file: Path, fast_ms: float) -> None:
-        self._file, self._fast_ms = file, fast_ms
+    def __init__(self, file: Path, fast_ms: float, steps: int) -> None:
+        self._file, self._fast_ms, self._steps = file, fast_ms, steps
         self._said: float | None = None
         self.full_speed()
 
@@ -50,13 +52,16 @@ class Pace:
         self._say(self._fast_ms)
 
     def towards(self, step: int | None, now: int, *, can_happen: bool) -> None:
-        """`can_happen`: all that the fault takes is there but its step."""
-        left = max(1, step - now) if step is not None else 4
-        if can_happen:
-            # Long enough for it to happen in this very step.
-            self._say(max(self._fast_ms, 30.0) if step is not None and left == 1 else self._fast_ms)
-        else:
-            self._say(max(self._fast_ms, _SLOW_MS / left))
+        """`can_happen`: all that the fault at this step takes is there but the step."""
+        ms = self._fast_ms
+        if step is not None and can_happen and step - now <= 1:
+            ms = max(ms, 30.0)  # long enough for it to happen in this very step
+        if step is not None and not can_happen:
+            ms = max(ms, _SLOW_MS / max(1, step - now))
+        to_end = self._steps - _BEFORE_END - now
+        if to_end < _NEAR_END and not (step is not None and can_happen):
+            ms = max(ms, _SLOW_MS / max(1, to_end))
+        self._say(ms)
 
     def _say(self, ms: float) -> None:
         if ms != self._said:
@@ -110,16 +115,15 @@ class Bringer:
             self.happened[fault.kind] += 1
         self._pace.full_speed()
 
-    def settle(self, steps: int) -> None:
-        """Until all who are to come have come and train: before the end of the job, which has so many steps. Raises
-        TimeoutError."""
+    def settle(self) -> None:
+        """Until all who are to come have come and train, before the end of the job. Raises TimeoutError."""
         deadline = time.monotonic() + self._deadline_s
         while not self._is_settled(latest := self._job.latest()):
             if time.monotonic() > deadline or self._job.process.poll() is not None:
                 raise TimeoutError(
                     f"not all of the {self.wanted} workers that are to train do; {self._situation(latest)}"
                 )
-            self._pace.towards(steps - _BEFORE_END, farthest(latest), can_happen=False)
+            self._pace.towards(None, farthest(latest), can_happen=False)
             time.sleep(_POLL_S)
         self._pace.full_speed()
 

@@ -2,9 +2,9 @@
 
 A script of its own, with the standard library only: host.py starts it in the host's new namespaces. Its arguments are
 the host's name, the file that is to be its /etc/hosts, and the number after which those of its processes begin: no two
-that ran there have the same, not even before and after it was off. It says its number outside of the host on stdout once all is
-done. The lab holds the other end of stdin: when that closes the lab is gone, however it died, and so is the host: the
-kernel kills whatever runs in a namespace whose first process has ended.
+that ran there have the same, not even before and after it was off. It says its number outside of the host on stdout
+once all is done. The lab holds the other end of stdin: when that closes the lab is gone, however it died, and so is
+the host: the kernel kills whatever runs in a namespace whose first process has ended.
 """
 
 from __future__ import annotations
