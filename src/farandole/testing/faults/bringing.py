@@ -40,7 +40,7 @@ _NEAR_END = 40  # steps
 
 
 class Pace:
-    """How long a step of the job waits: `fast_ms`, but slower and slower towards a step that must not come too early. The
+    """How long a step of the job waits: `fast_ms`, but slower and slower towards one that must not come too early. The
     last one, of `steps`, must not come before all faults have."""
 
     def __init__(self, file: Path, fast_ms: float, steps: int) -> None:

@@ -63,7 +63,7 @@ class _Drawing:
 
     def plan(self) -> Plan:
         count = self._chance.randint(2, 4)
-        last = self._shape.epochs * self._shape.steps - 30
+        last = self._shape.epochs * self._shape.steps - 60
         steps = sorted(self._chance.randrange(5, last) for _ in range(count))
         for index in range(1, count):
             if self._chance.random() < 0.3:  # close together: what comes in the middle of a regroup matters most
