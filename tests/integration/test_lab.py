@@ -238,6 +238,12 @@ def test_a_host_that_was_off_boots_with_nothing_running(lab: Lab, ears: list[Lis
     say_from_here(Listener(host).host.address, "again")
 
 
+def test_what_is_slow_and_what_was_not_can_be_hurried(lab: Lab) -> None:
+    for mbit, share in ((None, 0.0), (5.0, 0.1), (2.0, 0.2), (None, 0.0)):
+        lab.network.rate(0, mbit)
+        lab.network.loss(0, share)
+
+
 def test_a_frozen_host_can_lose_its_power(lab: Lab) -> None:
     process = lab.hosts[0].start(["sleep", "60"])
     wait_until(lambda: bool(lab.hosts[0].processes()), "it runs")

@@ -43,6 +43,7 @@ class RunningJob:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
+        self._ended: set[str] = set()
         command = [*program, *flags, sys.executable, str(script), *arguments]
         with contextlib.ExitStack() as files:
             sink = files.enter_context(output.open("wb")) if output is not None else None
@@ -75,6 +76,8 @@ class RunningJob:
         """The newest complete record of each worker process of the newest generation, by rank."""
         records = []
         for path in self.folder.glob("worker-*.jsonl"):
+            if path.name in self._ended:
+                continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - 8192))
                 lines = file.read().split(b"\n")
@@ -94,6 +97,10 @@ class RunningJob:
                 return latest
             time.sleep(_POLL_S)
         raise TimeoutError(f"not reached; exit code {self.process.poll()}, latest records: {self.latest()}")
+
+    def forget(self, record: dict[str, Any]) -> None:
+        """This worker has ended: latest() has nothing of it any more, and need not look for it."""
+        self._ended.add(f"worker-{record['pid']}-{record['host']}.jsonl")
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> int:
         """Send a signal to a worker; the monotonic clock in nanoseconds right before."""

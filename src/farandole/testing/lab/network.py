@@ -59,7 +59,9 @@ class Network:
             start_new_session=True,  # Ctrl-C is the lab's business
         )
         self._rules: set[tuple[str, ...]] = set()
-        self._shaped: set[str] = set()
+        self._hosts: dict[int, int] = {}  # by index, a process of each
+        self._slow: set[int] = set()
+        self._lossy: set[int] = set()
         try:
             assert self._holder.stdout is not None
             if not self._holder.stdout.readline():
@@ -80,6 +82,7 @@ class Network:
     def connect(self, index: int, pid: int) -> None:
         """Lay the cable of a host, into the network namespace of the process. It must have none."""
         device, address = f"host{index}", self.address_of(index)
+        self._hosts[index] = pid
         ip(self._pid, f"link add {device} type veth peer name eth0 netns {pid}", *self._end(device, address))
         ip(
             pid,
@@ -92,9 +95,11 @@ class Network:
 
     def disconnect(self, index: int) -> None:
         """Take the cable of a host away, with all that was set at it; where packets are swallowed they still are."""
-        done = subprocess.run(self._here(["ip", "link", "delete", f"host{index}"]), capture_output=True)
-        if done.returncode == 0:  # else it went with the host's namespace
-            self._shaped.discard(f"host{index}")
+        # It may have gone with the host's namespace already.
+        subprocess.run(in_network_of(self._pid, ["ip", "link", "delete", f"host{index}"]), capture_output=True)
+        self._hosts.pop(index, None)
+        self._slow.discard(index)
+        self._lossy.discard(index)
 
     # Faults ----------------------------------------------------------------------------------------------
 
@@ -121,30 +126,34 @@ class Network:
         self._rules -= healed
 
     def rate(self, index: int, mbit: float | None) -> None:
-        """So many megabits per second to the host of this index, what comes faster waits; None: as fast as can be."""
-        device = f"host{index}"
-        if mbit is None:
-            self._tc("qdisc", "delete", "dev", device, "root")
-            return
-        shape = ["tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "400ms"]
-        self._tc("qdisc", "replace", "dev", device, "root", *shape)
+        """So many megabits per second to the host of this index, and as many from it: what comes faster waits, or is
+        lost when it would wait too long. None: as fast as can be."""
+        ends = ((self._pid, f"host{index}"), (self._hosts[index], "eth0"))
+        for pid, device in ends:
+            if mbit is not None:
+                shape = ["tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "400ms"]
+                _tc(pid, "qdisc", "replace", "dev", device, "root", *shape)
+            elif index in self._slow:
+                _tc(pid, "qdisc", "delete", "dev", device, "root")
+        (self._slow.discard if mbit is None else self._slow.add)(index)
 
     def loss(self, index: int, share: float) -> None:
-        """This share of the packets to the host of this index is lost, each by chance; 0: none."""
+        """This share of the packets to the host of this index is lost, and of those from it, each by chance; 0: none."""
         if not 0 <= share <= 1:
             raise ValueError(f"the share of packets that are lost is from 0 to 1, not {share}")
         device = f"host{index}"
-        if device in self._shaped:
-            self._tc("qdisc", "delete", "dev", device, "clsact")
-            self._shaped.discard(device)
+        if index in self._lossy:
+            _tc(self._pid, "qdisc", "delete", "dev", device, "clsact")
+            self._lossy.discard(index)
         if share == 0:
             return
-        # Few kernels have netem; this one instruction of the classic packet filter is everywhere: load a random word,
-        # drop (2) when it is below the limit, else let it pass (0).
+        # Few kernels have netem; this program of the classic packet filter runs on all: load a random word, drop (2)
+        # when it is below the limit, else let it pass (0).
         program = f"4,32 0 0 {0xFFFFF000 + 56},53 1 0 {min(2**32 - 1, round(share * 2**32))},6 0 0 2,6 0 0 0"
-        self._tc("qdisc", "add", "dev", device, "clsact")
-        self._shaped.add(device)
-        self._tc("filter", "add", "dev", device, "egress", "bpf", "da", "bytecode", program)
+        _tc(self._pid, "qdisc", "add", "dev", device, "clsact")
+        self._lossy.add(index)
+        for direction in ("ingress", "egress"):
+            _tc(self._pid, "filter", "add", "dev", device, direction, "bpf", "da", "bytecode", program)
 
     # The end ---------------------------------------------------------------------------------------------
 
@@ -165,9 +174,6 @@ class Network:
     @property
     def _pid(self) -> int:
         return self._holder.pid
-
-    def _here(self, command: list[str]) -> list[str]:
-        return in_network_of(self._pid, command)
 
     def _connect_machine(self) -> Driver:
         """The first network of the range for measurements (RFC 2544) that nobody uses on this machine."""
@@ -201,7 +207,7 @@ class Network:
             except LabError:
                 run(["ip", "address", "delete", f"{address}/32", "dev", device])
                 continue
-            run(self._here(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]))
+            run(in_network_of(self._pid, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]))
             ip(self._pid, "link set lo up", *self._end("driver", address))
             return Driver(address)
         raise LabError(f"no network of 198.18.0.0/15 is free on this machine, of {_TRIES} that were tried")
@@ -220,8 +226,10 @@ class Network:
             ip(self._pid, *[f"rule add {_line(rule)}" for rule in new])
         self._rules |= new
 
-    def _tc(self, *words: str) -> None:
-        run(self._here(["tc", *words]))
+
+def _tc(pid: int, *words: str) -> None:
+    """In the network namespace of a process."""
+    run(in_network_of(pid, ["tc", *words]))
 
 
 def _line(rule: tuple[str, ...]) -> str:
