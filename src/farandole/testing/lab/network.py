@@ -138,7 +138,7 @@ class Network:
         (self._slow.discard if mbit is None else self._slow.add)(index)
 
     def loss(self, index: int, share: float) -> None:
-        """This share of the packets to the host of this index is lost, and of those from it, each by chance; 0: none."""
+        """This share of the packets to and from the host of this index is lost, each by chance; 0: none."""
         if not 0 <= share <= 1:
             raise ValueError(f"the share of packets that are lost is from 0 to 1, not {share}")
         device = f"host{index}"
