@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos chaos-report chaos-lost schedules check format bench docs clean
+.PHONY: help demo test test-gpu chaos chaos-report chaos-lost storm schedules check format bench docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -40,6 +40,9 @@ check: $(READY)  ## lint, format, types, import direction
 format: $(READY)  ## let ruff put everything into shape
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+storm: $(READY)  ## a worker is killed every EVERY=15 seconds for MINUTES=5; FLAGS="--flag=--spares=1"
+	@$(BIN)/python -m benchmarks.storm --minutes $${MINUTES:-5} --every $${EVERY:-15} $(FLAGS)
 
 bench: $(READY)  ## recovery and step times, memory, all-reduce; 15 minutes
 	@$(BIN)/python -m benchmarks.run

@@ -1,0 +1,52 @@
+"""What a storm comes to, from records made up by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.storm import Storm, longest_stall_s, presence, violations
+from benchmarks.storm_job import BATCH, SAMPLES, SEED
+from farandole.testing.proof import Proof
+from tests.pure_order import global_batches
+
+SECOND = 10**9
+
+
+def a_storm(folder: Path) -> Storm:
+    """Two workers; one is killed after 10 s; the other goes on alone from 11 s on; from 16 s on there are two again."""
+    batches = global_batches(SAMPLES, BATCH, SEED, 1)
+    times = {1: (1, 2, 1), 2: (11, 1, 1), 3: (16, 2, 1)}  # generation: first second, size
+    begins = {0: 1, 40: 2, 70: 3}
+    lines, generation, at = [], 0, 0
+    for step, samples in batches.items():
+        if step in begins:
+            generation, at = begins[step], times[begins[step]][0] * SECOND
+        at += SECOND // 100
+        common = {"pid": 1, "host": "here", "rank": 0, "size": times[generation][1], "generation": generation, "ns": at}
+        lines += [{"before": step, "epoch": 0, "ids": [sample for _, sample in samples], **common}]
+        lines += [{"after": step, **common}]
+    lines.append({"end": len(batches), "parameters": "a", **common})
+    folder.mkdir()
+    (folder / "worker-1-here.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Storm(Proof(folder), [10 * SECOND], 2 * SECOND, 20 * SECOND, "")
+
+
+def test_who_was_there_when_is_counted(tmp_path: Path) -> None:
+    found = presence(a_storm(tmp_path / "a"))
+    assert {workers: round(seconds) for workers, seconds in found.items()} == {2: 8 + 4, 1: 6}
+
+
+def test_the_longest_stall_is_that_of_a_worker_which_goes_on(tmp_path: Path) -> None:
+    assert round(longest_stall_s(a_storm(tmp_path / "a").proof)) == 10
+
+
+def test_a_good_storm_violates_nothing_and_a_sample_in_the_wrong_step_is_found(tmp_path: Path) -> None:
+    storm = a_storm(tmp_path / "a")
+    assert [each for each in violations(storm) if "applied no step" not in each] == []
+    for record in storm.proof.records:
+        if record.get("before") == 7:
+            record["ids"] = record["ids"][1:]
+    said = " ".join(violations(storm))
+    assert "samples lost" in said
+    assert "in peace: [7]" in said
