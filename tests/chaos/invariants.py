@@ -18,7 +18,7 @@ from tests.pure_order import global_batches
 from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED, STEPS
 
 _LOST = re.compile(r"^\[farandole\] lost (w\d+) .*$", re.MULTILINE)
-_GONE_S = 5.0  # until what was killed is gone
+_GONE_S = 5.0  # until what was killed is gone, and what cleans up has done so
 _SHARED_MEMORY = Path("/dev/shm")
 TOLERANCE = 1e-9
 
@@ -89,11 +89,14 @@ class Tidiness:
         self._folder, self._temporary = str(folder), temporary
         self._before = set(_shared_memory())
 
-    def left(self) -> Iterator[str]:
-        """Processes, files in shared memory, files in the temporary folder."""
+    def left(self) -> list[str]:
+        """Processes, files in shared memory, files in the temporary folder; some seconds are theirs to go."""
         deadline = time.monotonic() + _GONE_S
-        while self._processes() and time.monotonic() < deadline:
+        while (found := list(self._left())) and time.monotonic() < deadline:
             time.sleep(0.02)
+        return found
+
+    def _left(self) -> Iterator[str]:
         if processes := self._processes():
             yield f"processes were left: {processes}"
         if files := set(_shared_memory()) - self._before:

@@ -93,7 +93,8 @@ def test_a_wrong_verdict_is_found() -> None:
     assert list(invariants.verdicts(said, 0)) == [f"1 workers were declared lost, and 0 were ended: {[lost]}"]
 
 
-def test_temporary_files_that_stay_are_found(tmp_path: Path) -> None:
+def test_temporary_files_that_stay_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariants, "_GONE_S", 0.0)
     (tmp_path / "tmp").mkdir()
     tidiness = invariants.Tidiness(tmp_path / "nowhere", tmp_path / "tmp")
     assert list(tidiness.left()) == []

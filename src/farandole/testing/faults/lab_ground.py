@@ -99,15 +99,18 @@ class LabGround:
 
     # The end ---------------------------------------------------------------------------------------------
 
-    def left(self) -> Iterator[str]:
-        """Once the job has ended: agents that live on, processes and files on the hosts."""
+    def left(self) -> list[str]:
+        """Once the job has ended: agents that live on, processes and files on the hosts; some seconds are theirs to go."""
         deadline = time.monotonic() + _GONE_S
+        while (found := list(self._left())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _left(self) -> Iterator[str]:
         for host in self._lab.hosts:
-            while host.processes() and time.monotonic() < deadline:
-                time.sleep(0.02)
             if numbers := host.processes():
                 yield f"processes were left on {host.name}: {[_command(pid) for pid in numbers.values()]}"
-            if host.is_up and (files := host.run(["ls", "/dev/shm"]).split()):
+            elif host.is_up and (files := host.run(["ls", "/dev/shm"]).split()):
                 yield f"files were left in the shared memory of {host.name}: {files}"
             if files := sorted(path.name for path in host.folder.iterdir()):
                 yield f"temporary files were left on {host.name}: {files}"
