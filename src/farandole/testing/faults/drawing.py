@@ -19,6 +19,7 @@ from farandole.testing.faults.plan import (
     Fault,
     HostAction,
     OneWay,
+    Phase,
     Plan,
     ToHost,
     ToWorkers,
@@ -89,7 +90,7 @@ class _Drawing:
         ]
         if self._shape.hosts:
             host_scenes = [self._host_gone, self._silence, self._short_silence, self._one_way, self._slow_network]
-            scenes = [(2, scene) for scene in (*host_scenes, self._agent)] + scenes[:4]
+            scenes = [(2, scene) for scene in (*host_scenes, self._agent, self._in_a_phase)] + scenes[:4]
         else:
             scenes += [(2, self._leave)]
             scenes += [(1, self._join), (2, self._in_the_join)] if self._size < MOST_WORKERS else []
@@ -167,6 +168,15 @@ class _Drawing:
         host = self._host()
         yield self._now(ToHost("power off", host))
         yield self._later(ToHost("boot", host))
+
+    def _in_a_phase(self) -> Iterator[Fault]:
+        """A worker is killed, and while the others get over it, or take in who replaces it, they lose a host."""
+        phases: list[Phase] = ["regroup", "sync", "start", "join"]
+        pairs: list[tuple[HostAction, HostAction]] = [("power off", "boot"), ("cut", "heal"), ("freeze", "thaw")]
+        (first, last), host = self._chance.choice(pairs), self._host()
+        yield self._now(ToWorkers("kill", self._whom()))
+        yield Fault(During(self._chance.choice(phases)), ToHost(first, host), self._late(10))
+        yield self._later(ToHost(last, host))
 
     def _silence(self) -> Iterator[Fault]:
         yield from self._between(LONG)

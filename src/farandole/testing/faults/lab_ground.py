@@ -100,7 +100,7 @@ class LabGround:
     # The end ---------------------------------------------------------------------------------------------
 
     def left(self) -> list[str]:
-        """Once the job has ended: agents that live on, processes and files on the hosts; some seconds are theirs to go."""
+        """Once the job has ended: processes and files that are left on the hosts; some seconds are theirs to go."""
         deadline = time.monotonic() + _GONE_S
         while (found := list(self._left())) and time.monotonic() < deadline:
             time.sleep(0.05)
