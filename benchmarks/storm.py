@@ -40,12 +40,12 @@ _RARE = 0.005  # of the time: so many workers need no measurement of their own
 class Storm:
     """What became of it. Times on the machine's monotonic clock, in nanoseconds.
 
-    kills    when
-    began, ended
+    kills         when, and in which generation the victim was
+    began, ended  what is between is measured
     """
 
     proof: Proof
-    kills: list[int]
+    kills: list[tuple[int, int]]
     began: int
     ended: int
     output: str
@@ -93,7 +93,7 @@ def main() -> int:
 
 def raise_storm(options: argparse.Namespace) -> Storm:
     """Kill a worker every now and then. One that is due while fewer than two train waits for that."""
-    chance, kills = random.Random(options.seed), []
+    chance, kills = random.Random(options.seed), list[tuple[int, int]]()
     with tempfile.TemporaryDirectory(prefix="farandole-storm-") as name:
         folder, stop = Path(name), Path(name) / "stop"
         flags = ["-np", str(options.workers), "--restarts", "1000000", "--quiet", *options.flag]
@@ -107,7 +107,7 @@ def raise_storm(options: argparse.Namespace) -> Storm:
                 _sleep_until(due)
                 latest = job.wait_until(_can_lose_one, _DEADLINE_S)
                 victim = latest[chance.choice(sorted(latest))]
-                kills.append(job.kill(victim["pid"]))
+                kills.append((job.kill(victim["pid"]), victim["generation"]))
                 job.forget(victim)
                 due += int(1e9 * options.every * chance.uniform(0.8, 1.2))
             _sleep_until(until)
@@ -145,13 +145,17 @@ def presence(storm: Storm) -> dict[int, float]:
     for record in storm.proof.records:
         if "after" in record:
             first[record["generation"]] = min(record["ns"], first.get(record["generation"], record["ns"]))
-    changes = [(at, 0, sizes[number]) for number, at in first.items()] + [(at, 1, -1) for at in storm.kills]
+    changes = [(at, 0, number) for number, at in first.items()] + [(at, 1, number) for at, number in storm.kills]
     found: dict[int, float] = defaultdict(float)
-    workers, since = 0, storm.began
-    for at, is_kill, value in sorted(changes):
+    workers, generation, since = 0, 0, storm.began
+    for at, is_kill, number in sorted(changes):
         at = min(max(at, storm.began), storm.ended)
         found[workers] += (at - since) / 1e9
-        workers, since = (workers + value if is_kill else value), at
+        since = at
+        if not is_kill:
+            workers, generation = sizes[number], number
+        elif number == generation:  # else the victim was a newcomer whose generation had applied nothing yet
+            workers -= 1
     found[workers] += (storm.ended - since) / 1e9
     return {workers: seconds for workers, seconds in found.items() if seconds}
 

@@ -101,7 +101,8 @@ class Tidiness:
             yield f"processes were left: {processes}"
         if files := set(_shared_memory()) - self._before:
             yield f"files of dead processes were left in shared memory: {sorted(files)}"
-        if left := sorted(path.name for path in self._temporary.iterdir()):
+        # torch's compiler has a cache of its own there, for all programs of the user that are to come.
+        if left := sorted(p.name for p in self._temporary.iterdir() if not p.name.startswith("torchinductor_")):
             yield f"temporary files were left: {left}"
 
     def _processes(self) -> dict[int, str]:

@@ -14,7 +14,8 @@ SECOND = 10**9
 
 
 def a_storm(folder: Path) -> Storm:
-    """Two workers; one is killed after 10 s; the other goes on alone from 11 s on; from 16 s on there are two again."""
+    """Two workers; one is killed after 10 s; the other goes on alone from 11 s on; a newcomer is killed before it has
+    done anything, and from 16 s on there are two again."""
     batches = global_batches(SAMPLES, BATCH, SEED, 1)
     times = {1: (1, 2, 1), 2: (11, 1, 1), 3: (16, 2, 1)}  # generation: first second, size
     begins = {0: 1, 40: 2, 70: 3}
@@ -29,7 +30,7 @@ def a_storm(folder: Path) -> Storm:
     lines.append({"end": len(batches), "parameters": "a", **common})
     folder.mkdir()
     (folder / "worker-1-here.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Storm(Proof(folder), [10 * SECOND], 2 * SECOND, 20 * SECOND, "")
+    return Storm(Proof(folder), [(10 * SECOND, 1), (15 * SECOND, 3)], 2 * SECOND, 20 * SECOND, "")
 
 
 def test_who_was_there_when_is_counted(tmp_path: Path) -> None:

@@ -112,7 +112,8 @@ class LabGround:
                 yield f"processes were left on {host.name}: {[_command(pid) for pid in numbers.values()]}"
             elif host.is_up and (files := host.run(["ls", "/dev/shm"]).split()):
                 yield f"files were left in the shared memory of {host.name}: {files}"
-            if files := sorted(path.name for path in host.folder.iterdir()):
+            # torch's compiler has a cache of its own there, for all programs of the user that are to come.
+            if files := sorted(p.name for p in host.folder.iterdir() if not p.name.startswith("torchinductor_")):
                 yield f"temporary files were left on {host.name}: {files}"
 
     def close(self) -> None:
