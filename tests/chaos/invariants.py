@@ -18,6 +18,7 @@ from tests.pure_order import global_batches
 from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED, STEPS
 
 _LOST = re.compile(r"^\[farandole\] lost (w\d+) .*$", re.MULTILINE)
+_REGROUP = re.compile(r"^\[farandole\] regrouping for generation", re.MULTILINE)
 _GONE_S = 5.0  # until what was killed is gone, and what cleans up has done so
 _SHARED_MEMORY = Path("/dev/shm")
 TOLERANCE = 1e-9
@@ -62,6 +63,11 @@ def counters(proof: Proof, faults: int) -> Iterator[str]:
                 yield f"worker {worker} went back from step {one} to {other}"
     if proof.redone() > faults:
         yield f"{proof.redone()} steps were done again, and there were {faults} faults"
+
+
+def regroups(output: str) -> int:
+    """How often survivors had to get over a fault."""
+    return len(_REGROUP.findall(output))
 
 
 def verdicts(output: str, deaths: int) -> Iterator[str]:

@@ -77,7 +77,7 @@ class Bringer:
 
     wanted    workers that train once everybody has come and gone
     gone      those that were ended, or asked to leave
-    deaths    workers that were ended
+    deaths    workers that were ended, at most
     happened  how often each kind of fault was brought about
     """
 
@@ -201,7 +201,8 @@ class Bringer:
         if isinstance(deed, ToHost | OneWay):
             self._ground.disturb(deed)
             if lasts:
-                self.deaths += len(victims)
+                # Those that have just been started go, too, and cannot be counted.
+                self.deaths += sum(self._ground.slots_of(host) for host in _hosts_hit(deed))
             if lasts and isinstance(deed, ToHost):  # of one way, either end may be given up
                 self.gone.update(victims)
             return

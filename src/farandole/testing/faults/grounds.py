@@ -30,6 +30,9 @@ class Ground(Protocol):
     def offer(self, slots: int) -> None:
         """There is room for so many workers from now on."""
 
+    def slots_of(self, host: str) -> int:
+        """Most workers that can be on a host."""
+
 
 class ThisMachine:
     """The job is on the machine itself; its host discovery script prints what is in `hosts_file`. Close it."""
@@ -53,6 +56,9 @@ class ThisMachine:
         new = self.hosts_file.with_suffix(".new")
         new.write_text(f"localhost:{slots}\n")
         new.rename(self.hosts_file)
+
+    def slots_of(self, host: str) -> int:
+        raise ValueError(f"{host} is a host of a lab, and this job is on the machine itself")
 
     def close(self) -> None:
         for group in self._groups:

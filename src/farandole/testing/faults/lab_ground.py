@@ -67,6 +67,9 @@ class LabGround:
     def offer(self, slots: int) -> None:
         raise ValueError(f"there is no room for {slots} workers: on a lab, hosts bring their slots with them")
 
+    def slots_of(self, host: str) -> int:
+        return self._slots[self._hosts[host].index]
+
     def disturb(self, deed: ToHost | OneWay) -> None:
         network, hosts = self._lab.network, self._lab.hosts
         if isinstance(deed, OneWay):
