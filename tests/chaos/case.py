@@ -18,6 +18,7 @@ WIDE = 512
 class Case:
     """num_workers  loader processes of each worker
     width        of the model: a state of some kilobytes, or of 4 MB
+    transport    auto: shared memory on one host; or tcp, in which survivors can differ by a step
     pace_ms      what a step waits beside what it computes
     """
 
@@ -25,6 +26,7 @@ class Case:
     shape: Shape
     num_workers: int
     width: int
+    transport: str
     pace_ms: float
     mean_each_step: bool
     has_ledger: bool
@@ -35,7 +37,8 @@ class Case:
         after = "who is lost is replaced" if shape.replaces else "nobody is replaced"
         where = f" on {shape.hosts} hosts" if shape.hosts else ""
         loaders = f" with {self.num_workers} loader processes" if self.num_workers else ""
-        return f"seed {self.seed}: {shape.workers} workers{where}{loaders}, width {self.width}, {after}; {self.plan}"
+        how = f"width {self.width}, {self.transport}, {after}"
+        return f"seed {self.seed}: {shape.workers} workers{where}{loaders}, {how}; {self.plan}"
 
     def as_json(self) -> dict[str, Any]:
         shape = self.shape
@@ -46,6 +49,7 @@ class Case:
             "replaces": shape.replaces,
             "loader_processes": self.num_workers,
             "width": self.width,
+            "transport": self.transport,
             "plan": str(self.plan),
         }
 
@@ -66,6 +70,7 @@ def case_of(seed: int, hosts: int = 0) -> Case:
         shape=shape,
         num_workers=chance.choice([0, 0, 2]),
         width=chance.choice([8, 8, WIDE]),
+        transport=chance.choice(["auto", "tcp"]),
         pace_ms=chance.choice([1.0, 3.0, 6.0]),
         mean_each_step=chance.random() < 0.5,
         has_ledger=chance.random() < 0.5,

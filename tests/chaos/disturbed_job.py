@@ -121,7 +121,7 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
     shape = case.shape
     pace = Pace(place.folder / "pace", case.pace_ms, STEPS)
     flags = ["-np", str(shape.workers), "--restarts", "1000" if shape.replaces else "0", "--verbose"]
-    flags += ["--detection-budget", str(shape.budget_s)]
+    flags += ["--detection-budget", str(shape.budget_s), "--transport", case.transport]
     flags += ["--sample-ledger", str(place.folder / "ledger")] if case.has_ledger else []
     words = ["--pace", str(place.folder / "pace"), "--num-workers", str(case.num_workers), "--width", str(case.width)]
     words += ["--mean-each-step"] * case.mean_each_step
