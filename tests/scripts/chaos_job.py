@@ -49,11 +49,12 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
     )
     records = Records(options.records)
 
-    def wait(share: float) -> None:
-        """A share of the pace, which may change meanwhile."""
+    def wait() -> None:
+        """As long as the pace says, which may change meanwhile. Before the step is begun: what is done to a worker that
+        has begun one is to hit it at work."""
         began = time.monotonic()
         while options.pace is not None:
-            left_s = share * float(options.pace.read_text()) / 1e3 - (time.monotonic() - began)
+            left_s = float(options.pace.read_text()) / 1e3 - (time.monotonic() - began)
             if left_s <= 0:
                 return
             time.sleep(min(left_s, 0.01))
@@ -62,9 +63,8 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
     def run(state: fd.elastic.TorchState) -> float:
         for _ in loader.epochs(EPOCHS):
             for x, y, indices in loader:
-                wait(0.5)
+                wait()
                 records.before_step(state, [] if loader.batch.is_ghost else indices.tolist())
-                wait(0.5)
                 orders.check()
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x), y)

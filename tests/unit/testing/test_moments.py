@@ -72,7 +72,7 @@ def test_the_job_goes_fast_unless_a_step_or_its_end_must_not_come_yet(tmp_path: 
     pace.towards(100, 20, can_happen=True)
     assert said() == 2
     pace.towards(100, 99, can_happen=True)
-    assert said() == 30, "long enough for it to happen in this step"
+    assert said() == 10, "long enough for it to happen in this step"
     pace.towards(100, 20, can_happen=False)
     further = said()
     pace.towards(100, 98, can_happen=False)

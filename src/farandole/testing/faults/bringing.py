@@ -55,7 +55,7 @@ class Pace:
         """`can_happen`: all that the fault at this step takes is there but the step."""
         ms = self._fast_ms
         if step is not None and can_happen and step - now <= 1:
-            ms = max(ms, 30.0)  # long enough for it to happen in this very step
+            ms = max(ms, 10.0)  # before the next one: long enough for it to happen in this very step
         if step is not None and not can_happen:
             ms = max(ms, _SLOW_MS / max(1, step - now))
         to_end = self._steps - _BEFORE_END - now
