@@ -19,8 +19,8 @@ test: $(READY)  ## all tests but the long chaos runs
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
 
-chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 for hosts of a lab (root); see docs/chaos.md
-	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0}
+chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 (root), SPARES=1; see docs/chaos.md
+	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0} --spares $${SPARES:-0}
 
 chaos-report: $(READY)  ## what all chaos runs have come to
 	@$(BIN)/python -m tests.chaos.report

@@ -35,7 +35,7 @@ class Case:
     def __str__(self) -> str:
         shape = self.shape
         after = "who is lost is replaced" if shape.replaces else "nobody is replaced"
-        where = f" on {shape.hosts} hosts" if shape.hosts else ""
+        where = f" and {shape.spares} spares" * bool(shape.spares) + f" on {shape.hosts} hosts" * bool(shape.hosts)
         loaders = f" with {self.num_workers} loader processes" if self.num_workers else ""
         how = f"width {self.width}, {self.transport}, {after}"
         return f"seed {self.seed}: {shape.workers} workers{where}{loaders}, {how}; {self.plan}"
@@ -46,6 +46,7 @@ class Case:
             "seed": self.seed,
             "hosts": shape.hosts,
             "workers": shape.workers,
+            "spares": shape.spares,
             "replaces": shape.replaces,
             "loader_processes": self.num_workers,
             "width": self.width,
@@ -54,16 +55,17 @@ class Case:
         }
 
 
-def case_of(seed: int, hosts: int = 0) -> Case:
-    """The job of a seed: on this machine, or on so many hosts of a lab."""
-    chance = random.Random(f"{seed} on {hosts}")
+def case_of(seed: int, hosts: int = 0, spares: int = 0) -> Case:
+    """The job of a seed: on this machine, or on so many hosts of a lab; with so many spares."""
+    chance = random.Random(f"{seed} on {hosts}" + f" with {spares}" * bool(spares))
     shape = Shape(
         workers=max(hosts, chance.choice([2, 3, 3, MOST_WORKERS])),
         hosts=hosts,
         epochs=EPOCHS,
         steps=STEPS_PER_EPOCH,
-        replaces=bool(hosts) or chance.random() < 0.7,
+        replaces=bool(hosts or spares) or chance.random() < 0.7,
         budget_s=BUDGET_S,
+        spares=spares,
     )
     return Case(
         seed=seed,

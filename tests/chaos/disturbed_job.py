@@ -102,18 +102,25 @@ def _machine(case: Case, place: Place) -> Iterator[tuple[ThisMachine, list[str]]
     ground = ThisMachine(place.folder / "hosts")
     ground.offer(case.shape.workers)
     with contextlib.closing(ground):
-        yield ground, ["--max-np", "9", "--host-discovery-script", f"cat {ground.hosts_file}"]
+        if case.shape.spares:  # they need slots of their own, which nobody else may take
+            yield ground, _spares(case)
+        else:
+            yield ground, ["--max-np", "9", "--host-discovery-script", f"cat {ground.hosts_file}"]
 
 
 @contextlib.contextmanager
 def _lab(case: Case, place: Place, outcome: Outcome) -> Iterator[tuple[LabGround, list[str]]]:
-    """They are on hosts; as many slots as workers, so that each is needed."""
-    workers, hosts = case.shape.workers, case.shape.hosts
-    slots = [workers // hosts + (index < workers % hosts) for index in range(hosts)]
-    with Lab(hosts) as lab, contextlib.closing(LabGround(lab, slots, place.folder)) as ground:
-        yield ground, ground.flags
+    """They are on hosts; as many slots as workers and spares, so that each is needed."""
+    slots, hosts = case.shape.workers + case.shape.spares, case.shape.hosts
+    slots_by_host = [slots // hosts + (index < slots % hosts) for index in range(hosts)]
+    with Lab(hosts) as lab, contextlib.closing(LabGround(lab, slots_by_host, place.folder)) as ground:
+        yield ground, ground.flags + _spares(case)
         outcome.violations += ground.left()
     outcome.violations += [f"{name} is left of the lab" for name in remains(lab.name)]
+
+
+def _spares(case: Case) -> list[str]:
+    return ["--spares", str(case.shape.spares)] if case.shape.spares else []
 
 
 def _run(case: Case, place: Place, outcome: Outcome) -> range:

@@ -13,10 +13,10 @@ from tests.chaos.run import RESULTS
 
 
 def summary(lines: Iterable[dict[str, Any]]) -> str:
-    """Of the lines that run.py wrote. Seeds count once for each number of hosts, whatever the version."""
+    """Of the lines that run.py wrote. Seeds count once for each number of hosts and of spares."""
     jobs = list(lines)
     minutes = sum(job["seconds"] for job in jobs) / 60
-    seeds = {(job["hosts"], job["seed"]) for job in jobs}
+    seeds = {(job["hosts"], job["spares"], job["seed"]) for job in jobs}
     violated = [job for job in jobs if job["violations"]]
     faults: Counter[str] = sum((Counter(job["faults"]) for job in jobs), Counter())
     said = [

@@ -28,12 +28,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first job; each has the next one")
     parser.add_argument("--minutes", type=float, default=5.0, help="no job begins after that; 0: one job")
     parser.add_argument("--hosts", type=int, default=0, help="of a lab; 0: on this machine, 3: three hosts")
+    parser.add_argument("--spares", type=int, default=0, help="workers that wait beside those that train")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a file that is appended to")
     parser.add_argument("--plan", type=parse, help="this plan instead of the one that follows from the seed")
     options = parser.parse_args()
     until, failed, seed = time.monotonic() + 60 * options.minutes, [], options.seed
     while True:
-        case = case_of(seed, options.hosts)
+        case = case_of(seed, options.hosts, options.spares)
         case = case if options.plan is None else dataclasses.replace(case, plan=options.plan)
         print(case, flush=True)
         outcome = run_one(case, options.results)
@@ -58,12 +59,13 @@ def run_one(case: Case, results: Path | None) -> Outcome:
     for violation in outcome.violations:
         print(f"  - {violation}", flush=True)
     if outcome.violations:
-        hosts = f" --hosts {case.shape.hosts}" if case.shape.hosts else ""
+        more = f" --hosts {case.shape.hosts}" * bool(case.shape.hosts)
+        more += f" --spares {case.shape.spares}" * bool(case.shape.spares)
         print(f"  what it wrote is in {folder}; the last lines it said:")
         for name in ["output", *(path.name for path in sorted(folder.glob("agent-*")))]:
             lines = (folder / name).read_text(errors="replace").splitlines() if (folder / name).exists() else []
             print("\n".join(f"    {name}: {line}" for line in lines[-40:]))
-        print(f"  to repeat it: {sys.executable} -m tests.chaos.run --seed {case.seed} --minutes 0{hosts}", flush=True)
+        print(f"  to repeat it: {sys.executable} -m tests.chaos.run --seed {case.seed} --minutes 0{more}", flush=True)
     else:
         shutil.rmtree(folder)
     if results is not None:

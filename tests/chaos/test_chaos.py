@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from farandole.testing.faults import parse
 from farandole.testing.lab import why_not
-from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob
-from tests.chaos import invariants
 from tests.chaos.case import Case, case_of
-from tests.chaos.disturbed_job import SCRIPT, undisturbed_weights
+from tests.chaos.disturbed_job import undisturbed_weights
 from tests.chaos.run import run_one
-from tests.pure_order import global_batches
-from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED
 
 
 def check(case: Case) -> None:
@@ -24,12 +18,8 @@ def check(case: Case) -> None:
     assert run_one(case, results=None).violations == []
 
 
-def test_a_job_left_in_peace_trains_its_order_one_global_batch_after_the_other(tmp_path: Path) -> None:
-    with RunningJob(["-np", "1"], SCRIPT, [], tmp_path, tmp_path / "output") as job:
-        assert job.wait(60) == 0, (tmp_path / "output").read_text()
-    proof = Proof(tmp_path)
-    assert proof.samples_by_step() == global_batches(SAMPLES, BATCH, SEED, EPOCHS)
-    assert [*invariants.training(proof, undisturbed_weights(8)), *invariants.counters(proof, 0)] == []
+def test_a_job_left_in_peace_trains_its_order_one_global_batch_after_the_other() -> None:
+    assert undisturbed_weights(8)  # which checks it
 
 
 @pytest.mark.timeout(240)

@@ -119,6 +119,14 @@ def test_a_drawn_plan_leaves_a_worker_where_nobody_is_replaced(shape: Shape) -> 
             assert 1 <= size <= MOST_WORKERS, (seed, str(fault))
 
 
+def test_nobody_is_added_or_asked_to_leave_where_there_are_spares() -> None:
+    shape = Shape(3, 0, 3, 150, True, 2.0, spares=1)
+    words = " ".join(str(draw(random.Random(seed), shape)) for seed in range(300))
+    assert "kill" in words
+    assert "add a worker" not in words
+    assert "leave" not in words
+
+
 @pytest.mark.parametrize("hosts", [0, 3])
 def test_every_kind_of_fault_is_drawn_some_time(hosts: int) -> None:
     shape = Shape(4, hosts, 3, 150, True, 2.0)

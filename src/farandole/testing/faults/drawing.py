@@ -39,6 +39,7 @@ class Shape:
     epochs, steps    each epoch has so many steps
     replaces         who is lost is replaced
     budget_s         the detection budget
+    spares           so many workers wait beside; then nobody is added, and nobody is asked to leave
     """
 
     workers: int
@@ -47,6 +48,7 @@ class Shape:
     steps: int
     replaces: bool
     budget_s: float
+    spares: int = 0
 
 
 def draw(chance: random.Random, shape: Shape) -> Plan:
@@ -91,7 +93,7 @@ class _Drawing:
         if self._shape.hosts:
             host_scenes = [self._host_gone, self._silence, self._short_silence, self._one_way, self._slow_network]
             scenes = [(2, scene) for scene in (*host_scenes, self._agent, self._in_a_phase)] + scenes[:4]
-        else:
+        elif not self._shape.spares:
             scenes += [(2, self._leave)]
             scenes += [(1, self._join), (2, self._in_the_join)] if self._size < MOST_WORKERS else []
         if self._step < (self._shape.epochs - 1) * self._shape.steps:  # the last epoch ends with the job
