@@ -118,9 +118,10 @@ class Proof:
     def ends(self) -> list[Record]:
         return [record for record in self.records if "end" in record]
 
-    def _applied(self) -> dict[int, list[Record]]:
-        by_pid: dict[int, list[Record]] = defaultdict(list)
+    def _applied(self) -> dict[tuple[str, int], list[Record]]:
+        """By worker: two hosts may have processes of the same number."""
+        by_worker: dict[tuple[str, int], list[Record]] = defaultdict(list)
         for record in self.records:
             if "after" in record:
-                by_pid[record["pid"]].append(record)
-        return by_pid
+                by_worker[record.get("host", ""), record["pid"]].append(record)
+        return by_worker
