@@ -1,4 +1,4 @@
-"""An authenticated connection between an agent and the coordinator, on asyncio. Used by both ends.
+"""An authenticated connection between an agent, or a command, and the coordinator, on asyncio. Used by both ends.
 
 The proof itself is pure and lives in authentication.py; this file moves its frames, under a deadline.
 """
@@ -23,6 +23,7 @@ UNREAD_LIMIT = 2 * AGENT_FRAME_LIMIT
 """Bytes that may wait for a peer that does not read; beyond it the connection is given up."""
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Channel(Generic[T]):
@@ -62,6 +63,10 @@ class Channel(Generic[T]):
         AuthenticationError when it said what it must not say; the channel is to be closed after any."""
         sealed = await _read_frame(self._reader, AGENT_FRAME_LIMIT + MAC_BYTES)
         return decode(self._decoder, self._session.open(sealed))
+
+    def expecting(self, decoder: msgspec.msgpack.Decoder[U]) -> Channel[U]:
+        """The same connection, on which from now on other messages are received; in place of this object."""
+        return Channel(self._reader, self._writer, self._session, decoder)
 
     def close(self) -> None:
         """Close the connection once everything sent so far is out. Idempotent."""

@@ -87,6 +87,14 @@ class HostDrained(Event):
 
 
 @dataclass(frozen=True)
+class HostUndrained(Event):
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again"
+
+
+@dataclass(frozen=True)
 class HostRefused(Event):
     """Host discovery named a host that cannot be used; the job goes on with the others."""
 
@@ -434,6 +442,17 @@ class ConnectionRefused(Event):
 
     def line(self) -> str:
         return f"refused a connection from {self.who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class JobNotAnnounced(Event):
+    """Commands such as `farandole status` will not find the job. It runs all the same."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"farandole status, scale and drain will not find this job: {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from farandole.control import ClientMessage, ToClient
 from farandole.errors import ProtocolError
 from farandole.messages import AgentMessage, Message, ToAgent, ToWorker, WorkerMessage
 
@@ -23,6 +24,12 @@ AGENT_FRAME_LIMIT = 16 << 20
 WORKER_MESSAGES: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 AGENT_MESSAGES: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+CLIENT_MESSAGES: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+TO_CLIENT: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+DIALERS_MESSAGES: msgspec.msgpack.Decoder[AgentMessage | ClientMessage] = msgspec.msgpack.Decoder(
+    AgentMessage | ClientMessage
+)
+"""Until the first message has said who dials."""
 TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 LENGTH = struct.Struct(">I")

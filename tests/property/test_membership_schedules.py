@@ -20,7 +20,7 @@ from farandole.coordinator import (
     decide,
     new_job,
 )
-from farandole.coordinator.inputs import Input, ScaleRequested
+from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
 from farandole.membership import Address, Origin
 from farandole.messages import (
     AgentLeaving,
@@ -112,6 +112,10 @@ def hurt(world: SimulatedJob) -> None:
         world.lose_agent(dice.choice(["a", "b"]), dice.choice([None, 0.3, 3.0]))
     elif kind < 8:
         world.drain_agent(dice.choice(["a", "b"]))
+    elif kind < 9:
+        world.drain_host(dice.choice(["a", "b"]))
+    elif kind < 10:
+        world.undrain_host(dice.choice(["a", "b"]))
     elif kind < 11:
         for worker in alive:
             worker.fail("ValueError: on every rank")
@@ -234,7 +238,7 @@ def check_at_rest(world: SimulatedJob) -> None:
 def check_slots_are_filled(world: SimulatedJob, size: int) -> None:
     """By the world's own count, not the coordinator's; where nobody hangs, was asked away or used a budget up."""
     job, hosts = world.job, world.offered or {}
-    left = world.draining
+    left = world.draining | world.drained
     usable = sum(slots for host, slots in hosts.items() if host not in left and not world.invariants.is_banned(host))
     wanted = usable if job.most is None else min(usable, job.most)
     spent = job.config.on_failure == "slot" and any(use.restarts >= job.config.restarts for use in job.slots.values())
@@ -358,6 +362,8 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
         AgentConnected(agent, agent, dice.randint(0, 4)),
         Tick(),
         ScaleRequested(number),
+        DrainRequested(agent, "fuzz"),
+        UndrainRequested(agent),
     ]
     inputs += [HostsOffered(random_hosts(dice), dice.random() < 0.5)] if dice.random() < offering else []
     inputs += [AgentLost(agent, "fuzz"), StopRequested(dice.random() < 0.1, "Fuzz.")] if dice.random() < 0.1 else []

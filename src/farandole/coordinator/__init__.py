@@ -5,11 +5,13 @@ from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentTold,
+    DrainRequested,
     HostsOffered,
     Input,
     ScaleRequested,
     StopRequested,
     Tick,
+    UndrainRequested,
 )
 from farandole.coordinator.job import Job, new_job
 from farandole.coordinator.transitions import decide, next_deadline
@@ -19,6 +21,7 @@ __all__ = [
     "AgentConnected",
     "AgentLost",
     "AgentTold",
+    "DrainRequested",
     "EndJob",
     "HostsOffered",
     "Input",
@@ -28,6 +31,7 @@ __all__ = [
     "SendAgent",
     "StopRequested",
     "Tick",
+    "UndrainRequested",
     "decide",
     "new_job",
     "next_deadline",

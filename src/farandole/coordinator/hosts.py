@@ -9,7 +9,7 @@ from farandole.coordinator import slots
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentConnected, HostsOffered
 from farandole.coordinator.job import Agent, Job, Offer
-from farandole.events import AgentJoined, HostAdded, HostDrained, HostRemoved
+from farandole.events import AgentJoined, HostAdded, HostDrained, HostRemoved, HostUndrained
 from farandole.messages import Dismissed
 
 
@@ -54,6 +54,18 @@ def drain(draft: Draft, host: str, reason: str) -> bool:
     reason  what happened, as in "host b is drained: `reason`"
     """
     return _drain(draft, [agent for agent in draft.job.agents.values() if agent.host == host], reason)
+
+
+def undrain(draft: Draft, host: str) -> None:
+    """The host may be used again. Members that have not left yet stay, as far as they are wanted; where its agents have
+    gone, the launcher of a job on this machine starts others when it hears of it."""
+    drained = [agent for agent in draft.job.agents.values() if agent.host == host and agent.is_draining]
+    for agent in drained:
+        draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_draining=False)})
+    if drained:
+        draft.log(HostUndrained(host))
+        slots.follow_hosts(draft)
+        _take_back(draft)
 
 
 def agent_leaves(draft: Draft, name: str, reason: str) -> None:

@@ -67,8 +67,33 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True)
+class DrainRequested:
+    """The workers of the host should leave at the next boundary, and nothing be started there any more."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class UndrainRequested:
+    """The host may be used again."""
+
+    host: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Nothing happened, but `next_deadline` has passed."""
 
 
-Input: TypeAlias = HostsOffered | AgentConnected | AgentLost | AgentTold | StopRequested | ScaleRequested | Tick
+Input: TypeAlias = (
+    HostsOffered
+    | AgentConnected
+    | AgentLost
+    | AgentTold
+    | StopRequested
+    | ScaleRequested
+    | DrainRequested
+    | UndrainRequested
+    | Tick
+)

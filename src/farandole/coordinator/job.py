@@ -76,6 +76,7 @@ class Worker:
     """A worker whose process is not known to be gone.
 
     address      where its peers find it; None until it called init()
+    pid          of its process, as it said itself; 0 until then
     is_elastic   its main thread entered an elastic function
     elastic_s    when it did
     ready        last generation number for which it is quiescent
@@ -93,6 +94,7 @@ class Worker:
     name: str
     slot: Slot
     address: Address | None = None
+    pid: int = 0
     is_elastic: bool = False
     elastic_s: float | None = None
     ready: int = 0

@@ -12,8 +12,10 @@ import msgspec
 from farandole.channel import HANDSHAKE_DEADLINE_S, Channel, accept
 from farandole.clock import now_s
 from farandole.config import JobConfig
+from farandole.control import ClientHello, ClientMessage
 from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
 from farandole.coordinator.beating import Beating
+from farandole.coordinator.clients import Clients
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -43,7 +45,7 @@ from farandole.messages import (
     WorkerRanked,
     WorkerSilent,
 )
-from farandole.wire import AGENT_MESSAGES
+from farandole.wire import AGENT_MESSAGES, CLIENT_MESSAGES, DIALERS_MESSAGES
 
 STRANGERS_LIMIT = 512
 """Connections that may be busy proving the token at the same time."""
@@ -95,6 +97,8 @@ class Coordinator:
         self._looks = 0
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._processes: dict[str, str] = {}  # of the agents that are connected or were just now
+        self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s)
+        self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
@@ -126,6 +130,8 @@ class Coordinator:
         try:
             outcome = await self._outcome
             self._server.close()
+            for command in self._serving:
+                command.cancel()  # the end of the connection tells it that the job has ended
             if self._conversations:
                 patience_s = self._config.grace_s + self._config.detection_budget_s
                 await asyncio.wait(self._conversations, timeout=patience_s)
@@ -169,6 +175,7 @@ class Coordinator:
         if isinstance(action, SendAgent):
             self._send(action.agent, action.message)
         elif isinstance(action, Log):
+            self._commands.remember(action.event)
             self._on_event(action.event)
         elif isinstance(action, EndJob) and not self._outcome.done():
             self._outcome.set_result(Outcome(action.exit_code, action.reason))
@@ -214,7 +221,7 @@ class Coordinator:
         self._on_output(agent, None)
         self._decide(AgentLost(agent, reason, lease_end_s))
 
-    # Connections: a stranger's until the token is proved and AgentHello said, then an agent's --------------
+    # Connections: a stranger's until the token is proved and a hello said, then an agent's or a command's --
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
@@ -229,31 +236,43 @@ class Coordinator:
     def _on_conversation_over(self, task: asyncio.Task[None]) -> None:
         self._strangers.discard(task)
         self._conversations.discard(task)
+        self._serving.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
         try:
-            channel = await accept(reader, writer, self._token, self._job_id, AGENT_MESSAGES)
+            channel = await accept(reader, writer, self._token, self._job_id, DIALERS_MESSAGES)
             try:
-                await self._serve(channel)
+                hello = await _receive_hello(channel)
+                if isinstance(hello, ClientHello):
+                    await self._serve_command(channel.expecting(CLIENT_MESSAGES), hello)
+                else:
+                    await self._serve(channel.expecting(AGENT_MESSAGES), hello)
             finally:
                 channel.abort()
         except (AuthenticationError, ProtocolError) as error:
             self._on_event(ConnectionRefused(who, str(error)))
         except ConnectionError as error:
-            if asyncio.current_task() in self._strangers:
+            if asyncio.current_task() in self._strangers:  # else an agent's silence counts, and a command is done
                 self._on_event(ConnectionRefused(who, str(error)))
 
-    async def _serve(self, channel: Channel[AgentMessage]) -> None:
-        hello = await _receive_hello(channel)
-        if hello.is_apart and (refused := self._why_refused(hello)) is not None:
-            channel.send(refused)
-            raise ProtocolError(refused.reason)
+    async def _serve_command(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
+        self._introduced(self._serving)
+        await self._commands.serve(channel, hello)
+
+    def _introduced(self, group: set[asyncio.Task[None]]) -> None:
+        """Whose connection it is that this task serves is known now."""
         task = asyncio.current_task()
         assert task is not None
         self._strangers.discard(task)
-        self._conversations.add(task)
+        group.add(task)
+
+    async def _serve(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
+        if hello.is_apart and (refused := self._why_refused(hello)) is not None:
+            channel.send(refused)
+            raise ProtocolError(refused.reason)
+        self._introduced(self._conversations)
         if hello.agent in self._silence:
             self._lose(hello.agent, "it dialed again")
         if hello.is_apart and self._welcome is not None:
@@ -300,17 +319,17 @@ class Coordinator:
         for timer in (self._look_timer, self._tick_timer):
             if timer is not None:
                 timer.cancel()
-        talking = self._strangers | self._conversations
+        talking = self._strangers | self._conversations | self._serving
         for task in talking:
             task.cancel()
         await asyncio.gather(*talking, return_exceptions=True)
 
 
-async def _receive_hello(channel: Channel[AgentMessage]) -> AgentHello:
+async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> AgentHello | ClientHello:
     try:
         message = await within(HANDSHAKE_DEADLINE_S, channel.receive())
     except asyncio.TimeoutError:
         raise ConnectionError(f"it did not say AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
-    if not isinstance(message, AgentHello):
+    if not isinstance(message, AgentHello | ClientHello):
         raise ProtocolError(f"it said {type(message).__name__} before AgentHello")
     return message

@@ -32,7 +32,7 @@ def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
     if worker.has_left:
         return
     if isinstance(said, Hello):
-        _hello(draft, worker, said.address)
+        _hello(draft, worker, said.address, said.pid)
     elif worker.address is not None:
         match said:
             case Elastic():
@@ -65,10 +65,10 @@ def kill_overdue(draft: Draft) -> None:
             draft.kill(name, 0.0, f"it did not end after {what}")
 
 
-def _hello(draft: Draft, worker: Worker, address: Address) -> None:
+def _hello(draft: Draft, worker: Worker, address: Address, pid: int) -> None:
     if worker.address is not None:
         return
-    draft.change_worker(worker.name, address=address)
+    draft.change_worker(worker.name, address=address, pid=pid)
     if draft.job.generation is not None:
         draft.tell([worker.name], Newcomer())
 

@@ -35,11 +35,13 @@ from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentTold,
+    DrainRequested,
     HostsOffered,
     Input,
     ScaleRequested,
     StopRequested,
     Tick,
+    UndrainRequested,
 )
 from farandole.coordinator.job import Job
 from farandole.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerExited
@@ -89,6 +91,10 @@ def _note(draft: Draft, input: Input) -> None:
             ending.stop_requested(draft, input)
         case ScaleRequested(size):
             slots.scale_requested(draft, size)
+        case DrainRequested(host, reason):
+            hosts.drain(draft, host, reason)
+        case UndrainRequested(host):
+            hosts.undrain(draft, host)
         case Tick():
             pass  # Only the time has changed.
 

@@ -33,6 +33,7 @@ from farandole.env.inheritance import (
 )
 from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
 from farandole.env.nccl import prepare_for_nccl
+from farandole.env.runtime import read_runtime_folder
 
 __all__ = [
     "CheckpointEnv",
@@ -52,6 +53,7 @@ __all__ = [
     "read_fixed_env",
     "read_horovod_settings",
     "read_rank_and_size",
+    "read_runtime_folder",
     "read_sample_ledger",
     "read_scratch_folder",
     "read_start_timeout_s",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from farandole import __version__
 from farandole.errors import ConfigError
 from farandole.launch.arguments import FARANDOLE_RUN, Program, RunOptions, parse_run
+from farandole.launch.control_parser import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from farandole.launch.agent_command import agent_command
 
         return agent_command(arguments[1:])
+    if arguments and arguments[0] in CONTROL:
+        from farandole.launch.control_commands import control_command
+
+        return control_command(arguments[0], arguments[1:])
     parser = _main_parser()
     parser.parse_args(arguments)
     parser.print_help()
@@ -53,17 +58,18 @@ def run_program(arguments: Sequence[str] | None, program: Program) -> int:
 def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
-        usage="farandole run [options] command ...\n       farandole agent --join HOST:PORT [options]\n"
-        "       farandole ledger check DIR",
+        usage="farandole run [options] command ...\n       farandole status|jobs|scale|drain|undrain [options]\n"
+        "       farandole agent --join HOST:PORT [options]\n       farandole ledger check DIR",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
-        "  agent       offer this machine's slots to a job of another; see 'farandole agent --help'\n"
+        + "".join(f"  {name:<12}{text}; see 'farandole {name} --help'\n" for name, text in CONTROL.items())
+        + "  agent       offer this machine's slots to a job of another; see 'farandole agent --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
-    parser.add_argument("command", choices=["run", "agent", "ledger"], nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("command", choices=["run", *CONTROL, "agent", "ledger"], nargs="?", help=argparse.SUPPRESS)
     return parser
 
 

@@ -15,11 +15,12 @@ from farandole.config import ForkServerUse, JobConfig
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import carried_environment, inherited_environment
 from farandole.errors import ConfigError
-from farandole.events import AgentsAwaited, Event
+from farandole.events import AgentsAwaited, Event, JobNotAnnounced
 from farandole.launch.agent import Agent, AgentConfig
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.host_watch import HostWatch
 from farandole.launch.hosts import HostSlots
+from farandole.launch.job_files import announced
 from farandole.launch.join_settings import Joining
 from farandole.launch.local_agents import LocalAgents, refuse_other_machines
 from farandole.launch.output import OutputOptions, OutputSink
@@ -65,6 +66,11 @@ async def run_local(
         watch = HostWatch(hosts, on_event)
         first = await watch.first()
     job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
+
+    def on_decision(event: Event) -> None:
+        agents.hear(event)
+        on_event(event)
+
     sink = OutputSink(output)
     forks: ForkServerUse = fork_server if config.may_change else "off"
     coordinator = Coordinator(
@@ -73,7 +79,7 @@ async def run_local(
         job_id=job_id,
         host=host,
         port=port,
-        on_event=on_event,
+        on_event=on_decision,
         origin=origin,
         welcome=None if joining is None else _welcome(config, command, job_id, extra_environment, forks),
         on_output=RemoteOutput(sink),
@@ -106,7 +112,9 @@ async def run_local(
 
     agents = LocalAgents(make_agent, is_over=lambda: coordinator.has_ended)
     try:
-        with _ending_on_signals(coordinator, agents):
+        with _ending_on_signals(coordinator, agents), announced(job_id, coordinator.address, token, command) as problem:
+            if problem:
+                on_event(JobNotAnnounced(problem))
             return await _run_all(coordinator, agents, first, watch, config.takes_agents)
     finally:
         sink.close()

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from farandole.errors import ConfigError
+from farandole.events import Event, HostDrained, HostUndrained
 from farandole.launch.agent import Agent, EndOfService
 from farandole.launch.hosts import HostSlots, is_this_machine
 
@@ -43,6 +44,7 @@ class LocalAgents:
         self._agents: dict[str, Agent] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._drained: set[str] = set()
+        self._wanted_again: set[str] = set()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with the error when an agent failed itself."""
 
@@ -51,10 +53,16 @@ class LocalAgents:
         that was drained stays so until it has been gone."""
         self._wanted = {host.name: host for host in hosts}
         self._drained &= self._wanted.keys()
-        for name in self._wanted:
-            if name not in self._lives and name not in self._drained:
-                self._lives[name] = asyncio.create_task(self._live(name))
-                self._lives[name].add_done_callback(self._on_life_over)
+        self._start_missing()
+
+    def hear(self, event: Event) -> None:
+        """What the coordinator decided: a host that is undrained gets an agent again."""
+        if isinstance(event, HostDrained):
+            self._wanted_again.discard(event.host)
+        elif isinstance(event, HostUndrained):
+            self._drained.discard(event.host)
+            self._wanted_again.add(event.host)  # for an agent that is about to go
+            self._start_missing()
 
     def kill_workers(self) -> None:
         """End all workers at once, also those that are in their grace period."""
@@ -76,13 +84,19 @@ class LocalAgents:
         await asyncio.gather(*lives, return_exceptions=True)
         self.broken.cancel()
 
+    def _start_missing(self) -> None:
+        for name in self._wanted:
+            if name not in self._lives and name not in self._drained:
+                self._lives[name] = asyncio.create_task(self._live(name))
+                self._lives[name].add_done_callback(self._on_life_over)
+
     async def _live(self, name: str) -> None:
         """The agents of one host, one after the other."""
         try:
             while name in self._wanted and not self._is_over():
                 self._agents[name] = self._make_agent(self._wanted[name])
                 service = await self._agents[name].run()
-                if service.end is EndOfService.DRAINED:
+                if service.end is EndOfService.DRAINED and name not in self._wanted_again:
                     self._drained.add(name)
                     return
                 if name in self._wanted and not self._is_over():

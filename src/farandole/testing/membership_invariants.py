@@ -19,6 +19,7 @@ from farandole.coordinator import (
     Log,
     ScaleRequested,
     SendAgent,
+    UndrainRequested,
 )
 from farandole.events import HostBlacklisted, HostDrained, JobEnds, StateLost
 from farandole.messages import (
@@ -152,6 +153,9 @@ class MembershipInvariants:
                 most = self._config.max_np
                 if self._config.min_np <= size and (most is None or size <= most) and not self._config.fills_slots:
                     self._target = (size, size)
+            case UndrainRequested(host):
+                self._draining -= {agent for agent, of_agent in self._hosts.items() if of_agent == host}
+                self._reopenings += 1
             case AgentTold(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):
                 if self._released and worker in self.members and code != 0:
                     self.failed_after_release = True

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from farandole.config import JobConfig
+from farandole.control import Accepted, AskDrain, AskUndrain
 from farandole.coordinator import (
     AgentConnected,
     AgentLost,
@@ -29,6 +30,7 @@ from farandole.coordinator import (
     new_job,
     next_deadline,
 )
+from farandole.coordinator.requests import judge
 from farandole.membership import Origin
 from farandole.messages import (
     AgentLeaving,
@@ -93,6 +95,7 @@ class SimulatedJob:
         self.offered: dict[str, int] | None = None
         self._agents: set[str] = set()
         self._slots: dict[str, int] = {}
+        self.drained: set[str] = set()  # agents of hosts that a person drained: nobody starts them again meanwhile
         self.draining: set[str] = set()  # agents that were asked to end, and have not been dismissed yet
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -164,12 +167,14 @@ class SimulatedJob:
     def offer(self, slots: dict[str, int], may_change: bool = True) -> None:
         """These are the hosts now. Those that have no agent get one, of the same name, after a while."""
         self.offered = slots
+        self.drained &= slots.keys()
         self.feed(HostsOffered(slots, may_change))
         for host in slots:
             self.after(self.delay_s(), partial(self._connect_offered, host))
 
     def _connect_offered(self, host: str) -> None:
-        if self.offered and host in self.offered and host not in self._agents and self.end is None:
+        is_wanted = self.offered and host in self.offered and host not in self.drained
+        if self.offered and is_wanted and host not in self._agents and self.end is None:
             self.connect(host, self.offered[host], host)
 
     def lose_agent(self, agent: str, lease_s: float | None = None) -> None:
@@ -194,17 +199,36 @@ class SimulatedJob:
             self.draining.add(agent)
             self.tell(agent, AgentLeaving("SIGTERM was received"))
 
+    def drain_host(self, agent: str) -> None:
+        """A person asks for it. The host, and its one agent, stay out until `undrain_host`, if it can be done."""
+        known = self.job.agents.get(agent)
+        if known is not None and agent in self._agents and self._ask(AskDrain(known.host)):
+            self.drained.add(agent)
+
+    def undrain_host(self, agent: str) -> None:
+        """A person wants a drained host back. If its agent has gone already, there will be another one."""
+        if agent in self.drained and self._ask(AskUndrain(self.job.agents[agent].host)):
+            self.drained.discard(agent)
+            again = self._connect_again if self.offered is None else self._connect_offered
+            self.after(self.delay_s(), partial(again, agent))
+
+    def _ask(self, request: AskDrain | AskUndrain) -> bool:
+        answer, happened = judge(self.job, request)
+        if happened is not None:
+            self.feed(happened)
+        return isinstance(answer, Accepted)
+
     def _on_dismissed(self, agent: str) -> None:
         assert all(worker.agent != agent for worker in self.alive()), f"{agent} is dismissed and has workers"
         self._agents.discard(agent)
         if agent in self.draining:
             self.draining.discard(agent)
-            if self.offered is None and self.random.random() < 0.5:
+            if self.offered is None and agent not in self.drained and self.random.random() < 0.5:
                 self.after(1.0, partial(self._connect_again, agent))
         self.after(self.delay_s(), partial(self._connect_offered, agent))
 
     def _connect_again(self, agent: str) -> None:
-        if agent not in self._agents and self.end is None:
+        if agent not in self._agents | self.drained and self.end is None:
             self.connect(agent, self._slots[agent])
 
     def tell(self, agent: str, message: AgentMessage) -> None:

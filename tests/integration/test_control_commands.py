@@ -1,0 +1,143 @@
+"""`farandole status`, `scale` and `drain`, asked of real jobs: what they ask for is done, and nothing is redone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import RunningJob, all_training
+from tests.jobs import ELASTIC_JOB, check_job
+
+SAMPLES = 600
+
+
+@pytest.fixture(autouse=True)
+def _no_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of this test, and commands, meet in a folder of their own."""
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+
+
+def farandole(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "farandole", *words], capture_output=True, text=True, timeout=60)
+
+
+def said(*words: str) -> str:
+    """What a command says that does what it is asked for."""
+    done = farandole(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refusal(code: int, *words: str) -> str:
+    done = farandole(*words)
+    assert (done.returncode, done.stdout) == (code, "")
+    return done.stderr
+
+
+def endless(folder: Path, *flags: str) -> RunningJob:
+    folder.mkdir(exist_ok=True)
+    words = ["--epochs", "1000000", "--stop", str(folder / "stop"), "--item-ms", "0.3"]
+    return RunningJob(flags, ELASTIC_JOB, words, folder, folder / "output")
+
+
+def finish(running: RunningJob) -> None:
+    (running.folder / "stop").touch()
+    assert running.wait(60) == 0, (running.folder / "output").read_text()
+
+
+def test_a_job_is_scaled_and_a_host_drained_and_no_step_is_redone(tmp_path: Path) -> None:
+    with endless(tmp_path / "job", "-np", "2", "--max-np", "4", "-H", "localhost:2,127.0.0.1:2") as running:
+        running.wait_until(all_training(2), 60)
+        assert "generation 2 has 3 workers" in said("scale", "3", "--wait", "--timeout", "50")
+        running.wait_until(all_training(3), 60)
+        status = json.loads(said("status", "--json"))
+        assert [(each["rank"], each["host"], each["state"]) for each in status["members"]] == [
+            (0, "localhost", "trains"),
+            (1, "localhost", "trains"),
+            (2, "127.0.0.1", "trains"),
+        ]
+        assert {each["pid"] for each in status["members"]} == {r["pid"] for r in running.latest().values()}
+        assert "w2 will leave" in said("drain", "127.0.0.1", "--wait", "--timeout", "30")
+        running.wait_until(all_training(2), 60)
+        text = said("status")
+        assert "127.0.0.1  2      0        drained" in text
+        assert "host 127.0.0.1 is drained: asked by a person" in text
+        assert "1 worker" in said("scale", "1", "--wait", "--timeout", "30")
+        running.wait_until(all_training(1), 60)
+        finish(running)
+    proof = Proof(tmp_path / "job")
+    check_job(proof, samples=SAMPLES, workers_at_end=1)
+    assert sorted(proof.generations().values()) == [1, 2, 2, 3]
+    assert proof.redone() == 0
+    assert "no job of this user runs here" in said("status")
+
+
+def test_a_host_that_is_undrained_is_filled_again(tmp_path: Path) -> None:
+    with endless(tmp_path / "job", "-np", "2", "-H", "localhost:1,127.0.0.1:1") as running:
+        running.wait_until(all_training(2), 60)
+        said("drain", "localhost", "--wait")
+        latest = running.wait_until(all_training(1), 60)
+        assert "may be used again" in said("undrain", "localhost")
+        both = running.wait_until(all_training(2), 60)
+        assert both[0]["pid"] == latest[0]["pid"]
+        finish(running)
+    proof = Proof(tmp_path / "job")
+    check_job(proof, samples=SAMPLES, workers_at_end=2)
+    assert proof.redone() == 0
+
+
+def test_what_cannot_be_is_refused_with_its_reason_and_changes_nothing(tmp_path: Path) -> None:
+    with endless(tmp_path / "job", "-np", "2", "--min-np", "2") as running:
+        running.wait_until(all_training(2), 60)
+        assert "1 worker is fewer than --min-np 2" in refusal(1, "scale", "1")
+        assert "there is room for 2 workers (localhost:2), not for 3" in refusal(1, "scale", "3")
+        assert "its hosts: localhost" in refusal(1, "drain", "elsewhere")
+        assert "the job needs 2 (--min-np)" in refusal(1, "drain", "localhost")
+        assert "no job of this user runs here whose name begins with x" in refusal(2, "status", "--job", "x")
+        finish(running)
+    assert set(Proof(tmp_path / "job").generations().values()) == {2}
+
+
+def test_with_several_jobs_it_has_to_be_said_which_one(tmp_path: Path) -> None:
+    with endless(tmp_path / "one", "-np", "1") as one, endless(tmp_path / "two", "-np", "1") as two:
+        one.wait_until(all_training(1), 60)
+        two.wait_until(all_training(1), 60)
+        jobs = json.loads(said("jobs", "--json"))
+        assert {job["pid"] for job in jobs} == {one.process.pid, two.process.pid}
+        assert not any("token" in job for job in jobs)
+        text = refusal(2, "scale", "1")
+        assert "2 jobs run here; say which with --job" in text
+        assert all(job["job"] in text for job in jobs)
+        for job in jobs:
+            assert json.loads(said("status", "--json", "--job", job["job"][:8]))["job"] == job["job"]
+        two.process.send_signal(signal.SIGKILL)
+        two.wait(20)
+        assert [job["pid"] for job in json.loads(said("jobs", "--json"))] == [one.process.pid]
+        finish(one)
+
+
+def test_a_job_elsewhere_is_asked_by_its_address_and_token_file(tmp_path: Path) -> None:
+    token, other = tmp_path / "token", tmp_path / "other"
+    with endless(tmp_path / "job", "-np", "1", "--token-file", str(token)) as running:
+        running.wait_until(all_training(1), 60)
+        (job,) = json.loads(said("jobs", "--json"))
+        at = ("--address", job["coordinator"], "--token-file")
+        assert json.loads(said("status", "--json", *at, str(token)))["job"] == job["job"]
+        other.touch(0o600)
+        other.write_text("0" * 64)
+        assert "no job that this token belongs to" in refusal(1, "status", *at, str(other))
+        finish(running)
+
+
+def test_without_a_job_there_is_nothing_to_ask() -> None:
+    assert said("status") == said("jobs") == "no job of this user runs here\n"
+    assert "start one with: farandole run" in refusal(2, "scale", "2")
+    assert "--token-file" in refusal(2, "status", "--address", "127.0.0.1:1")

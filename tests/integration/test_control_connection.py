@@ -1,0 +1,113 @@
+"""Commands on the coordinator's port: the same proof as an agent's, and words of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from farandole.authentication import new_token
+from farandole.channel import connect
+from farandole.config import JobConfig
+from farandole.control import AskScale, AskStatus, ClientHello, Declined
+from farandole.coordinator.server import Coordinator
+from farandole.errors import AuthenticationError
+from farandole.events import ConnectionRefused
+from farandole.launch.client import Client, NoAnswer
+from farandole.messages import PROTOCOL_VERSION, AgentHello, Beat, Message
+from farandole.wire import TO_CLIENT
+from tests.waiting import DEADLINE_S, EventLog, run
+
+TOKEN = new_token()
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Coordinator, EventLog]]:
+    events = EventLog()
+    coordinator = Coordinator(JobConfig(num_proc=1), TOKEN, job_id="job", on_event=events)
+    await coordinator.start()
+    outcome = asyncio.create_task(coordinator.run())
+    try:
+        yield coordinator, events
+    finally:
+        outcome.cancel()
+        await asyncio.wait([outcome], timeout=DEADLINE_S)
+
+
+async def refused(events: EventLog) -> ConnectionRefused:
+    known = events.of(ConnectionRefused)
+    return known[0] if known else await events.next(ConnectionRefused)
+
+
+def test_a_command_is_answered_one_request_after_the_other() -> None:
+    async def body() -> None:
+        async with serving() as (coordinator, _):
+            client = await Client.dial(coordinator.address, TOKEN, "job")
+            assert (await client.status()).state == "starting"
+            assert isinstance(await client.ask(AskScale(1)), Declined)
+            assert (await client.status()).job == "job"
+            client.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize(("token", "job"), [(new_token(), "job"), (TOKEN, "another")])
+def test_who_does_not_know_the_token_is_told_nothing(token: bytes, job: str) -> None:
+    async def body() -> None:
+        async with serving() as (coordinator, events):
+            with pytest.raises((NoAnswer, AuthenticationError)):
+                await Client.dial(coordinator.address, token, job)
+            assert (await refused(events)).who
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([AskStatus()], "AskStatus before AgentHello"),
+        ([ClientHello(PROTOCOL_VERSION), ClientHello(PROTOCOL_VERSION)], "said ClientHello twice"),
+        ([ClientHello(PROTOCOL_VERSION), Beat(1)], "not a valid message"),
+        ([ClientHello(PROTOCOL_VERSION + 1), AskStatus()], f"this job has {PROTOCOL_VERSION}"),
+        ([AgentHello("a", "host", 1, PROTOCOL_VERSION), AskStatus()], "not a valid message"),
+    ],
+)
+def test_who_says_what_it_must_not_say_is_hung_up_on(said: list[Message], reason: str) -> None:
+    async def body() -> None:
+        async with serving() as (coordinator, events):
+            address = coordinator.address
+            channel = await connect(address.host, address.port, TOKEN, "job", TO_CLIENT)
+            for message in said:
+                channel.send(message)
+            assert reason in (await refused(events)).reason
+            channel.abort()
+
+    run(body())
+
+
+def test_a_command_that_waits_when_the_job_ends_is_told_so() -> None:
+    async def body() -> None:
+        async with serving() as (coordinator, _):
+            client = await Client.dial(coordinator.address, TOKEN, "job")
+            await client.status()
+            waiting = asyncio.create_task(client.wait_until(lambda status: False, DEADLINE_S))
+            coordinator.request_stop(now=True, reason="Stopped by a test.")
+            with pytest.raises(NoAnswer, match="the job has ended"):
+                await waiting
+            client.close()
+
+    run(body())
+
+
+def test_who_waits_in_vain_is_told_so_and_the_job_goes_on() -> None:
+    async def body() -> None:
+        async with serving() as (coordinator, _):
+            client = await Client.dial(coordinator.address, TOKEN, "job")
+            with pytest.raises(NoAnswer, match="not done after 0 s"):
+                await client.wait_until(lambda status: False, 0.0)
+            assert not coordinator.has_ended
+            client.close()
+
+    run(body())

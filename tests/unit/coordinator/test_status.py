@@ -1,0 +1,69 @@
+"""How a job is, for people and programs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from farandole.control import HostStatus, PastEvent, Status
+from farandole.coordinator.status import FOR_EVER, describe
+from farandole.launch.status_text import in_words
+from farandole.testing.told_job import ToldJob
+
+
+def status(told: ToldJob) -> Status:
+    return describe(told.job, told.now_s)
+
+
+def states(told: ToldJob) -> dict[str, str]:
+    now = status(told)
+    return {each.worker: each.state for each in (*now.members, *now.newcomers)}
+
+
+def test_the_state_follows_the_job_from_its_start_to_its_end() -> None:
+    told = ToldJob(2)
+    seen = [status(told).state]
+    seen.append(status(told.training()).state)
+    seen.append(status(told.exited("w1")).state)
+    seen.append(status(told.ready(2, "w0").synced("w0")).state)
+    seen.append(status(told.finished("w0")).state)
+    seen.append(status(told.exited("w0", 0)).state)
+    assert seen == ["starting", "training", "regrouping", "training", "finishing", "ending"]
+
+
+def test_members_come_by_rank_and_newcomers_with_what_they_do() -> None:
+    told = ToldJob(3, slots=4, max_np=4, restarts=2).training().exited("w1").ready(2, "w0", "w2")
+    now = status(told)
+    assert [(each.worker, each.rank, each.slot, each.pid) for each in now.members] == [("w0", 0, 0, 1), ("w2", 1, 2, 1)]
+    assert [(each.worker, each.rank, each.restarts_left) for each in now.newcomers] == [("w3", None, 1)]
+    assert (now.generation, now.wanted, now.regroups, now.min_np, now.max_np) == (2, 3, 1, 1, 4)
+    assert states(told) == {"w0": "trains", "w2": "trains", "w3": "starts"}
+    told.hello("w3").elastic("w3")
+    assert (states(told)["w3"], status(told).change) == ("waits", 3)
+
+
+def test_a_worker_that_leaves_fails_or_has_finished_says_so() -> None:
+    told = ToldJob(4).training().raised("w1", "ValueError: x", exits=False).finished("w3")
+    told.feed_hosts(**{"host-a": 3})
+    assert states(told) == {"w0": "trains", "w1": "fails", "w2": "trains", "w3": "leaves"}
+    told = ToldJob(2).training().finished("w1")
+    assert states(told) == {"w0": "trains", "w1": "has finished"}
+
+
+def test_hosts_say_what_runs_there_and_what_is_against_them() -> None:
+    config = {"on_failure": "host", "cooldown_range_s": (10.0, 40.0), "min_np": 1}
+    told = ToldJob(2, slots=0, **config).offer(a=1, b=1, c=1).training().exited("w1")
+    a, b, c = status(told).hosts
+    assert a == HostStatus("a", slots=1, workers=1, is_connected=True)
+    assert (b.failures, 20.0 <= b.out_for_s <= 40.0) == (1, True)
+    assert (c.workers, c.failures) == (1, 0)
+    told = ToldJob(2, slots=0, on_failure="host").offer(a=1, b=1).training().exited("w1")
+    assert status(told).hosts[1].out_for_s == FOR_EVER
+
+
+def test_a_status_goes_through_json_and_has_words_for_all_of_it() -> None:
+    told = ToldJob(2, slots=3).training()
+    now = msgspec.structs.replace(status(told), step=7, events=(PastEvent(7200.0, "generation 1 starts"),))
+    assert msgspec.json.decode(msgspec.json.encode(now), type=Status) == now
+    text = "\n".join(in_words(now))
+    for words in ("job job: training, generation 1, step 7 or later", "2 of 2 workers", "host-a", "w1", "2 h ago"):
+        assert words in text, words

@@ -1,0 +1,34 @@
+"""The commands that ask a job which runs: all are in the help and in the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farandole.launch.cli import main
+from farandole.launch.control_parser import COMMANDS, control_parser
+
+REFERENCE = (Path(__file__).parents[3] / "docs" / "reference.md").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_option_is_in_the_reference(command: str) -> None:
+    assert f"`farandole {command}" in REFERENCE
+    for action in control_parser(command)._actions:
+        flags = [flag for flag in action.option_strings if flag not in ("-h", "--help")]
+        assert all(f"`{flag}" in REFERENCE for flag in flags), flags
+
+
+def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    text = capsys.readouterr().out
+    assert all(f"farandole {command} --help" in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["scale"], ["scale", "many"], ["drain"], ["status", "x"], ["scale", "2", "--json"]])
+def test_words_that_make_no_sense_are_usage_errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert f"farandole {words[0]}" in capsys.readouterr().err
