@@ -330,16 +330,19 @@ class TooFewWorkers(Event):
 
 @dataclass(frozen=True)
 class LinksDistrusted(Event):
-    """Connections between living workers kept failing; these workers are stopped to get rid of them."""
+    """Connections between living workers kept failing, or were proved to be broken; these workers are stopped to get
+    rid of them."""
 
     number: int
     links: tuple[str, ...]
     workers: tuple[str, ...]
+    is_proved: bool = False
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
+        what = "between living workers are broken" if self.is_proved else "failed again"
         return (
-            f"connections failed again in generation {self.number} ({', '.join(self.links)}); "
+            f"connections {what} in generation {self.number} ({', '.join(self.links)}); "
             f"stopping {', '.join(self.workers)}"
         )
 

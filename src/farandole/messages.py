@@ -60,6 +60,15 @@ class LinkBroken(Message, frozen=True):
     detail: str
 
 
+class Probed(Message, frozen=True):
+    """In generation `number` this worker tried to connect to its neighbours' data listeners anew, because nothing moved
+    or it was asked to: these answered, those did not. Evidence; the coordinator judges."""
+
+    number: int
+    reachable: tuple[str, ...]
+    unreachable: tuple[str, ...]
+
+
 class Connected(Message, frozen=True):
     """In generation `number` tensors move this way, unlike before. From rank 0, for the log only."""
 
@@ -110,6 +119,7 @@ WorkerMessage: TypeAlias = (
     | Ready
     | Synced
     | LinkBroken
+    | Probed
     | Connected
     | Failed
     | Finished
@@ -131,6 +141,13 @@ class Abort(Message, frozen=True):
 
     number: int
     reason: str
+
+
+class Probe(Message, frozen=True):
+    """Somebody cannot reach this worker: can it reach its neighbours of generation `number`? Answer: Probed, also while
+    the main thread computes."""
+
+    number: int
 
 
 class Prepare(Message, frozen=True):
@@ -188,7 +205,7 @@ class PublishAnswer(Message, frozen=True):
     refusal: str
 
 
-ToWorker: TypeAlias = Newcomer | Abort | Prepare | Start | Released | Left | Stop | PublishAnswer
+ToWorker: TypeAlias = Newcomer | Abort | Probe | Prepare | Start | Released | Left | Stop | PublishAnswer
 
 
 # Agent -> coordinator --------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from farandole.messages import (
     Hello,
     Leaving,
     LinkBroken,
+    Probed,
     Ready,
     SpawnFailed,
     Synced,
@@ -131,6 +132,11 @@ def hurt(world: SimulatedJob) -> None:
         for peer in world.peers_of(victim)[:1]:
             world.bad_links.add(frozenset((victim.name, peer.name)))
             world.say(victim, LinkBroken(victim.current, peer.name, "send", "reset"))
+    elif kind < 90:
+        for peer in world.peers_of(victim)[:1]:
+            world.silence(victim.name, peer.name, dice.uniform(0.1, 20.0))
+    elif kind < 93:
+        world.silence("a", "b", dice.uniform(0.1, 20.0))
     else:
         other = dice.choice(alive)
         world.say(victim, LinkBroken(dice.randint(0, 9), other.name, "send", "nothing of the kind"))
@@ -346,6 +352,7 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
         Ready(number),
         Synced(number),
         LinkBroken(number, f"w{dice.randrange(5)}", "send", ""),
+        Probed(number, (), tuple(f"w{dice.randrange(5)}" for _ in range(dice.randrange(3)))),
         Failed("ValueError: x", ""),
         Finished(number),
         Leaving(),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
+from farandole.clock import now_s
 from farandole.collectives.ring_schedules import Outgoing, Schedule
 from farandole.errors import CollectiveMismatch
 
@@ -50,6 +51,8 @@ class Duplex:
         self._poll = select.poll()
         self._cannot_send: str | None = None
         self._has_lost_previous = False
+        self.still_since_s: float | None = None
+        """Since when `move` waits and nothing has moved; None while something does. Other threads read it."""
         to_next.setblocking(False)
         from_previous.setblocking(False)
 
@@ -80,6 +83,12 @@ class Duplex:
         the next rank: completion beats failure, and the next operation will notice. Raises what the schedule
         or `check` raises, and CollectiveMismatch when the next rank says so.
         """
+        try:
+            return self._move(outgoing, schedule, is_done_when_received)
+        finally:
+            self.still_since_s = None
+
+    def _move(self, outgoing: Outgoing, schedule: Schedule, is_done_when_received: bool) -> Broken | None:
         wanted = _next_buffer(schedule)
         while True:
             moved = bool(outgoing) and self._send(outgoing)
@@ -92,9 +101,13 @@ class Duplex:
                 wanted = wanted[received:] or _next_buffer(schedule)
             if wanted is None and (not outgoing or (is_done_when_received and self._cannot_send)):
                 return None
-            if not moved:
+            if moved:
+                self.still_since_s = None
+            else:
                 if outgoing and self._cannot_send:
                     return Broken("send", self._cannot_send)
+                if self.still_since_s is None:
+                    self.still_since_s = now_s()
                 self._wait(wants_to_send=bool(outgoing), wants_to_receive=wanted is not None)
 
     def wait_for_data(self, wake: int) -> bool | None:

@@ -80,6 +80,16 @@ class RingTransport:
     def size(self) -> int:
         return self._size
 
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """Those that this rank is connected with."""
+        return tuple(self._peers.values())
+
+    @property
+    def still_since_s(self) -> float | None:
+        """Since when a collective waits and not a byte has moved; None while some do, or none runs. From any thread."""
+        return self._duplex.still_since_s
+
     def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
         total_bytes = flat.numel() * flat.element_size()

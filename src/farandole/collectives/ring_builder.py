@@ -55,6 +55,8 @@ class RingBuilder:
         self._lock = threading.Lock()
         self._abort_reason: str | None = None
         self._wake: socket.socket | None = None
+        self.still_since_s: float | None = None
+        """Since when build() waits for its neighbours; None while it does not. Other threads read it."""
         self._transport: Transport | None = None
 
     def build(self) -> Transport:
@@ -69,7 +71,11 @@ class RingBuilder:
             return self._publish(AloneTransport(number))
         if len(self._start.data_key) < _SHORTEST_KEY_BYTES:
             raise ProtocolError(f"START of generation {number} carries no data key")
-        to_next, from_previous = self._connect()
+        self.still_since_s = now_s()
+        try:
+            to_next, from_previous = self._connect()
+        finally:
+            self.still_since_s = None
         return self._publish(
             RingTransport(
                 placement.rank,
@@ -83,6 +89,11 @@ class RingBuilder:
                 self._check,
             )
         )
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """Those that it connects to."""
+        return (self._start.next, self._start.previous)
 
     def abort(self, reason: str) -> None:
         """From any thread: end build() within 5 ms, or the transport that it returned."""

@@ -147,17 +147,32 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What a member found when it tried to connect to its neighbours, and when."""
+
+    at_s: float
+    reachable: frozenset[str]
+    unreachable: frozenset[str]
+
+
+@dataclass(frozen=True)
 class LinkTrouble:
     """Reports of failed connections between members that both live.
 
     hints       pairs of workers, reported in the running generation
     deadline_s  when a report that no exit has explained counts
     retries     generations with unchanged members that were started for such reports, in a row
+    findings    the newest one of each member that has probed its neighbours in the running generation
+    asked       members that were asked to probe, and have not answered yet
+    verdict_s   when links that are proved to be broken cost workers
     """
 
     hints: frozenset[tuple[str, str]] = frozenset()
     deadline_s: float | None = None
     retries: int = 0
+    findings: Mapping[str, Finding] = field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
+    verdict_s: float | None = None
 
 
 @dataclass(frozen=True)

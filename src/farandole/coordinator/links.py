@@ -2,7 +2,7 @@
 
 If no exit explains a report, the same members regroup, which makes new connections. If that does not help
 twice in a row, a smallest set of workers that covers the reported links is stopped, always the same one for
-the same reports.
+the same reports. At once, when probes have proved them to be broken (probes.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from farandole.coordinator import regroup
+from farandole.coordinator import probes, regroup
 from farandole.coordinator.draft import Draft
-from farandole.coordinator.job import LinkTrouble, Worker
+from farandole.coordinator.job import Job, LinkTrouble, Worker
 from farandole.events import LinksDistrusted
 from farandole.messages import LinkBroken
 
@@ -43,12 +43,57 @@ def link_broken(draft: Draft, reporter: Worker, hint: LinkBroken) -> None:
 
 
 def judge(draft: Draft) -> None:
-    """Act on reports that nothing has explained in time."""
+    """Act on links that are proved to be broken, and on reports that nothing has explained in time."""
+    verdict_s = draft.job.links.verdict_s
+    if verdict_s is not None and draft.now_s >= verdict_s:
+        _stop_for_broken(draft)
+    if draft.job.links.verdict_s is None:
+        _judge_hints(draft)
+
+
+def deadline(job: Job) -> float | None:
+    """When `judge` has something to do."""
+    trouble = job.links
+    return trouble.deadline_s if trouble.verdict_s is None else trouble.verdict_s
+
+
+def _stop_for_broken(draft: Draft) -> None:
+    job = draft.job
+    ending = _ending(job)
+    broken = [link for link in probes.broken_links(job, draft.now_s) if ending.isdisjoint(link)]
+    links = probes.spread_to_hosts(job, broken, draft.now_s)
+    cover = cover_but_one_holder(job, links)
+    if cover:
+        draft.change(links=LinkTrouble(retries=job.links.retries))  # the exits lead to a regroup for all
+        _stop(draft, broken, cover, is_proved=True)
+    else:
+        # All links work again; but who reported a failed connection waits for an order.
+        draft.change(links=replace(job.links, findings={}, asked=frozenset(), verdict_s=None))
+
+
+def _stop(draft: Draft, links: Collection[tuple[str, str]], cover: Sequence[str], is_proved: bool) -> None:
+    named = tuple(f"{one}-{other}" for one, other in sorted(links))
+    number = draft.job.generation.number if draft.job.generation else 0
+    draft.log(LinksDistrusted(number, named, tuple(cover), is_proved))
+    how = "were broken" if is_proved else "kept failing"
+    for name in cover:
+        draft.kill(name, 0.0, f"its connections {how} ({', '.join(named)})")
+
+
+def _ending(job: Job) -> set[str]:
+    """A worker whose code raised, or that is being killed, is about to exit: that explains its links."""
+    return {worker.name for worker in job.survivors() if worker.raised or worker.killed_for}
+
+
+def _judge_hints(draft: Draft) -> None:
     job = draft.job
     if job.links.deadline_s is None or draft.now_s < job.links.deadline_s:
         return
-    # A worker whose code raised, or that is being killed, is about to exit: that explains its links.
-    ending = {worker.name for worker in job.survivors() if worker.raised or worker.killed_for}
+    proof_s = probes.suspected_until(job, draft.now_s)
+    if proof_s is not None and draft.now_s < proof_s:
+        draft.change(links=replace(job.links, deadline_s=proof_s))  # the other end's word is better than a new trial
+        return
+    ending = _ending(job)
     hints = frozenset(link for link in job.links.hints if ending.isdisjoint(link))
     named = tuple(f"{one}-{other}" for one, other in sorted(hints))
     if not hints:
@@ -58,12 +103,22 @@ def judge(draft: Draft) -> None:
         regroup.abort(draft, f"connections failed between living workers ({', '.join(named)})")
     else:
         draft.change(links=LinkTrouble())
-        by_worth = sorted(job.survivors(), key=lambda worker: worker.synced == 0)
-        cover = smallest_cover(hints, [worker.name for worker in by_worth])
-        number = job.generation.number if job.generation else 0
-        draft.log(LinksDistrusted(number, named, tuple(cover)))
-        for name in cover:
-            draft.kill(name, 0.0, f"its connections kept failing ({', '.join(named)})")
+        _stop(draft, hints, cover_but_one_holder(job, hints), is_proved=False)
+
+
+def cover_but_one_holder(job: Job, links: Collection[tuple[str, str]]) -> list[str]:
+    """A smallest set of members that touches every link; rather those without state and of high rank. One that holds
+    the state always stays, whatever the others cost: without it the job would be lost."""
+    members = job.survivors()
+    by_worth = [worker.name for worker in sorted(members, key=lambda worker: worker.synced == 0)]
+    cover = smallest_cover(links, by_worth)
+    holders = [name for name in by_worth if job.workers[name].synced and not job.workers[name].killed_for]
+    if not holders or not set(cover).issuperset(holders):
+        return cover
+    keeper = holders[0]
+    neighbours = {name for link in links if keeper in link for name in link} - {keeper}
+    others = smallest_cover([link for link in links if keeper not in link and neighbours.isdisjoint(link)], by_worth)
+    return sorted({*neighbours, *others}, key=by_worth.index)
 
 
 def smallest_cover(links: Collection[tuple[str, str]], by_worth: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import finish, links, publishing, regroup, slots, spares
+from farandole.coordinator import finish, links, probes, publishing, regroup, slots, spares
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Worker
 from farandole.events import TransportChosen, UserCodeFailed, WorkerLeaves
@@ -21,6 +21,7 @@ from farandole.messages import (
     LinkBroken,
     MayPublish,
     Newcomer,
+    Probed,
     Ready,
     Synced,
     WorkerMessage,
@@ -43,6 +44,8 @@ def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
                 _synced(draft, worker, number)
             case LinkBroken():
                 links.link_broken(draft, worker, said)
+            case Probed():
+                probes.probed(draft, worker, said)
             case Connected(number, way):
                 draft.log(TransportChosen(number, way))
             case Failed():

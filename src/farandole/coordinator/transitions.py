@@ -8,6 +8,7 @@ Each theme has a file. What happens when a worker dies is lost.py, then regroup.
     talk.py      what workers say                  links.py    reports of failed connections
     spares.py    workers that wait for a loss      resting.py  slots that fail again and again sit out
     finish.py    from the first Finished on        ending.py   from the decision to end to the last exit
+    probes.py    which links are proved to be broken
 
 An input first changes what is known (`_note`); then `_settle` draws the conclusions from what is known now.
 So no rule depends on which input came last, and old, repeated or contradictory ones change nothing.
@@ -66,7 +67,7 @@ def next_deadline(job: Job) -> float | None:
         return None if job.ending.is_done else job.ending.deadline_s
     deadlines = [
         job.start_deadline_s,
-        job.links.deadline_s,
+        links.deadline(job),
         regroup.shortage_deadline(job),
         regroup.newcomers_deadline(job),
         regroup.lease_deadline(job),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from farandole.env.agent import (
     WorkerEnv,
+    budget_environment,
+    read_detection_budget_s,
     read_sample_ledger,
     read_scratch_folder,
     read_token,
@@ -40,6 +42,7 @@ __all__ = [
     "FixedEnv",
     "HorovodSettings",
     "WorkerEnv",
+    "budget_environment",
     "carried_environment",
     "changed_environment",
     "checkpoint_environment",
@@ -50,6 +53,7 @@ __all__ = [
     "prepare_for_nccl",
     "read_bucket_mb",
     "read_checkpoint_env",
+    "read_detection_budget_s",
     "read_fixed_env",
     "read_horovod_settings",
     "read_rank_and_size",

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from farandole.env.values import whole_number
+from farandole.config import JobConfig
+from farandole.env.values import seconds, whole_number
 from farandole.errors import ConfigError
 
 
@@ -61,6 +62,16 @@ def scratch_environment(folder: str) -> dict[str, str]:
 def read_scratch_folder(environ: Mapping[str, str] = os.environ) -> str | None:
     """A folder that the agent removes with the job, also when this process is killed; None without an agent."""
     return environ.get("FARANDOLE_SCRATCH")
+
+
+def budget_environment(budget_s: float) -> dict[str, str]:
+    """The variable that read_detection_budget_s() reads."""
+    return {"FARANDOLE_DETECTION_BUDGET": f"{budget_s:g}"}
+
+
+def read_detection_budget_s(environ: Mapping[str, str] = os.environ) -> float:
+    """How long something silent may stay unnoticed in this job, in seconds."""
+    return seconds(environ, "FARANDOLE_DETECTION_BUDGET", JobConfig.detection_budget_s)
 
 
 def sample_ledger_environment(folder: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from farandole.channel import Channel, connect
 from farandole.clock import now_s, since_boot_s
 from farandole.config import ForkServerUse
 from farandole.deadline import to_its_end
-from farandole.env import horovod_environment, scratch_environment, worker_environment
+from farandole.env import budget_environment, horovod_environment, scratch_environment, worker_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.launch.beat_socket import BeatSocket
@@ -210,6 +210,7 @@ class Agent:
             data_host = self._channel.own_host
             added = worker_environment(self._server.address, order.worker, secret, order.slot, data_host)
             added |= scratch_environment(str(self._processes.scratch))
+            added |= budget_environment(self._config.detection_budget_s)
             if order.expected is not None:
                 self._sink.expected(order.worker, order.expected.rank)
                 added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)

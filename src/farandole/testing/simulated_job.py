@@ -89,6 +89,9 @@ class SimulatedJob:
         self.members_of: dict[int, tuple[str, ...]] = {}
         self.agreed: dict[int, int | str] = {}  # by generation: the planned number agreed on, or "finish"
         self.bad_links: set[frozenset[str]] = set()
+        self.silent_links: set[frozenset[str]] = (
+            set()
+        )  # between workers, or agents: nothing arrives, and nobody is told
         self.is_training_over = False
         self.spares_admitted = 0  # in the regroup that a loss began
         self.end: EndJob | None = None
@@ -305,6 +308,16 @@ class SimulatedJob:
         around = {members[place - 1], members[(place + 1) % len(members)]} - {worker.name}
         return [self.workers[name] for name in sorted(around) if self.workers[name].is_alive]
 
+    def is_silent(self, one: SimulatedWorker, other: SimulatedWorker) -> bool:
+        """Whether packets between the two get lost."""
+        ends = frozenset((one.name, other.name)), frozenset((one.agent, other.agent))
+        return not self.silent_links.isdisjoint(ends)
+
+    def is_stuck(self, number: int) -> bool:
+        """Whether some ring of a generation has a connection on which nothing moves: all of its members wait."""
+        members = [self.workers[name] for name in self.members_of.get(number, ())]
+        return any(self.is_silent(members[place - 1], each) for place, each in enumerate(members))
+
     def members_in(self, number: int) -> list[SimulatedWorker]:
         """Members of a generation, if all of them live and are in it; else nothing."""
         members = [self.workers[name] for name in self.members_of.get(number, ())]
@@ -317,6 +330,20 @@ class SimulatedJob:
         self.is_training_over = True
         for worker in self.alive():
             worker.look()
+
+    def silence(self, one: str, other: str, for_s: float) -> None:
+        """From now on nothing gets through between two workers, or two agents, for a while."""
+        link = frozenset((one, other))
+        self.silent_links.add(link)
+        for worker in self.alive():
+            worker.wait_for_bytes()
+
+        def heal() -> None:
+            self.silent_links.discard(link)
+            for worker in self.alive():
+                worker.look()
+
+        self.after(for_s, heal)
 
     def scale(self, size: int) -> None:
         self.feed(ScaleRequested(size))

@@ -17,6 +17,8 @@ from farandole.messages import (
     LinkBroken,
     Newcomer,
     Prepare,
+    Probe,
+    Probed,
     Ready,
     Released,
     Start,
@@ -34,13 +36,14 @@ class SimulatedWorker:
     current   generation it is in                    ordered   newest ABORT
     prepared  newest PREPARE that still counts       ready     number it said READY for, and waits for START
     synced, finished   generation in which it said so
+    waits_in  generation in which nothing moves, and in which it probes its neighbours
     """
 
     def __init__(self, world: SimulatedJob, name: str, agent: str, slot: int) -> None:
         self.world, self.name, self.agent, self.slot = world, name, agent, slot
         self.is_alive, self.hangs = True, False
         self.is_elastic = self.is_failing = self.has_left = False
-        self.current = self.ordered = self.prepared = self.ready = self.synced = self.finished = 0
+        self.current = self.ordered = self.prepared = self.ready = self.synced = self.finished = self.waits_in = 0
 
     def boot(self) -> None:
         """Import things, then init()."""
@@ -74,6 +77,8 @@ class SimulatedWorker:
                 self.ordered, self.prepared = number, 0
             case Prepare(number):
                 self.prepared = number
+            case Probe(number):
+                self.probe(number)
             case Released():
                 code = 0 if self.world.random.random() >= self.world.habits.fails_late else -6
                 self.world.after(self._pause_s(), lambda: self.world.exit(self, code))
@@ -114,6 +119,37 @@ class SimulatedWorker:
         if self.is_alive and self.is_elastic:
             self.world.say(self, Leaving())
 
+    def wait_for_bytes(self) -> None:
+        """If nothing moves any more, the neighbours are probed after half the budget, and later again."""
+        number = self.current
+        if number and number != self.waits_in and self.world.is_stuck(number):
+            self.waits_in = number
+            half_s = self.world.job.config.detection_budget_s / 2
+            for times in (1, 3, 7, 15):
+                self.world.after(half_s * times + self.world.delay_s(), lambda: self._probe_if_stuck(number))
+
+    def probe(self, number: int) -> None:
+        """The link's thread, whatever the main thread does. Takes as long as a neighbour does not answer."""
+        if not self.is_alive or not self.is_in(number):
+            return
+        peers = self.world.peers_of(self)
+        silent = [peer.name for peer in peers if self.world.is_silent(self, peer)]
+        members = self.world.members_of.get(number, ())
+        place = members.index(self.name)
+        around = {members[place - 1], members[(place + 1) % len(members)]} - {self.name}
+        # Nobody answers for a worker whose host is gone; where only the process is, the kernel does.
+        gone = [name for name in sorted(around) if not self.world.workers[name].is_alive]
+        silent += [name for name in gone if self.world.random.random() < 0.5]
+        found = Probed(number, tuple(sorted(around.difference(silent))), tuple(silent))
+        takes_s = self.world.job.config.detection_budget_s / 8 if silent else 0.0
+        self.world.after(takes_s, lambda: self.world.say(self, found) if self.is_alive else None)
+
+    def _probe_if_stuck(self, number: int) -> None:
+        if self.current == number and self.world.is_stuck(number):
+            self.probe(number)
+        elif self.waits_in == number:
+            self.waits_in = 0
+
     def _enter_elastic(self) -> None:
         if self.is_alive and not self.is_elastic and self.world.habits.is_elastic:
             self.is_elastic = True
@@ -125,6 +161,9 @@ class SimulatedWorker:
         if not self.world.members_in(self.current):
             return
         world, number = self.world, self.current
+        if world.is_stuck(number):
+            self.wait_for_bytes()
+            return
         if self.synced != number:
             broken = [p for p in world.peers_of(self) if frozenset((p.name, self.name)) in world.bad_links]
             for peer in broken:

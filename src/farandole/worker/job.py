@@ -12,13 +12,16 @@ from farandole.collectives import world
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named.process_sets import recreate
 from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
-from farandole.env import WorkerEnv
+from farandole.env import WorkerEnv, read_detection_budget_s
 from farandole.errors import GenerationEnded, PeerLost, RecoverableError
 from farandole.membership import Progress
 from farandole.messages import Connected, LinkBroken, MayPublish, Ready, Start
 from farandole.worker.link import Link
+from farandole.worker.prober import Connections, Prober
 from farandole.worker.world_builder import Abortable, WorldBuilder
 
 # From START, when everybody is quiescent, until the data connections stand. A peer that died meanwhile is
@@ -35,6 +38,7 @@ class Job:
     """From init() to shutdown() under `farandole run`."""
 
     def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
+        self._worker = env.worker
         self._listener = DataListener(env.data_host)
         self._lock = threading.Lock()
         self._live: dict[int, list[Abortable]] = {}  # by number of the generation
@@ -54,6 +58,9 @@ class Job:
             self._watch,
             lambda number, way: self.link.send(Connected(number, way)),
         )
+        self._prober = Prober(read_detection_budget_s(), self._connections, self.link.send)
+        self.link.on_look, self.link.look_every_s = self._prober.look, self._prober.look_every_s
+        self.link.on_probe = self._prober.probe
         self.link.open(env, self._listener.address)
 
     def meet(self) -> bool:
@@ -158,6 +165,7 @@ class Job:
 
     def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
         self.link.send(LinkBroken(number, peer, direction, detail))
+        self._prober.probe(number)
 
     # Orders ----------------------------------------------------------------------------------------------
 
@@ -222,6 +230,17 @@ class Job:
                 if other < number:
                     for each in abortables:
                         each.abort(reason)
+
+    def _connections(self) -> Connections | None:
+        """Of the newest generation, unless an ABORT has ended it."""
+        with self._lock:
+            number = max(self._live, default=0)
+            rings = [each for each in self._live.get(number, ()) if isinstance(each, RingTransport | RingBuilder)]
+        if not rings or self.link.ordered > number:
+            return None
+        still = [since_s for ring in rings if (since_s := ring.still_since_s) is not None]
+        peers = frozenset(peer for ring in rings for peer in ring.peers if peer.worker != self._worker)
+        return Connections(number, peers, min(still, default=None))
 
     def _watch(self, number: int, abortable: Abortable) -> None:
         """From now on an ABORT reaches it; one that came before does so here."""

@@ -27,6 +27,7 @@ from farandole.messages import (
     MayPublish,
     Newcomer,
     Prepare,
+    Probe,
     PublishAnswer,
     Released,
     Start,
@@ -44,12 +45,16 @@ class Link:
 
     Orders are kept, newest first: `ordered` is the number of the newest ABORT, `prepared` that of the newest
     PREPARE which no ABORT has overtaken. `on_abort(number, reason)` runs on the link's thread and must end
-    whatever the main thread is blocked in. `on_prepare`, where set, runs there too, for each PREPARE.
+    whatever the main thread is blocked in. `on_prepare`, where set, runs there too, for each PREPARE; `on_probe` for
+    each PROBE, and `on_look` every `look_every_s` seconds at least.
     """
 
     def __init__(self, env: WorkerEnv, on_abort: Callable[[int, str], None]) -> None:
         self._on_abort = on_abort
         self.on_prepare: Callable[[Prepare], None] | None = None
+        self.on_probe: Callable[[int], None] = lambda _number: None
+        self.on_look: Callable[[], None] = lambda: None
+        self.look_every_s = _SLICE_S
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()
         self.ordered = 0
@@ -183,7 +188,8 @@ class Link:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select(_SLICE_S):
+                self.on_look()
+                for key, _ in selector.select(self.look_every_s):
                     if key.fileobj is self._wake_read:
                         self._wake_read.recv(16)
                         self.send(Leaving())
@@ -212,6 +218,8 @@ class Link:
                 self.prepared = message.number if message.number > self.ordered else 0
                 if self.prepared and self.on_prepare is not None:
                     self.on_prepare(message)
+            elif isinstance(message, Probe):
+                self.on_probe(message.number)
             elif isinstance(message, Start):
                 self._start, self.prepared = message, 0
             elif isinstance(message, Released):
