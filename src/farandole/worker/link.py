@@ -53,7 +53,7 @@ class Link:
         self._on_abort = on_abort
         self.on_prepare: Callable[[Prepare], None] | None = None
         self.on_probe: Callable[[int], None] = lambda _number: None
-        self.on_look: Callable[[], None] = lambda: None
+        self.on_look: Callable[[], object] = lambda: None
         self.look_every_s = _SLICE_S
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()

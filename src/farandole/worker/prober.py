@@ -45,17 +45,19 @@ class Prober:
         self._lock = threading.Lock()
         self._is_probing = False
 
-    def look(self) -> None:
-        """Probe if it is time; to be called every `look_every_s`."""
+    def look(self) -> bool:
+        """Probe if it is time; to be called every `look_every_s`. Whether it was."""
         now = self._connections()
         since_s = now.still_since_s if now is not None else None
         if since_s != self._still_since_s:
             self._still_since_s = since_s
             self._pause_s = self._budget_s / 2
             self._due_s = 0.0 if since_s is None else since_s + self._pause_s
-        if now is not None and since_s is not None and now_s() >= self._due_s and self._start(now):
-            self._pause_s *= 2
-            self._due_s = now_s() + self._pause_s
+        if now is None or since_s is None or now_s() < self._due_s or not self._start(now):
+            return False
+        self._pause_s *= 2
+        self._due_s = now_s() + self._pause_s
+        return True
 
     def probe(self, number: int) -> None:
         """Now, if this is the generation: the coordinator asks, or a connection has failed. From any thread."""
@@ -75,9 +77,9 @@ class Prober:
         try:
             by_address = {peer.address: peer.worker for peer in now.peers}
             found = answering(by_address, min(self._budget_s / 4, LONGEST_PROBE_S))
+            names = {by_address[address] for address in found}
+            others = set(by_address.values()) - names
         finally:
             with self._lock:
                 self._is_probing = False
-        names = {by_address[address] for address in found}
-        others = set(by_address.values()) - names
         self._tell(Probed(now.number, tuple(sorted(names)), tuple(sorted(others))))
