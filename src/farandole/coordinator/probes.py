@@ -18,8 +18,8 @@ from farandole.messages import Probe, Probed
 Link = tuple[str, str]
 
 _VERDICT_PARTS = 8
-"""The other ends' words are waited for, when a link is proved to be broken, for this part of the budget: all bad links
-are to be known, so that the fewest workers go."""
+"""When a link is proved to be broken, the words of the other members are waited for, for this part of the budget: all
+bad links are to be known, so that the fewest workers go."""
 
 
 def probed(draft: Draft, reporter: Worker, said: Probed) -> None:
@@ -37,9 +37,7 @@ def probed(draft: Draft, reporter: Worker, said: Probed) -> None:
     asked = trouble.asked - {reporter.name}
     draft.change(links=replace(trouble, findings={**trouble.findings, reporter.name: finding}, asked=asked))
     _ask_the_other_ends(draft, finding, said.number)
-    if draft.job.links.verdict_s is None and broken_links(draft.job, draft.now_s):
-        wait_s = job.config.detection_budget_s / _VERDICT_PARTS
-        draft.change(links=replace(draft.job.links, verdict_s=draft.now_s + wait_s))
+    _set_verdict(draft, survivors)
 
 
 def broken_links(job: Job, now_s: float) -> list[Link]:
@@ -79,6 +77,18 @@ def spread_to_hosts(job: Job, broken: Iterable[Link], now_s: float) -> set[Link]
             if frozenset((host[one.name], host[other.name])) in ways and host[one.name] != host[other.name]:
                 links.add((one.name, other.name))
     return links
+
+
+def _set_verdict(draft: Draft, survivors: set[str]) -> None:
+    """Once a link is proved to be broken: now, if everybody has said what there is to say."""
+    trouble = draft.job.links
+    if survivors <= _fresh(draft.job, draft.now_s).keys():
+        wait_s = 0.0
+    else:
+        wait_s = draft.job.config.detection_budget_s / _VERDICT_PARTS
+    verdict_s = draft.now_s + wait_s
+    if (trouble.verdict_s is None or verdict_s < trouble.verdict_s) and broken_links(draft.job, draft.now_s):
+        draft.change(links=replace(trouble, verdict_s=verdict_s))
 
 
 def _ask_the_other_ends(draft: Draft, finding: Finding, number: int) -> None:

@@ -39,7 +39,7 @@ class Prober:
         self, budget_s: float, connections: Callable[[], Connections | None], tell: Callable[[Probed], None]
     ) -> None:
         self._budget_s, self._connections, self._tell = budget_s, connections, tell
-        self.look_every_s = min(1.0, budget_s / 8)
+        self.look_every_s = min(1.0, budget_s / 16)
         self._still_since_s: float | None = None
         self._pause_s = self._due_s = 0.0
         self._lock = threading.Lock()

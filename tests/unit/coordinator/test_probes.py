@@ -70,14 +70,14 @@ def test_what_was_found_longer_ago_than_the_budget_counts_no_more() -> None:
 
 
 def test_a_link_that_works_again_before_the_verdict_costs_nobody() -> None:
-    told = found(found(ToldJob(2).training(), "w0", "w1"), "w1", "w0")
+    told = found(found(ToldJob(3).training(), "w0", "w1"), "w1", "w0")
     found(told, "w0", "", "w1").passes(WAIT_S)
     assert stopped(told) == []
     assert told.deadline_in_s is None
 
 
 def test_reports_of_failed_connections_that_the_verdict_does_not_explain_are_not_forgotten() -> None:
-    told = found(found(ToldJob(2).training().link_broken("w0", "w1"), "w0", "w1"), "w1", "w0")
+    told = found(found(ToldJob(3).training().link_broken("w0", "w1"), "w0", "w1"), "w1", "w0")
     found(told, "w0", "", "w1").passes(0.5)
     assert told.logged(RegroupBegan)
 
@@ -120,8 +120,14 @@ def test_all_bad_links_are_waited_for_so_that_the_fewest_workers_go() -> None:
     told = ToldJob(3).training()
     found(found(told, "w0", "w1"), "w1", "w0 w2")
     told.now_s += 0.1
-    found(told, "w2", "w1").passes(WAIT_S)
+    assert stopped(told) == []
+    assert stopped(found(told, "w2", "w1")) == ["w1"]
+
+
+def test_when_all_have_spoken_there_is_nothing_to_wait_for() -> None:
+    told = found(found(ToldJob(2).training(), "w0", "w1"), "w1", "w0")
     assert stopped(told) == ["w1"]
+    assert told.deadline_in_s is None
 
 
 def test_between_hosts_all_workers_of_the_smaller_one_go_not_only_those_at_the_ends() -> None:
@@ -151,14 +157,14 @@ def test_the_only_holder_of_the_state_stays_whatever_it_costs() -> None:
     assert cover_but_one_holder(told.job, [("w0", "w1"), ("w1", "w2")]) == ["w0", "w2"]
     for worker, peers in (("w1", "w0 w2"), ("w0", "w1"), ("w2", "w1")):
         found(told, worker, peers)
-    assert stopped(told.passes(WAIT_S)) == ["w0", "w2"]
+    assert stopped(told) == ["w0", "w2"]
 
 
 def test_replacements_that_meet_the_same_broken_link_are_started_within_the_restart_budget_only() -> None:
     told = ToldJob(2, restarts=2).training()
     newest = "w1"
     for _ in range(3):
-        found(found(told, "w0", newest), newest, "w0").passes(WAIT_S)
+        found(found(told, "w0", newest), newest, "w0")
         assert stopped(told) == [newest]
         spawned = list(told.exited(newest).spawned())
         told.ready(told.job.number, "w0").synced("w0")
