@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def main() -> None:
     parser.add_argument("--frozen-mb", type=int, default=0, help="parameters that only have to be copied")
     parser.add_argument("--raise-once", type=Path, help="rank 1 makes this file at step 50, and raises")
     parser.add_argument("--exit-once", type=Path, help="rank 1 makes this file at step 50, and exits with code 0")
+    parser.add_argument("--eat", type=Path, help="the process whose number is in this file takes a gigabyte")
+    parser.add_argument("--stubborn", action="store_true", help="loader workers ignore all signals that can be ignored")
     parser.add_argument("--device", default="cpu", help="slot: that of the worker's slot")
     parser.add_argument("--mean-each-step", action="store_true", help="a collective of the user's own")
     parser.add_argument("--records")
@@ -43,6 +46,9 @@ def main() -> None:
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
             time.sleep(options.item_ms / 1e3)
+            if options.stubborn and torch.utils.data.get_worker_info() is not None:
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+                    signal.signal(number, signal.SIG_IGN)
             x = torch.linspace(-1, 1, 8) * (index / options.samples)
             return x, x.sum(dim=0, keepdim=True)
 
@@ -87,6 +93,8 @@ def main() -> None:
                 if options.exit_once and state.step == 50 and fd.rank() == 1 and not options.exit_once.exists():
                     options.exit_once.touch()
                     os._exit(0)
+                if options.eat and options.eat.exists() and options.eat.read_text() == str(os.getpid()):
+                    bytearray(b"x" * (1 << 30))
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x.to(device)), y.to(device))
                 loss.backward()

@@ -25,6 +25,7 @@ from farandole.messages import Failed
 from farandole.process_group.registration import open_default_group, register
 from farandole.state import save_once
 from farandole.worker import logs, scratch
+from farandole.worker.children import end_stubborn_at_exit
 from farandole.worker.fixed_job import FixedJob
 from farandole.worker.heap import keep_freed_memory
 from farandole.worker.job import Job
@@ -72,6 +73,7 @@ def init(
     keep_freed_memory()
     if (level := read_horovod_settings().log_level) is not None:
         logs.say_from(level)
+    end_stubborn_at_exit()
     _join()
     try:
         _check_comm(comm)
