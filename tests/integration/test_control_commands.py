@@ -54,8 +54,12 @@ def finish(running: RunningJob) -> None:
 
 
 def test_a_job_is_scaled_and_a_host_drained_and_no_step_is_redone(tmp_path: Path) -> None:
-    with endless(tmp_path / "job", "-np", "2", "--max-np", "4", "-H", "localhost:2,127.0.0.1:2") as running:
+    with endless(tmp_path / "job", "-np", "2", "--max-np", "3", "-H", "localhost:2,127.0.0.1:1") as running:
         running.wait_until(all_training(2), 60)
+        assert "0 workers are fewer than --min-np 1" in refusal(1, "scale", "0")
+        assert "4 workers are more than --max-np 3" in refusal(1, "scale", "4")
+        assert "its hosts: localhost and 127.0.0.1" in refusal(1, "drain", "elsewhere")
+        assert "no job of this user runs here whose name begins with x" in refusal(2, "status", "--job", "x")
         assert "generation 2 has 3 workers" in said("scale", "3", "--wait", "--timeout", "50")
         running.wait_until(all_training(3), 60)
         status = json.loads(said("status", "--json"))
@@ -65,49 +69,30 @@ def test_a_job_is_scaled_and_a_host_drained_and_no_step_is_redone(tmp_path: Path
             (2, "127.0.0.1", "trains"),
         ]
         assert {each["pid"] for each in status["members"]} == {r["pid"] for r in running.latest().values()}
-        assert "w2 will leave" in said("drain", "127.0.0.1", "--wait", "--timeout", "30")
-        running.wait_until(all_training(2), 60)
+        assert "w0 and w1 will leave" in said("drain", "localhost", "--wait", "--timeout", "30")
+        left = running.wait_until(all_training(1), 60)
         text = said("status")
-        assert "127.0.0.1  2      0        drained" in text
-        assert "host 127.0.0.1 is drained: asked by a person" in text
-        assert "1 worker" in said("scale", "1", "--wait", "--timeout", "30")
-        running.wait_until(all_training(1), 60)
+        assert "localhost  2      0        drained" in text
+        assert "host localhost is drained: asked by a person" in text
+        assert "may be used again" in said("undrain", "localhost")
+        back = running.wait_until(all_training(3), 60)
+        assert back[0]["pid"] == left[0]["pid"]
+        assert "2 workers" in said("scale", "2", "--wait", "--timeout", "30")
+        running.wait_until(all_training(2), 60)
         finish(running)
     proof = Proof(tmp_path / "job")
-    check_job(proof, samples=SAMPLES, workers_at_end=1)
-    assert sorted(proof.generations().values()) == [1, 2, 2, 3]
+    check_job(proof, samples=SAMPLES, workers_at_end=2)
+    assert {1, 2, 3} == set(proof.generations().values())
     assert proof.redone() == 0
     assert "no job of this user runs here" in said("status")
 
 
-def test_a_host_that_is_undrained_is_filled_again(tmp_path: Path) -> None:
-    with endless(tmp_path / "job", "-np", "2", "-H", "localhost:1,127.0.0.1:1") as running:
-        running.wait_until(all_training(2), 60)
-        said("drain", "localhost", "--wait")
-        latest = running.wait_until(all_training(1), 60)
-        assert "may be used again" in said("undrain", "localhost")
-        both = running.wait_until(all_training(2), 60)
-        assert both[0]["pid"] == latest[0]["pid"]
-        finish(running)
-    proof = Proof(tmp_path / "job")
-    check_job(proof, samples=SAMPLES, workers_at_end=2)
-    assert proof.redone() == 0
-
-
-def test_what_cannot_be_is_refused_with_its_reason_and_changes_nothing(tmp_path: Path) -> None:
-    with endless(tmp_path / "job", "-np", "2", "--min-np", "2") as running:
-        running.wait_until(all_training(2), 60)
-        assert "1 worker is fewer than --min-np 2" in refusal(1, "scale", "1")
-        assert "there is room for 2 workers (localhost:2), not for 3" in refusal(1, "scale", "3")
-        assert "its hosts: localhost" in refusal(1, "drain", "elsewhere")
-        assert "the job needs 2 (--min-np)" in refusal(1, "drain", "localhost")
-        assert "no job of this user runs here whose name begins with x" in refusal(2, "status", "--job", "x")
-        finish(running)
-    assert set(Proof(tmp_path / "job").generations().values()) == {2}
-
-
-def test_with_several_jobs_it_has_to_be_said_which_one(tmp_path: Path) -> None:
-    with endless(tmp_path / "one", "-np", "1") as one, endless(tmp_path / "two", "-np", "1") as two:
+def test_with_several_jobs_it_has_to_be_said_which_one_by_name_or_by_address(tmp_path: Path) -> None:
+    token, other = tmp_path / "token", tmp_path / "other"
+    with (
+        endless(tmp_path / "one", "-np", "1", "--token-file", str(token)) as one,
+        endless(tmp_path / "two", "-np", "1") as two,
+    ):
         one.wait_until(all_training(1), 60)
         two.wait_until(all_training(1), 60)
         jobs = json.loads(said("jobs", "--json"))
@@ -118,23 +103,16 @@ def test_with_several_jobs_it_has_to_be_said_which_one(tmp_path: Path) -> None:
         assert all(job["job"] in text for job in jobs)
         for job in jobs:
             assert json.loads(said("status", "--json", "--job", job["job"][:8]))["job"] == job["job"]
+        first = next(job for job in jobs if job["pid"] == one.process.pid)
+        at = ("--address", first["coordinator"], "--token-file")
+        assert json.loads(said("status", "--json", *at, str(token)))["job"] == first["job"]
+        other.touch(0o600)
+        other.write_text("0" * 64)
+        assert "no job that this token belongs to" in refusal(1, "status", *at, str(other))
         two.process.send_signal(signal.SIGKILL)
         two.wait(20)
         assert [job["pid"] for job in json.loads(said("jobs", "--json"))] == [one.process.pid]
         finish(one)
-
-
-def test_a_job_elsewhere_is_asked_by_its_address_and_token_file(tmp_path: Path) -> None:
-    token, other = tmp_path / "token", tmp_path / "other"
-    with endless(tmp_path / "job", "-np", "1", "--token-file", str(token)) as running:
-        running.wait_until(all_training(1), 60)
-        (job,) = json.loads(said("jobs", "--json"))
-        at = ("--address", job["coordinator"], "--token-file")
-        assert json.loads(said("status", "--json", *at, str(token)))["job"] == job["job"]
-        other.touch(0o600)
-        other.write_text("0" * 64)
-        assert "no job that this token belongs to" in refusal(1, "status", *at, str(other))
-        finish(running)
 
 
 def test_without_a_job_there_is_nothing_to_ask() -> None:
