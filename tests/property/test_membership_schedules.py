@@ -21,6 +21,7 @@ from farandole.coordinator import (
     new_job,
 )
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
+from farandole.events import HostDrained, HostUndrained, LinksDistrusted
 from farandole.membership import Address, Origin
 from farandole.messages import (
     AgentLeaving,
@@ -236,6 +237,7 @@ def check_at_rest(world: SimulatedJob) -> None:
         may_come = any(w.hangs for w in world.alive()) or (job.may_get_hosts and not any(w.was_asked for w in leaving))
         waits = len(members) == len(leaving) == 1 and may_come
         assert not leaving or waits, "asked to leave, and never let go"
+        assert waits or all(each.agent not in world.drained for each in world.alive()), "a drained host has workers"
         assert len(members) >= job.config.min_np
         if job.config.fills_slots:
             check_slots_are_filled(world, len(members))
@@ -341,6 +343,43 @@ def test_the_schedules_reach_the_cases_they_are_meant_for() -> None:
     ):
         assert words in reasons, words
     assert max(world.invariants.number for world in worlds) >= 8
+
+
+def random_asked_world(seed: int) -> SimulatedJob:
+    """People scale the job, drain hosts and want them back; workers die, and links between hosts break, meanwhile."""
+    dice = random.Random(seed)
+    num_proc = dice.randint(2, 4)
+    config = JobConfig(num_proc, min_np=dice.randint(1, 2), max_np=6, restarts=3, elastic_timeout_s=30.0)
+    world = SimulatedJob(config, seed, Habits(agrees=dice.random() < 0.7))
+    for agent in "abc":
+        world.connect(agent, dice.randint(1, 3))
+
+    def ask() -> None:
+        kind, agent = dice.randrange(100), dice.choice("abc")
+        if kind < 30:
+            world.drain_host(agent)
+        elif kind < 50:
+            world.undrain_host(dice.choice(sorted(world.drained) or ["a"]))
+        elif kind < 60:
+            world.scale(dice.randint(1, 6))
+        elif kind < 75:
+            world.silence(*dice.sample("abc", 2), dice.uniform(0.1, 10.0))
+        elif kind < 80:
+            world.lose_agent(agent)
+        elif world.alive():
+            world.exit(dice.choice(world.alive()), -9)
+
+    for _ in range(dice.randint(2, 8)):
+        world.after(dice.uniform(0.5, 6.0), ask)
+    return world
+
+
+def test_what_people_ask_for_is_done_whatever_else_happens() -> None:
+    worlds = [check_schedule(seed, random_asked_world) for seed in range(400)]
+    logged = [event for world in worlds for event in world.logged]
+    assert sum(isinstance(event, HostDrained) for event in logged) >= 100
+    assert sum(isinstance(event, HostUndrained) for event in logged) >= 50
+    assert sum(isinstance(event, LinksDistrusted) and event.is_proved for event in logged) >= 50
 
 
 def random_input(dice: random.Random, offering: float = 0.0) -> Input:

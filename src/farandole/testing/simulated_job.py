@@ -22,6 +22,7 @@ from farandole.coordinator import (
     HostsOffered,
     Input,
     Job,
+    Log,
     ScaleRequested,
     SendAgent,
     StopRequested,
@@ -31,6 +32,7 @@ from farandole.coordinator import (
     next_deadline,
 )
 from farandole.coordinator.requests import judge
+from farandole.events import Event
 from farandole.membership import Origin
 from farandole.messages import (
     AgentLeaving,
@@ -85,6 +87,7 @@ class SimulatedJob:
         self.invariants = MembershipInvariants(config)
         self.now_s = 0.0
         self.history: list[tuple[float, Input]] = []
+        self.logged: list[Event] = []
         self.workers: dict[str, SimulatedWorker] = {}  # every one that ever was
         self.members_of: dict[int, tuple[str, ...]] = {}
         self.agreed: dict[int, int | str] = {}  # by generation: the planned number agreed on, or "finish"
@@ -149,6 +152,8 @@ class SimulatedJob:
             if isinstance(action, SendAgent):
                 self._note_starts(action.message)
                 self.in_order(("down", action.agent), partial(self._obey, action.agent, action.message))
+            elif isinstance(action, Log):
+                self.logged.append(action.event)
             elif isinstance(action, EndJob):
                 self.end = action
 
