@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -81,6 +82,24 @@ def test_kills_in_the_last_step_of_an_epoch_lose_and_repeat_nothing(tmp_path: Pa
         finish(running, 3)
     begun = [record for record in Proof(tmp_path).records if record.get("before", 0) % STEPS == STEPS - 1]
     assert len({record["generation"] for record in begun}) >= 2, "no kill hit the last step of an epoch"
+
+
+def test_a_worker_that_holds_its_interpreter_for_longer_than_the_budget_is_slow_and_not_lost(tmp_path: Path) -> None:
+    """The others wait at their connections, and probe it; its kernel answers."""
+    slow = tmp_path / "slow"
+    flags = ["-np", "3", "--detection-budget", f"{BUDGET_S:g}", "--transport", "tcp"]
+    with endless(tmp_path, flags, "--hold", str(slow)) as running:
+        latest = running.wait_until(all_training(3), 60)
+        slow.with_suffix(".new").write_text(str(latest[1]["pid"]))
+        slow.with_suffix(".new").rename(slow)
+        running.wait_until(lambda _: not slow.exists(), 60)
+        step = max(record.get("after", 0) for record in running.latest().values())
+        running.wait_until(lambda now: all(record.get("after", 0) > step + 5 for record in now.values()), 60)
+        finish(running, 3)
+    proof = Proof(tmp_path)
+    assert set(proof.generations()) == {1}
+    applied = sorted(r["ns"] for r in proof.records if "after" in r and r["pid"] == latest[0]["pid"])
+    assert max(b - a for a, b in itertools.pairwise(applied)) > 2 * BUDGET_S * 1e9, "nobody had to wait"
 
 
 @contextlib.contextmanager

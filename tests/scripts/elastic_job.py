@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import time
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--raise-once", type=Path, help="rank 1 makes this file at step 50, and raises")
     parser.add_argument("--exit-once", type=Path, help="rank 1 makes this file at step 50, and exits with code 0")
     parser.add_argument("--eat", type=Path, help="the process whose number is in this file takes a gigabyte")
+    parser.add_argument("--hold", type=Path, help="the process whose number is in this file holds the GIL for 3 s")
     parser.add_argument("--stubborn", action="store_true", help="loader workers ignore all signals that can be ignored")
     parser.add_argument("--device", default="cpu", help="slot: that of the worker's slot")
     parser.add_argument("--mean-each-step", action="store_true", help="a collective of the user's own")
@@ -95,6 +97,9 @@ def main() -> None:
                     os._exit(0)
                 if options.eat and options.eat.exists() and options.eat.read_text() == str(os.getpid()):
                     bytearray(b"x" * (1 << 30))
+                if options.hold and options.hold.exists() and options.hold.read_text() == str(os.getpid()):
+                    options.hold.unlink()
+                    ctypes.PyDLL(None).usleep(3_000_000)  # no other thread of this process runs
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x.to(device)), y.to(device))
                 loss.backward()
