@@ -29,37 +29,55 @@ _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 def answering(addresses: Collection[Address], within_s: float) -> set[Address]:
     """Those that answer within so many seconds; returns at once when all have. What does not answer is given all the
     time there is."""
-    begin_s = now_s()
-    left, found = set(addresses), set[Address]()
-    attempts: dict[int, tuple[socket.socket, Address]] = {}
-    made = 0
-    poll = select.poll()
-    with contextlib.ExitStack() as cleanup:
-        while left:
-            now = now_s() - begin_s
-            if made < ATTEMPTS and now >= within_s * _SPREAD * made / ATTEMPTS:
+    begin_s, made = now_s(), 0
+    with contextlib.closing(_Attempts(addresses)) as attempts:
+        while attempts.unanswered:
+            passed_s = now_s() - begin_s
+            if made < ATTEMPTS and passed_s >= within_s * _SPREAD * made / ATTEMPTS:
                 made += 1
-                for address in list(left):
-                    sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-                    cleanup.callback(sock.close)
-                    sock.setblocking(False)
-                    close_at_fork(sock)
-                    code = sock.connect_ex((address.host, address.port))
-                    if code == errno.EINPROGRESS:
-                        attempts[sock.fileno()] = (sock, address)
-                        poll.register(sock, select.POLLOUT)
-                    elif code in _ANSWERS:
-                        left.discard(address)
-                        found.add(address)
-            is_last_look = now >= within_s
+                attempts.dial()
             next_s = within_s if made == ATTEMPTS else within_s * _SPREAD * made / ATTEMPTS
-            # What has come is read even when this thread itself is late.
-            for descriptor, _ in poll.poll(0 if is_last_look else max(1.0, (next_s - now) * 1000)):
-                sock, address = attempts.pop(descriptor)
-                poll.unregister(sock)
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:
-                    left.discard(address)
-                    found.add(address)
-            if is_last_look:
-                break
-    return found
+            attempts.wait(max(0.0, next_s - passed_s))
+            if passed_s >= within_s:
+                break  # only now: what had come by then was read, even if this thread itself was late
+        return set(addresses) - attempts.unanswered
+
+
+class _Attempts:
+    """Connections under way. unanswered: addresses of which nothing has been heard yet."""
+
+    def __init__(self, addresses: Collection[Address]) -> None:
+        self.unanswered = set(addresses)
+        self._by_descriptor: dict[int, tuple[socket.socket, Address]] = {}
+        self._poll = select.poll()
+
+    def dial(self) -> None:
+        """One more at each unanswered address."""
+        for address in list(self.unanswered):
+            sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+            sock.setblocking(False)
+            close_at_fork(sock)
+            code = sock.connect_ex((address.host, address.port))
+            if code == errno.EINPROGRESS:
+                self._by_descriptor[sock.fileno()] = (sock, address)
+                self._poll.register(sock, select.POLLOUT)
+                continue
+            sock.close()
+            self._note(address, code)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something is heard, or so many seconds have passed."""
+        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+            self._poll.unregister(descriptor)
+            sock, address = self._by_descriptor.pop(descriptor)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            sock.close()
+            self._note(address, code)
+
+    def close(self) -> None:
+        for sock, _ in self._by_descriptor.values():
+            sock.close()
+
+    def _note(self, address: Address, code: int) -> None:
+        if code in _ANSWERS:
+            self.unanswered.discard(address)
