@@ -101,6 +101,16 @@ class HostStatus(msgspec.Struct, frozen=True):
     out_for_s: float = 0.0
 
 
+class RestingSlot(msgspec.Struct, frozen=True):
+    """A slot that nothing is started in for `for_s` seconds more, since so many workers in a row failed there soon
+    after their start."""
+
+    host: str
+    slot: int
+    failures: int
+    for_s: float
+
+
 class PastEvent(msgspec.Struct, frozen=True):
     """What was said in the job's log, and how long ago."""
 
@@ -117,6 +127,7 @@ class Status(Message, frozen=True):
     change      a planned change that is under way: its generation's number; 0: none
     step        the newest step that the coordinator has heard of; None: it was told of none
     wanted      workers that the job should have
+    spares      newcomers that should wait beyond those (--spares)
     min_np, max_np   fewest and most workers; None: no limit
     members     by rank; newcomers: all others that run
     regroups    generations after the first one
@@ -129,11 +140,13 @@ class Status(Message, frozen=True):
     change: int
     step: int | None
     wanted: int
+    spares: int
     min_np: int
     max_np: int | None
     members: tuple[WorkerStatus, ...]
     newcomers: tuple[WorkerStatus, ...]
     hosts: tuple[HostStatus, ...]
+    resting: tuple[RestingSlot, ...]
     regroups: int
     events: tuple[PastEvent, ...] = ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.control import HostStatus, Status, WorkerStatus
+from farandole.control import HostStatus, RestingSlot, Status, WorkerStatus
 from farandole.coordinator import slots
 from farandole.coordinator.job import Job, Worker
 
@@ -24,11 +24,13 @@ def describe(job: Job, now_s: float) -> Status:
         change=job.change.number if job.change is not None and is_planned else 0,
         step=_step(job),
         wanted=job.target,
+        spares=job.spares,
         min_np=job.config.min_np,
         max_np=job.config.max_np,
         members=tuple(_worker(job, worker, ranks[worker.name]) for worker in members),
         newcomers=tuple(_worker(job, worker, None) for worker in others),
         hosts=tuple(_hosts(job, now_s)),
+        resting=tuple(_resting(job, now_s)),
         regroups=job.resets,
     )
 
@@ -89,6 +91,14 @@ def _hosts(job: Job, now_s: float) -> list[HostStatus]:
             )
         )
     return found
+
+
+def _resting(job: Job, now_s: float) -> list[RestingSlot]:
+    return [
+        RestingSlot(job.host(slot), slot.index, use.failures, use.rests_until_s - now_s)
+        for slot, use in sorted(job.slots.items())
+        if use.is_open and use.rests_until_s is not None and use.rests_until_s > now_s
+    ]
 
 
 def _out_for_s(job: Job, host: str, now_s: float) -> float:

@@ -16,6 +16,10 @@ def in_words(status: Status) -> list[str]:
         lines += ["", *_workers((*status.members, *status.newcomers))]
     if status.hosts:
         lines += ["", *_hosts(status.hosts)]
+    lines += [
+        f"slot {each.slot} on {each.host} sits out for {each.for_s:.1f} s more, after {each.failures} failures in a row"
+        for each in status.resting
+    ]
     if status.events:
         lines += ["", "last events"]
         lines += [f"  {_ago(event.ago_s):>7} ago  {event.line}" for event in status.events[-_EVENTS_SHOWN:]]
@@ -32,6 +36,9 @@ def _headline(status: Status) -> str:
         parts.append(f"step {status.step} or later")
     most = "any number" if status.max_np is None else f"{status.max_np}"
     parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}, at most {most})")
+    if status.spares:
+        waiting = sum(each.state == "waits" for each in status.newcomers)
+        parts.append(f"{waiting} of {status.spares} spares wait")
     parts.append(f"{status.regroups} regroups" if status.regroups != 1 else "1 regroup")
     return ", ".join(parts)
 

@@ -162,15 +162,19 @@ def test_the_only_holder_of_the_state_stays_whatever_it_costs() -> None:
 
 def test_replacements_that_meet_the_same_broken_link_are_started_within_the_restart_budget_only() -> None:
     told = ToldJob(2, restarts=2).training()
-    newest = "w1"
+    newest, pauses = "w1", []
     for _ in range(3):
         found(found(told, "w0", newest), newest, "w0")
         assert stopped(told) == [newest]
         spawned = list(told.exited(newest).spawned())
         told.ready(told.job.number, "w0").synced("w0")
+        pauses.append(told.deadline_in_s or 0.0)
+        if not spawned and pauses[-1]:  # the slot sits out
+            spawned = list(told.passes(pauses[-1]).spawned())
         if spawned:
             (newest,) = spawned
             told.hello(newest).elastic(newest).ready(told.job.number, "w0")
             assert told.members == ("w0", newest)
     assert spawned == []
     assert told.members == ("w0",)
+    assert pauses[1] > pauses[0]

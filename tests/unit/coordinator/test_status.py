@@ -60,6 +60,19 @@ def test_hosts_say_what_runs_there_and_what_is_against_them() -> None:
     assert status(told).hosts[1].out_for_s == FOR_EVER
 
 
+def test_spares_and_slots_that_sit_out_are_shown() -> None:
+    told = ToldJob(2, slots=4, spares=2).training()
+    told.hello("w2").elastic("w2").exited("w3", 1).exited("w4", 1)
+    now = status(told)
+    assert (now.spares, [each.worker for each in now.newcomers]) == (2, ["w2"])
+    (resting,) = now.resting
+    assert (resting.host, resting.slot, resting.failures) == ("host-a", 3, 2)
+    assert resting.for_s > 0
+    text = "\n".join(in_words(now))
+    assert "1 of 2 spares wait" in text
+    assert "slot 3 on host-a sits out for" in text
+
+
 def test_a_status_goes_through_json_and_has_words_for_all_of_it() -> None:
     told = ToldJob(2, slots=3).training()
     now = msgspec.structs.replace(status(told), step=7, events=(PastEvent(7200.0, "generation 1 starts"),))
