@@ -34,7 +34,7 @@ def run_worker(module: str, workers: int, transport: str, arguments: Sequence[st
     """What rank 0 of a job wrote into its `--folder` as result.json. Raises RuntimeError with the job's output."""
     with tempfile.TemporaryDirectory(prefix="farandole-bench-") as folder:
         # A worker that fails is not replaced: the benchmark is to fail.
-        flags = ["-np", str(workers), "--min-np", str(workers), "--restarts", "0", "--quiet"]
+        flags = ["-np", str(workers), "--min-np", str(workers), "--restarts", "0", "--no-fork-server", "--quiet"]
         flags += ["--transport", transport] if _can_choose() else []
         return run_processes(
             [sys.executable, "-m", "farandole", "run", *flags, sys.executable, "-m", f"benchmarks.{module}"],
