@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import tempfile
@@ -28,7 +29,8 @@ def measure(
     recovery, joins = [], []
     with tempfile.TemporaryDirectory(prefix="farandole-bench-") as name:
         folder, output = Path(name), Path(name) / "output"
-        flags = ["-np", str(workers), "--restarts", str(kills), "--quiet"]
+        events = folder / "events.jsonl"
+        flags = ["-np", str(workers), "--restarts", str(kills), "--quiet", "--events", str(events)]
         with RunningJob(flags, WORKLOAD, arguments, folder, output) as job:
             done = []
             latest = job.wait_until(all_training(workers), timeout_s=120)
@@ -60,6 +62,15 @@ def measure(
             "recovery_ms": [round(ms, 1) for ms in recovery],
             "recovery_median_ms": round(statistics.median(recovery), 1),
             "recovery_worst_ms": round(max(recovery), 1),
+            "phases_median_ms": _phases(events),
             "join_pause_median_ms": round(statistics.median(joins), 1),
             "join_pause_worst_ms": round(max(joins), 1),
         }
+
+
+def _phases(events: Path) -> dict[str, float]:
+    """Of the job's own reports, from the moment in which the coordinator knew of the kill: medians, by phase."""
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    reports = [each for each in told if each["event"] == "Recovered" and each["lost"]]
+    names = ("total_ms", "ready_ms", "connected_ms", "synced_ms", "first_step_ms")
+    return {name: round(statistics.median(each[name] for each in reports), 1) for name in names} if reports else {}

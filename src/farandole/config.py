@@ -25,6 +25,7 @@ class JobConfig:
     grace_s             from SIGTERM to SIGKILL when a worker is stopped
     takes_agents        agents of other machines may join at any time
     spares              workers beyond those that train, which wait until one of them is lost
+    step_timeout_s      how long no worker may come any further before those that hang are stopped; None: for ever
 
     What elastic jobs of Horovod do otherwise:
 
@@ -47,6 +48,7 @@ class JobConfig:
     detection_budget_s: float = 3.0
     grace_s: float = 5.0
     spares: int = 0
+    step_timeout_s: float | None = None
     on_failure: Literal["slot", "host"] = "slot"
     cooldown_range_s: tuple[float, float] | None = None
     reset_limit: int | None = None
@@ -87,6 +89,8 @@ class JobConfig:
         ):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{flag} must be a positive number of seconds, got {value}")
+        if self.step_timeout_s is not None and not 0 < self.step_timeout_s < float("inf"):
+            raise ConfigError(f"--step-timeout must be a positive number of seconds, got {self.step_timeout_s}")
         if not 0 <= self.grace_s < float("inf"):
             raise ConfigError(f"--grace must be a number of seconds >= 0, got {self.grace_s}")
         if self.on_failure not in ("slot", "host"):

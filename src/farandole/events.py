@@ -301,6 +301,51 @@ class GenerationStarted(Event):
 
 
 @dataclass(frozen=True)
+class Recovered(Event):
+    """All members have applied a step again, after a fault or a planned change; what that took. Milliseconds, one
+    after the other; those after START are of `slowest`, the member that took longest.
+
+    lost           members that were lost, and how they ended; `last_lines` of their stderr
+    noticed        by what the coordinator knew. When a worker really died nobody knows: the time begins with that
+    silent_ms      for how long a host had been silent by then
+    ready_ms       until all members were quiescent and START was said
+    connected_ms   until the data connections stood
+    synced_ms      until the state was everybody's
+    first_step_ms  until a step was applied
+    """
+
+    number: int
+    is_planned: bool
+    reason: str
+    lost: tuple[str, ...]
+    noticed: tuple[str, ...]
+    last_lines: tuple[str, ...]
+    total_ms: float
+    silent_ms: float
+    ready_ms: float
+    connected_ms: float
+    synced_ms: float
+    first_step_ms: float
+    slowest: str
+    steps_redone: int
+    samples_redone: int
+
+    def line(self) -> str:
+        what = f"from the loss of {', '.join(self.lost)}" if self.lost else f"({self.reason})"
+        verb = "changed" if self.is_planned and not self.lost else "recovered"
+        phases = [
+            *([f"noticed by {' and '.join(self.noticed)}"] if self.noticed else []),
+            *([f"silent {self.silent_ms:.0f}"] if self.silent_ms else []),
+            f"ready {self.ready_ms:.0f}",
+            f"connected {self.connected_ms:.0f}",
+            f"synced {self.synced_ms:.0f}",
+            f"first step {self.first_step_ms:.0f}",
+        ]
+        redone = f"; {_count(self.steps_redone, 'step')} redone" if self.steps_redone else ""
+        return f"{verb} in {self.total_ms:.0f} ms {what}: {', '.join(phases)}{redone}; slowest {self.slowest}"
+
+
+@dataclass(frozen=True)
 class TransportChosen(Event):
     """`way` says how, to a person; generations that follow have the same unless they say so."""
 
@@ -354,6 +399,48 @@ class WorkerLeaves(Event):
 
     def line(self) -> str:
         return f"{self.worker} (slot {self.slot}) was asked to leave and does so at the next boundary"
+
+
+@dataclass(frozen=True)
+class WorkersHung(Event):
+    """These have come no further since `step` while all others wait for them; they are stopped."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        who = ", ".join(self.workers)
+        return f"{who} held all others up at step {self.step} for {self.stalled_s:.0f} s (--step-timeout): stopped"
+
+
+@dataclass(frozen=True)
+class WorkerStacks(Event):
+    """Where the threads of a worker were that was stopped for coming no further."""
+
+    worker: str
+    stacks: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the threads of {self.worker} when it was stopped:\n{self.stacks}".rstrip()
+
+
+@dataclass(frozen=True)
+class CollectiveStalled(Event):
+    """All members wait for each other since `step`: something between them is broken, or they do different things."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"all {_count(len(self.workers), 'worker')} have waited for each other at step {self.step} for "
+            f"{self.stalled_s:.0f} s (--step-timeout)"
+        )
 
 
 @dataclass(frozen=True)

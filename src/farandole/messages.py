@@ -13,6 +13,7 @@ import msgspec
 
 from farandole.config import ForkServerUse
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress
+from farandole.sighting import Sighting
 
 PROTOCOL_VERSION = 2
 
@@ -76,6 +77,27 @@ class Connected(Message, frozen=True):
     way: str
 
 
+class FirstStep(Message, frozen=True):
+    """The first step of generation `number` is decided here. Once per regroup; durations, one after the other.
+
+    ready_s       from an ABORT heard until READY was said; 0 for a planned change
+    waited_s      until START: for the others, and for the coordinator
+    connected_s   until the data connections stood
+    synced_s      until the state was everybody's
+    stepped_s     until the step was decided
+    steps_redone, samples_redone   begun before the fault, and done again; of the whole job
+    """
+
+    number: int
+    ready_s: float
+    waited_s: float
+    connected_s: float
+    synced_s: float
+    stepped_s: float
+    steps_redone: int
+    samples_redone: int
+
+
 class Failed(Message, frozen=True):
     """User code raised. `summary` is the exception's last line, `traceback` the whole text."""
 
@@ -121,6 +143,7 @@ WorkerMessage: TypeAlias = (
     | LinkBroken
     | Probed
     | Connected
+    | FirstStep
     | Failed
     | Finished
     | Leaving
@@ -235,11 +258,20 @@ class FromWorker(Message, frozen=True):
 
 class WorkerExited(Message, frozen=True):
     """A worker's process is gone and reaped; its process group was killed.
-    `exit_code` as subprocess gives it: negative for a signal. `last_lines`: the end of its stderr."""
+    `exit_code` as subprocess gives it: negative for a signal. `last_lines`: the end of its stderr. `stacks`: where its
+    threads were, if that was asked for."""
 
     worker: str
     exit_code: int
     last_lines: tuple[str, ...] = ()
+    stacks: str = ""
+
+
+class WorkerDying(Message, frozen=True):
+    """A worker's main thread has ended and its process group was killed: it will not do anything any more. Its exit,
+    with the code, follows when the kernel has freed its memory; the slot is not free before."""
+
+    worker: str
 
 
 class SpawnFailed(Message, frozen=True):
@@ -254,6 +286,13 @@ class AgentLeaving(Message, frozen=True):
     Answer, once they have: Dismissed."""
 
     reason: str
+
+
+class WorkersSeen(Message, frozen=True):
+    """Where all workers of this agent are that can be seen: when that changes, a few times a second at most, and every
+    few seconds when it does not."""
+
+    workers: dict[str, Sighting]
 
 
 class Beat(Message, frozen=True):
@@ -292,8 +331,10 @@ OutputMessage: TypeAlias = WorkerPrinted | WorkerRanked | WorkerSilent
 AgentMessage: TypeAlias = (
     AgentHello
     | FromWorker
+    | WorkerDying
     | WorkerExited
     | SpawnFailed
+    | WorkersSeen
     | AgentLeaving
     | Beat
     | WorkerPrinted
@@ -350,11 +391,13 @@ class Spawn(Message, frozen=True):
 
 
 class Kill(Message, frozen=True):
-    """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
+    """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0. With `dumps_stacks` it writes
+    the stacks of its threads before, for its WorkerExited."""
 
     worker: str
     grace_s: float
     reason: str
+    dumps_stacks: bool = False
 
 
 class TellWorkers(Message, frozen=True):

@@ -208,6 +208,14 @@ def test_all_gather_takes_payloads_of_different_lengths(size: int) -> None:
             assert gathered == [[bytes([rank]) * (unit * rank) for rank in range(size)]] * size
 
 
+def test_all_gather_takes_payloads_around_the_length_that_needs_a_second_round() -> None:
+    with ring(3) as world:
+        for lengths in ([504, 0, 504], [504, 505, 0], [505, 505, 505]):
+            payloads = [bytes([rank + 1]) * length for rank, length in enumerate(lengths)]
+            gathered = world.run(lambda transport, said=payloads: transport.all_gather(said[transport.rank]))
+            assert gathered == [payloads] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_overwrites_everybody_with_the_source(size: int, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from farandole.coordinator import (
     AgentLost,
     AgentTold,
     HostsOffered,
+    StepsStalled,
     StopRequested,
     Tick,
     decide,
@@ -38,6 +39,7 @@ from farandole.messages import (
     Ready,
     SpawnFailed,
     Synced,
+    WorkerDying,
     WorkerExited,
     WorkerMessage,
 )
@@ -60,6 +62,7 @@ def random_config(dice: random.Random) -> JobConfig:
         restarts=dice.choice([0, 1, 3]),
         elastic_timeout_s=30.0,
         start_timeout_s=20.0,
+        step_timeout_s=5.0,
     )
 
 
@@ -125,6 +128,10 @@ def hurt(world: SimulatedJob) -> None:
         return
     elif kind < 40:
         world.exit(victim, dice.choice([-9, -9, -9, -11, 0, 1, 3]))
+    elif kind < 43:
+        world.hang(victim)
+    elif kind < 44:
+        world.tell_that_all_wait()
     elif kind < 50:
         victim.fail("ValueError: only here", exits=dice.random() < 0.8)
     elif kind < 70:
@@ -230,6 +237,7 @@ def check_at_rest(world: SimulatedJob) -> None:
         assert all(each.is_alive and each.is_in(generation.number) for each in members)
         assert all(each.synced == generation.number for each in members)
         is_full = bool(job.config.spares) and len(members) >= max(job.target, job.config.min_np)
+        assert job.recovery is None, "a recovery of which nobody is told"
         assert is_full or not stuck_newcomers, f"never admitted: {[w.name for w in stuck_newcomers]}"
         assert len(stuck_newcomers) <= job.config.spares, "more spares than were asked for"
         leaving = [worker for worker in job.workers.values() if worker.is_leaving]
@@ -338,6 +346,7 @@ def test_the_schedules_reach_the_cases_they_are_meant_for() -> None:
         "--start-timeout",
         "Ctrl-C",
         "last worker left",
+        "--step-timeout",
         "elastic function",
         "restart budget",
     ):
@@ -382,6 +391,12 @@ def test_what_people_ask_for_is_done_whatever_else_happens() -> None:
     assert sum(isinstance(event, LinksDistrusted) and event.is_proved for event in logged) >= 50
 
 
+def random_stall(dice: random.Random, number: int) -> StepsStalled:
+    names = [f"w{index}" for index in range(dice.randint(0, 5))]
+    hung = tuple(name for name in names if dice.random() < 0.3)
+    return StepsStalled(number, 5.0, number, hung, tuple(name for name in names if name not in hung))
+
+
 def random_input(dice: random.Random, offering: float = 0.0) -> Input:
     """Any input at all, mostly nonsense. `offering`: how often hosts are offered."""
     worker, agent, number = f"w{dice.randrange(5)}", dice.choice("ab"), dice.randrange(6)
@@ -399,6 +414,7 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
     messages: list[AgentMessage] = [FromWorker(worker, dice.choice(said))] * 12
     messages += [
         WorkerExited(worker, dice.choice([0, 1, -9, -99])),
+        WorkerDying(worker),
         SpawnFailed(worker, ""),
         Beat(1),
         AgentLeaving("fuzz"),
@@ -410,6 +426,7 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
         ScaleRequested(number),
         DrainRequested(agent, "fuzz"),
         UndrainRequested(agent),
+        random_stall(dice, number),
     ]
     inputs += [HostsOffered(random_hosts(dice), dice.random() < 0.5)] if dice.random() < offering else []
     inputs += [AgentLost(agent, "fuzz"), StopRequested(dice.random() < 0.1, "Fuzz.")] if dice.random() < 0.1 else []

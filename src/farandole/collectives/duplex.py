@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 from farandole.clock import now_s
 from farandole.collectives.ring_schedules import Outgoing, Schedule
 from farandole.errors import CollectiveMismatch
+from farandole.whereabouts import say_that_it_moves
 
 _SLICE_MS = 1000
 _BUFFERS_PER_SEND = 16
@@ -207,7 +208,9 @@ class Duplex:
         else:
             self._poll.register(self._next_fd, select.POLLIN | (select.POLLOUT if wants_to_send else 0))
         events = self._poll.poll(self._slice_ms)
-        if not events and self._check is not None:
+        if events:
+            say_that_it_moves()  # however slowly
+        elif self._check is not None:
             self._check()
         for descriptor, event in events:
             if descriptor == self._next_fd and event & _READABLE:

@@ -29,11 +29,16 @@ from farandole.collectives.ring_schedules import (
 )
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Peer
+from farandole.whereabouts import Waiting
 
 OnBroken = Callable[[str, str, str], None]
 """on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""
 
 _CHECK_EVERY_S = 1.0
+
+# Of what all_gather says at first: the length, and the payload if it is short.
+_SLIP_BYTES = 512
+_SHORT_BYTES = _SLIP_BYTES - 8
 
 
 class RingTransport:
@@ -97,9 +102,13 @@ class RingTransport:
         return self.reduce_as(header, flat, note, combine)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        header = Header(Operation.ALL_GATHER, self._sequence + 1, note_bytes=8)
-        sizes = self._gather(header, len(payload).to_bytes(8, "big"), [8] * self._size)
-        lengths = [int.from_bytes(each, "big") for each in sizes]
+        header = Header(Operation.ALL_GATHER, self._sequence + 1, note_bytes=_SLIP_BYTES)
+        # Short ones travel with their lengths: one round for all, where every round has to wake every rank.
+        slip = (len(payload).to_bytes(8, "big") + payload[:_SHORT_BYTES]).ljust(_SLIP_BYTES, b"\0")
+        slips = self._gather(header, slip, [_SLIP_BYTES] * self._size)
+        lengths = [int.from_bytes(each[:8], "big") for each in slips]
+        if max(lengths) <= _SHORT_BYTES:
+            return [bytes(each[8 : 8 + length]) for each, length in zip(slips, lengths, strict=True)]
         header = Header(Operation.ALL_GATHER, self._sequence + 1, total_bytes=sum(lengths))
         return [bytes(each) for each in self._gather(header, payload, lengths)]
 
@@ -228,7 +237,8 @@ class RingTransport:
         if isinstance(interruption, Called) and self._abort_reason is None:
             outgoing: Outgoing = deque()
             schedule = compare_around(outgoing, self._agreement(header))
-            broken = self._duplex.move(outgoing, schedule, is_done_when_received=False)
+            with Waiting():
+                broken = self._duplex.move(outgoing, schedule, is_done_when_received=False)
             assert broken is not None, "comparing ends only by an error"
             interruption = broken
         if isinstance(interruption, Broken):
@@ -259,7 +269,8 @@ class RingTransport:
         self._raise_if_ended(op)
         self._sequence = header.sequence
         try:
-            broken = self._duplex.move(outgoing, schedule, is_done_when_received=is_done_when_received)
+            with Waiting():
+                broken = self._duplex.move(outgoing, schedule, is_done_when_received=is_done_when_received)
         except CollectiveMismatch as error:
             self._end_by_mismatch(str(error))
             raise

@@ -17,7 +17,7 @@ from farandole.collectives.hierarchical.builder import Connect, share_memory_wit
 from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.nccl.availability import own_problem
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory.builder import share_memory
+from farandole.collectives.shared_memory.builder import Pages, share_memory
 from farandole.collectives.staging import StagedTransport
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
@@ -69,11 +69,14 @@ def decide(hosts: Sequence[Hashable], choice: str) -> Way:
     return Way.TCP if max(together.values()) == 1 else Way.HIERARCHICAL
 
 
-def choose(ring: Transport, hosts: Sequence[Hashable], choice: str, connect: Connect) -> tuple[Transport, Way]:
+def choose(
+    ring: Transport, hosts: Sequence[Hashable], choice: str, connect: Connect, pages: Pages | str | None = None
+) -> tuple[Transport, Way]:
     """`ring` itself, or a transport that owns it, and what that is. All its ranks call it at once, with the same
     hosts and choice.
 
     connect  for the rings of some of its ranks
+    pages    those of this rank's host, if they were shared before, or why they could not be
     With auto the ring is what there is where memory cannot be shared; a warning says so. Raises what building raises,
     and ConfigError where memory cannot be shared though `choice` says so, or as decide() does.
     """
@@ -84,10 +87,12 @@ def choose(ring: Transport, hosts: Sequence[Hashable], choice: str, connect: Con
         from farandole.collectives.gloo.builder import use_gloo  # loaded by those only who ask for it
 
         return use_gloo(ring), way
-    if way is Way.SHARED_MEMORY:
-        built: Transport | str = share_memory(ring)
+    if isinstance(pages, str):
+        built: Transport | str = pages
+    elif way is Way.SHARED_MEMORY:
+        built = share_memory(ring, pages)
     else:
-        built = share_memory_within_hosts(ring, layout(hosts, ring.rank), connect)
+        built = share_memory_within_hosts(ring, layout(hosts, ring.rank), connect, pages)
     if not isinstance(built, str):
         return built, way
     if choice not in ("auto", "nccl"):

@@ -52,15 +52,16 @@ class Draft:
         for agent, workers in by_agent.items():
             self.send(agent, TellWorkers(tuple(workers), message))
 
-    def kill(self, name: str, grace_s: float, reason: str) -> None:
-        """Have a worker's process ended; its exit is reported like any other."""
-        self.send(self.job.workers[name].slot.agent, Kill(name, grace_s, reason))
+    def kill(self, name: str, grace_s: float, reason: str, dumps_stacks: bool = False) -> None:
+        """Have a worker's process ended; its exit is reported like any other, with `dumps_stacks` also where its
+        threads were."""
+        self.send(self.job.workers[name].slot.agent, Kill(name, grace_s, reason, dumps_stacks))
         self.change_worker(name, killed_for=reason, kill_at_s=None)
 
     def log(self, event: Event) -> None:
         self.actions.append(Log(event))
 
-    def end(self, exit_code: int, reason: str, grace_s: float | None = None) -> None:
+    def end(self, exit_code: int, reason: str, grace_s: float | None = None, dumps_stacks: bool = False) -> None:
         """End the job: stop what still runs; `ending.py` waits for the exits. The first reason counts."""
         if self.job.ending is not None:
             return
@@ -73,4 +74,4 @@ class Draft:
         if keeper is not None:
             self.tell([keeper], Stop(reason, saves=True))
         for name in self.job.workers:
-            self.kill(name, grace_s, "the job ends")
+            self.kill(name, grace_s, "the job ends", dumps_stacks)

@@ -9,6 +9,7 @@ from farandole.coordinator.actions import EndJob
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentLost, AgentTold, Input, StopRequested
 from farandole.coordinator.job import Worker
+from farandole.events import WorkerStacks
 from farandole.messages import (
     CheckpointEnded,
     FromWorker,
@@ -34,6 +35,8 @@ def note(draft: Draft, input: Input) -> None:
     """Take note of what happens while the last workers are awaited."""
     match input:
         case AgentTold(agent, WorkerExited() | SpawnFailed() as message):
+            if isinstance(message, WorkerExited) and message.stacks:
+                draft.log(WorkerStacks(message.worker, message.stacks))
             worker = draft.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
                 draft.forget([worker.name])

@@ -10,10 +10,11 @@ from farandole.messages import Released
 
 
 def finished(draft: Draft, worker: Worker, number: int) -> None:
-    """Count it, unless an abort or this worker's own READY overtook it: it will finish again then."""
+    """Count it, unless an abort or this worker's own READY overtook it: it will finish again then. One that is being
+    killed does not finish; it may have been woken by being asked for its stacks."""
     job = draft.job
     is_running = job.change is None or job.change.is_planned
-    if not is_running or job.is_released or not job.is_member(worker.name):
+    if not is_running or job.is_released or not job.is_member(worker.name) or worker.killed_for:
         return
     if job.generation is not None and number == job.generation.number and worker.ready <= number:
         draft.change_worker(worker.name, finished=number)

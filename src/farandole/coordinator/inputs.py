@@ -36,11 +36,13 @@ class AgentLost:
     """The agent is gone for good, and all its workers with it.
 
     lease_end_s  until then, by the clock of `decide`, they may go on where nobody sees them; None: they are gone
+    silent_s     how long nothing was heard of it before
     """
 
     agent: str
     reason: str
     lease_end_s: float | None = None
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,21 @@ class UndrainRequested:
 
 
 @dataclass(frozen=True)
+class StepsStalled:
+    """Nothing has moved on any member for `stalled_s`; `number` was the highest announced generation all the time.
+
+    step         decided steps
+    in_own_code  members whose main thread is in the script's code; the others wait for someone
+    """
+
+    number: int
+    stalled_s: float
+    step: int
+    in_own_code: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Tick:
     """Nothing happened, but `next_deadline` has passed."""
 
@@ -95,5 +112,6 @@ Input: TypeAlias = (
     | ScaleRequested
     | DrainRequested
     | UndrainRequested
+    | StepsStalled
     | Tick
 )

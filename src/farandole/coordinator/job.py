@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from farandole.config import JobConfig
 from farandole.membership import Address, GenerationId, Origin, Progress
+from farandole.messages import FirstStep
 
 
 @dataclass(frozen=True, order=True)
@@ -86,6 +87,7 @@ class Worker:
     is_leaving   it goes at the next boundary
     was_asked    and that because somebody asked the worker itself (SIGTERM): it cannot be taken back
     has_left     the others go on without it: no member any more, and nothing it says counts
+    is_dying     its main thread has ended: no member any more; its slot is taken until the exit is known
     raised       last line of the exception that ends it
     kill_at_s    a worker whose code raised, or that was let go, is killed if it still lives then
     killed_for   why it was killed
@@ -104,6 +106,7 @@ class Worker:
     is_leaving: bool = False
     was_asked: bool = False
     has_left: bool = False
+    is_dying: bool = False
     raised: str | None = None
     kill_at_s: float | None = None
     killed_for: str | None = None
@@ -129,21 +132,55 @@ class Change:
                    never taken back, since a member may have left the old generation already: it ends with
                    START, or with an ABORT of a higher number.
     began_s        when the first fault, or the plan, happened
+    reason         that, in words
     short_since_s  since when there have been fewer workers than min_np
     """
 
     number: int
     is_planned: bool
     began_s: float
+    reason: str
     short_since_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A member that was lost since the last START (after the release: that failed). `sentence` says how."""
+    """A member that was lost since the last START (after the release: that failed). `sentence` says how; of a worker
+    that is `dying` more will be said."""
 
     sentence: str
     raised: str | None = None
+    dying: str | None = None
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A member that was lost, for the report of the recovery. `how` it ended follows "it", and is empty until its exit
+    is known; `noticed` says by what, `silent_s` how long it or its host had been silent by then."""
+
+    worker: str
+    noticed: str
+    silent_s: float = 0.0
+    how: str = ""
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A regroup whose members have not all applied a step yet. It may have taken several generations.
+
+    number    of the newest of them
+    began_s   when the first fault, or the plan, happened
+    started_s when the newest was started
+    steps     by worker, of those who have applied one
+    """
+
+    number: int
+    is_planned: bool
+    reason: str
+    began_s: float
+    started_s: float
+    steps: Mapping[str, FirstStep] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,6 +210,14 @@ class LinkTrouble:
     findings: Mapping[str, Finding] = field(default_factory=dict)
     asked: frozenset[str] = frozenset()
     verdict_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """All members waited for each other at this step, so many times."""
+
+    step: int
+    times: int
 
 
 @dataclass(frozen=True)
@@ -212,6 +257,7 @@ class Job:
     is_released    all members have finished and were told so
     losses         members lost since the last START
     lease_end_s    until then workers of hosts that were lost may go on where nobody sees them
+    victims        members lost of whom no recovery has been told yet
     plain_exits    workers that exited with code 0 and never called init()
     """
 
@@ -244,8 +290,11 @@ class Job:
     is_released: bool = False
     losses: tuple[Loss, ...] = ()
     lease_end_s: float | None = None
+    victims: tuple[Victim, ...] = ()
+    recovery: Recovery | None = None
     plain_exits: tuple[str, ...] = ()
     links: LinkTrouble = LinkTrouble()
+    stall: Stall | None = None
     start_deadline_s: float | None = None
     ending: Ending | None = None
 
@@ -257,7 +306,7 @@ class Job:
         """Members of the last generation that are still with us, by rank."""
         members = self.generation.members if self.generation else ()
         known = (self.workers.get(name) for name in members)
-        return [worker for worker in known if worker is not None and not worker.has_left]
+        return [worker for worker in known if worker is not None and not (worker.has_left or worker.is_dying)]
 
     def keeper(self) -> str | None:
         """Who writes the emergency checkpoint when the job ends: the survivor of the lowest rank that holds the state
@@ -298,7 +347,7 @@ class Job:
         return [
             worker
             for name, worker in self.workers.items()
-            if not (name in members or worker.has_left or worker.is_leaving or worker.killed_for)
+            if not (name in members or worker.has_left or worker.is_dying or worker.is_leaving or worker.killed_for)
         ]
 
     def has_finished(self, worker: Worker) -> bool:

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farandole.coordinator import quarantine, regroup, resting, slots, words
+from farandole.coordinator import quarantine, recovery, regroup, resting, slots, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentLost
-from farandole.coordinator.job import Job, Loss, Worker
+from farandole.coordinator.job import Job, Loss, Victim, Worker
 from farandole.events import AgentWasLost, WorkerEnded, WorkerLost
 from farandole.messages import SpawnFailed, WorkerExited
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A worker whose process is gone. `how` follows "it"; no exit code: not started, or agent lost."""
+    """A worker whose process is gone. `how` follows "it"; no exit code: not started, or agent lost. `noticed` and
+    `silent_s`: as in Victim."""
 
     worker: Worker
     how: str
     exit_code: int | None = None
     last_lines: tuple[str, ...] = ()
+    noticed: str = "its exit"
+    silent_s: float = 0.0
 
     def sentence(self, job: Job) -> str:
         raised = f", having raised {self.worker.raised}" if self.worker.raised else ""
@@ -46,6 +49,22 @@ def worker_gone(draft: Draft, worker: Worker, message: WorkerExited | SpawnFaile
     _gone(draft, [gone])
 
 
+def worker_dying(draft: Draft, worker: Worker) -> None:
+    """It will do nothing any more, though its exit is not known yet: members need not wait for that. What is said of
+    the loss, and what it costs, is decided at the exit."""
+    job = draft.job
+    is_needed = job.is_elastic and not job.is_released and job.is_member(worker.name)
+    if not is_needed or worker.has_left or worker.is_dying or job.config.on_failure == "host":
+        return
+    draft.change_worker(worker.name, is_dying=True)
+    loss = Loss(f"{words.worker_name(job, worker)} is dying", worker.raised, worker.name)
+    draft.change(losses=(*draft.job.losses, loss))
+    recovery.note_victim(draft, Victim(worker.name, "the end of its main thread"))
+    if worker.raised:
+        draft.change_slot(worker.slot, is_held_back=True)
+    regroup.abort(draft, loss.sentence)
+
+
 def agent_lost(draft: Draft, input: AgentLost) -> None:
     """All workers of the agent are lost at once, in one regroup; their slots are gone with it."""
     agent = draft.job.agents.get(input.agent)
@@ -59,7 +78,8 @@ def agent_lost(draft: Draft, input: AgentLost) -> None:
         draft.change_slot(slot, is_given_up=False)
     workers = [worker for worker in draft.job.workers.values() if worker.slot.agent == agent.name]
     draft.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
-    _gone(draft, [Gone(worker, f"was lost with agent {agent.name}") for worker in workers])
+    how, noticed = f"was lost with agent {agent.name}", f"the silence of agent {agent.name}"
+    _gone(draft, [Gone(worker, how, noticed=noticed, silent_s=input.silent_s) for worker in workers])
     if not (draft.job.may_get_slots() or any(agent.is_connected for agent in draft.job.agents.values())):
         draft.end(1, f"Agent {agent.name} was the last one and is lost: {input.reason}.")
 
@@ -69,7 +89,8 @@ def _gone(draft: Draft, gone: list[Gone]) -> None:
     unexpected = []
     for one in gone:
         # A worker that left, or that was stopped before it became a member, ends as it likes.
-        expected = one.worker.has_left or (one.worker.killed_for and not draft.job.is_member(one.worker.name))
+        was_member = draft.job.is_member(one.worker.name) or one.worker.is_dying
+        expected = one.worker.has_left or (one.worker.killed_for and not was_member)
         if expected:
             draft.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
         else:
@@ -89,7 +110,9 @@ def _elastic(draft: Draft, gone: list[Gone]) -> None:
     losses = []
     for one in gone:
         _log_loss(draft, one)
-        if draft.job.is_member(one.worker.name):
+        if one.worker.is_dying:
+            _say_how(draft, one)
+        elif draft.job.is_member(one.worker.name):
             losses.append(Loss(one.sentence(draft.job), one.worker.raised))
             if one.worker.raised:
                 # If all raise the same, nobody is restarted: wait for the others to prove well (regroup.py).
@@ -99,6 +122,15 @@ def _elastic(draft: Draft, gone: list[Gone]) -> None:
         draft.change(losses=(*draft.job.losses, *losses))
         reasons = [*(loss.sentence for loss in losses), *stopped]
         regroup.abort(draft, "; ".join(reasons))
+
+
+def _say_how(draft: Draft, one: Gone) -> None:
+    """Its loss, if it counts still, was noted when it was dying; now more is known of it."""
+    told = [
+        replace(loss, sentence=one.sentence(draft.job), dying=None) if loss.dying == one.worker.name else loss
+        for loss in draft.job.losses
+    ]
+    draft.change(losses=tuple(told))
 
 
 def _take_hosts_out(draft: Draft, gone: list[Gone]) -> list[str]:
@@ -154,7 +186,9 @@ def _before_generation_1(draft: Draft, gone: list[Gone]) -> None:
 
 def _after_release(draft: Draft, gone: list[Gone]) -> None:
     for one in gone:
-        if one.exit_code == 0 or not draft.job.is_member(one.worker.name):
+        if one.worker.is_dying:
+            _log_loss(draft, one)
+        elif one.exit_code == 0 or not draft.job.is_member(one.worker.name):
             _log_end(draft, one)
         else:
             _log_loss(draft, one)
@@ -167,6 +201,8 @@ def _log_loss(draft: Draft, one: Gone) -> None:
     budget_counts = draft.job.config.on_failure == "slot" and is_agent_there
     left = slots.restarts_left(draft.job, worker.slot) if budget_counts else None
     draft.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
+    if worker.is_dying or draft.job.is_member(worker.name):
+        recovery.note_victim(draft, Victim(worker.name, one.noticed, one.silent_s, one.how, one.last_lines))
 
 
 def _log_end(draft: Draft, one: Gone) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import assignment, rooms, slots, spares, words
+from farandole.coordinator import assignment, recovery, rooms, slots, spares, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
 from farandole.coordinator.resuming import is_state_lost, resume
@@ -26,9 +26,10 @@ _REMOVED, _ADDED = 1, 2
 def abort(draft: Draft, reason: str) -> None:
     """A fault: end the running generation, or the regroup under way, with a number that all must answer."""
     old, number = draft.job.change, draft.job.number + 1
-    change = Change(number, is_planned=False, began_s=draft.now_s)
+    change = Change(number, is_planned=False, began_s=draft.now_s, reason=reason)
     if old is not None and not old.is_planned:
-        change = replace(change, began_s=old.began_s, short_since_s=old.short_since_s)
+        reasons = f"{old.reason}; {reason}"
+        change = replace(change, began_s=old.began_s, reason=reasons, short_since_s=old.short_since_s)
     draft.change(number=number, change=change)
     draft.change(links=LinkTrouble(retries=draft.job.links.retries))
     survivors = tuple(worker.name for worker in draft.job.survivors())
@@ -43,6 +44,11 @@ def end_if_hopeless(draft: Draft) -> None:
     reason = _why_hopeless(draft.job)
     if reason is not None:
         draft.end(1, reason)
+
+
+def awaits_exits(job: Job) -> bool:
+    """Whether those are dying without whom nothing can go on: how they ended, their exits will say."""
+    return any(loss.dying for loss in job.losses) and (is_state_lost(job) or not job.survivors())
 
 
 def advance(draft: Draft) -> None:
@@ -78,7 +84,7 @@ def wanted_members(job: Job) -> list[Worker]:
 def start(draft: Draft, members: Sequence[Worker]) -> None:
     """START: give every member its place and its neighbours in the next generation."""
     job = draft.job
-    change = job.change or Change(job.number + 1, is_planned=True, began_s=draft.now_s)
+    change = job.change or Change(job.number + 1, is_planned=True, began_s=draft.now_s, reason="the job begins")
     number = change.number
     id = GenerationId(job.lineage, job.incarnation, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
@@ -90,6 +96,8 @@ def start(draft: Draft, members: Sequence[Worker]) -> None:
     for agent, of_agent in starts.items():
         draft.send(agent, StartWorkers(of_agent))
     names = tuple(worker.name for worker in members)
+    if job.generation is not None:
+        recovery.started(draft, change)
     draft.change(number=number, generation=Generation(id, names), change=None, losses=())
     draft.change(links=LinkTrouble(retries=job.links.retries), resets=job.resets + (job.generation is not None))
     draft.log(GenerationStarted(number, names, not job.was_synced, draft.now_s - change.began_s))
@@ -152,7 +160,7 @@ def _plan(draft: Draft) -> None:
         return
     does = [f"{words.listed(who)} {verb}" for who, verb in ((joining, "join"), (leaving, "leave")) if who]
     number, reason = job.number + 1, ", ".join(does)
-    draft.change(number=number, change=Change(number, is_planned=True, began_s=draft.now_s))
+    draft.change(number=number, change=Change(number, is_planned=True, began_s=draft.now_s, reason=reason))
     update = (_REMOVED if leaving else 0) | (_ADDED if joining else 0)
     draft.tell((worker.name for worker in members), Prepare(number, reason, update))
     draft.log(ChangePlanned(number, reason))

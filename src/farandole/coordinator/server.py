@@ -28,6 +28,7 @@ from farandole.coordinator.inputs import (
 )
 from farandole.coordinator.job import new_job
 from farandole.coordinator.liveness import JobClock, Silence
+from farandole.coordinator.sightings import Sightings
 from farandole.coordinator.transitions import decide, next_deadline
 from farandole.deadline import within
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
@@ -44,6 +45,7 @@ from farandole.messages import (
     WorkerPrinted,
     WorkerRanked,
     WorkerSilent,
+    WorkersSeen,
 )
 from farandole.wire import AGENT_MESSAGES, CLIENT_MESSAGES, DIALERS_MESSAGES
 
@@ -95,6 +97,7 @@ class Coordinator:
         self._welcome, self._on_output = welcome, on_output
         self._beating = Beating(token, config.detection_budget_s, self._clock.now_s, self._silence.heard)
         self._looks = 0
+        self._sightings = Sightings(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._processes: dict[str, str] = {}  # of the agents that are connected or were just now
         self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s)
@@ -205,21 +208,25 @@ class Coordinator:
         """Look for agents that went silent, and come back."""
         self._notice_stall()
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
-            self._lose(agent, f"nothing was heard of it for {silent_s:.2f} s", self._beating.lease_end_s(agent))
+            reason = f"nothing was heard of it for {silent_s:.2f} s"
+            self._lose(agent, reason, self._beating.lease_end_s(agent), silent_s)
+        if (stalled := self._sightings.look(self._job, self._clock.now_s())) is not None:
+            self._decide(stalled)
         self._looks += 1
         if self._looks % 2 == 0:
             self._beating.beat(self._send)
         self._clock.expect_look(self._silence.look_every_s)
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
-    def _lose(self, agent: str, reason: str, lease_end_s: float | None = None) -> None:
+    def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
         self._silence.forget(agent)
+        self._sightings.forget(agent)
         self._beating.forget(agent)
         self._processes.pop(agent, None)
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
         self._on_output(agent, None)
-        self._decide(AgentLost(agent, reason, lease_end_s))
+        self._decide(AgentLost(agent, reason, lease_end_s, silent_s))
 
     # Connections: a stranger's until the token is proved and a hello said, then an agent's or a command's --
 
@@ -310,6 +317,8 @@ class Coordinator:
             self._beating.hear(agent, message.sequence, message.heard or 0)
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
+        elif isinstance(message, WorkersSeen):
+            self._sightings.note(agent, message.workers, self._clock.now_s())
         elif not isinstance(message, Beat):
             self._decide(AgentTold(agent, message))
 

@@ -51,7 +51,7 @@ def vacate(draft: Draft, slot: Slot, reason: str) -> str | None:
     Gives the worker's name, if it is this that makes it go."""
     worker = _occupants(draft.job).get(slot)
     close(draft, slot)
-    if worker is None or worker.is_leaving or worker.has_left or worker.killed_for:
+    if worker is None or worker.is_leaving or worker.has_left or worker.is_dying or worker.killed_for:
         return None
     if draft.job.is_member(worker.name):
         draft.change_worker(worker.name, is_leaving=True)

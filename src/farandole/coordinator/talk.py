@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import finish, links, probes, publishing, regroup, slots, spares
+from farandole.coordinator import finish, links, probes, publishing, recovery, regroup, slots, spares
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Worker
 from farandole.events import TransportChosen, UserCodeFailed, WorkerLeaves
@@ -15,6 +15,7 @@ from farandole.messages import (
     Elastic,
     Failed,
     Finished,
+    FirstStep,
     Hello,
     Leaving,
     Left,
@@ -30,7 +31,7 @@ from farandole.messages import (
 
 def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
     """Take note of a living worker's message. Before its Hello and after it has left, nothing counts."""
-    if worker.has_left:
+    if worker.has_left or worker.is_dying:
         return
     if isinstance(said, Hello):
         _hello(draft, worker, said.address, said.pid)
@@ -48,6 +49,8 @@ def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
                 probes.probed(draft, worker, said)
             case Connected(number, way):
                 draft.log(TransportChosen(number, way))
+            case FirstStep():
+                recovery.first_step(draft, worker, said)
             case Failed():
                 _failed(draft, worker, said)
             case Finished(number):

@@ -7,6 +7,7 @@ Each theme has a file. What happens when a worker dies is lost.py, then regroup.
     founding.py  until generation 1                regroup.py  from one generation to the next
     talk.py      what workers say                  links.py    reports of failed connections
     spares.py    workers that wait for a loss      resting.py  slots that fail again and again sit out
+    recovery.py  what a regroup has cost           watchdog.py when nobody gets on any more
     finish.py    from the first Finished on        ending.py   from the decision to end to the last exit
     probes.py    which links are proved to be broken
 
@@ -24,11 +25,13 @@ from farandole.coordinator import (
     links,
     lost,
     quarantine,
+    recovery,
     regroup,
     resting,
     slots,
     spares,
     talk,
+    watchdog,
 )
 from farandole.coordinator.actions import Action
 from farandole.coordinator.draft import Draft
@@ -40,12 +43,14 @@ from farandole.coordinator.inputs import (
     HostsOffered,
     Input,
     ScaleRequested,
+    StepsStalled,
     StopRequested,
     Tick,
     UndrainRequested,
 )
 from farandole.coordinator.job import Job
-from farandole.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerExited
+from farandole.events import WorkerStacks
+from farandole.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerDying, WorkerExited
 
 
 def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
@@ -65,12 +70,15 @@ def next_deadline(job: Job) -> float | None:
     """When `decide` wants a Tick if nothing happens before, by the clock of `now_s`; None: never."""
     if job.ending is not None:
         return None if job.ending.is_done else job.ending.deadline_s
-    deadlines = [
-        job.start_deadline_s,
+    of_regroup = (
         links.deadline(job),
         regroup.shortage_deadline(job),
         regroup.newcomers_deadline(job),
         regroup.lease_deadline(job),
+    )
+    deadlines = [
+        job.start_deadline_s,
+        *(() if regroup.awaits_exits(job) else of_regroup),
         quarantine.deadline(job),
         resting.deadline(job),
         *(worker.kill_at_s for worker in job.workers.values()),
@@ -96,6 +104,8 @@ def _note(draft: Draft, input: Input) -> None:
             hosts.drain(draft, host, reason)
         case UndrainRequested(host):
             hosts.undrain(draft, host)
+        case StepsStalled():
+            watchdog.steps_stalled(draft, input)
         case Tick():
             pass  # Only the time has changed.
 
@@ -106,7 +116,13 @@ def _agent_told(draft: Draft, agent: str, message: AgentMessage) -> None:
             worker = draft.job.workers.get(name)
             if worker is not None and worker.slot.agent == agent:
                 talk.worker_said(draft, worker, said)
+        case WorkerDying(name):
+            worker = draft.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                lost.worker_dying(draft, worker)
         case WorkerExited() | SpawnFailed():
+            if isinstance(message, WorkerExited) and message.stacks:
+                draft.log(WorkerStacks(message.worker, message.stacks))
             worker = draft.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
                 lost.worker_gone(draft, worker, message)
@@ -128,6 +144,7 @@ def _settle(draft: Draft) -> None:
         if draft.job.generation is None:
             founding.advance(draft)
         elif draft.job.is_released:
+            recovery.tell_when_over(draft)
             finish.advance(draft)
         elif draft.job.is_elastic:
             _settle_elastic(draft)
@@ -136,6 +153,9 @@ def _settle(draft: Draft) -> None:
 
 
 def _settle_elastic(draft: Draft) -> None:
+    recovery.tell_when_over(draft)
+    if regroup.awaits_exits(draft.job):
+        return
     for rule in (regroup.end_if_hopeless, links.judge, finish.release_if_all_finished, regroup.advance):
         rule(draft)
         if draft.job.ending is not None or draft.job.is_released:

@@ -14,6 +14,7 @@ from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.partition import share
 from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import DataError, StepError
+from farandole.whereabouts import say_that_it_moves
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -103,6 +104,7 @@ class EvalLoader:
                 raise StepError(
                     "the workers have changed within an evaluation; finish it before the next training batch"
                 )
+            say_that_it_moves()
             yield data
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ from farandole.config import JobConfig
 from farandole.env.values import seconds, whole_number
 from farandole.errors import ConfigError
 
+DEATH_HINT = "FARANDOLE_DEATH_HINT"
+
 
 @dataclass(frozen=True)
 class WorkerEnv:
@@ -72,6 +74,22 @@ def budget_environment(budget_s: float) -> dict[str, str]:
 def read_detection_budget_s(environ: Mapping[str, str] = os.environ) -> float:
     """How long something silent may stay unnoticed in this job, in seconds."""
     return seconds(environ, "FARANDOLE_DETECTION_BUDGET", JobConfig.detection_budget_s)
+
+
+def page_environment(path: str) -> dict[str, str]:
+    """The variable that read_page() reads."""
+    return {"FARANDOLE_PAGE": path} if path else {}
+
+
+def read_page(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The memory in which this worker says where it is; None: nobody wants to know."""
+    return environ.get("FARANDOLE_PAGE") or None
+
+
+def read_death_hint(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the agent may know of this process's death before its memory is freed: unless FARANDOLE_DEATH_HINT is
+    0, off or false."""
+    return environ.get(DEATH_HINT, "").lower() not in ("0", "off", "false")
 
 
 def sample_ledger_environment(folder: str) -> dict[str, str]:

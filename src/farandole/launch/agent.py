@@ -17,13 +17,20 @@ from farandole.channel import Channel, connect
 from farandole.clock import now_s, since_boot_s
 from farandole.config import ForkServerUse
 from farandole.deadline import to_its_end
-from farandole.env import budget_environment, horovod_environment, scratch_environment, worker_environment
+from farandole.env import (
+    budget_environment,
+    horovod_environment,
+    page_environment,
+    scratch_environment,
+    worker_environment,
+)
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.launch.beat_socket import BeatSocket
 from farandole.launch.sink import Sink
 from farandole.launch.spawner import make_spawner
 from farandole.launch.stopped import StoppedWatch, is_stopped
+from farandole.launch.worker_pages import WorkerPages, written
 from farandole.launch.worker_processes import WorkerProcesses
 from farandole.launch.worker_server import WorkerServer
 from farandole.membership import Address
@@ -44,10 +51,17 @@ from farandole.messages import (
     Stop,
     TellWorkers,
     ToAgent,
+    WorkerDying,
     WorkerExited,
     WorkerMessage,
+    WorkersSeen,
 )
+from farandole.sighting import LONGEST_BETWEEN_S, Sighting
+from farandole.whereabouts import DUMP_SIGNAL
 from farandole.wire import TO_AGENT
+
+SIGHTINGS_EVERY_S = 0.5
+"""What is seen of the workers is told at most so often."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +140,9 @@ class Agent:
             # Who is stopped cannot see that its time is over; its guard does.
             silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
         )
+        self._pages = WorkerPages(self._on_hint_of_death)
         self._is_stopping = False
+        self._dumps: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Service:
         """Serve the job until it has ended, goes on without this host, or has no coordinator any more. Raises what
@@ -135,11 +151,14 @@ class Agent:
         self._channel = await self._dial() if self._joined is None else self._joined
         self._server.start()
         self._processes.start()
+        self._pages.start()
         if self._datagrams is not None:
             with contextlib.suppress(OSError):  # the connection carries beats, too
                 await self._datagrams.open(Address(config.coordinator.host, config.beat_port))
         obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
-        beats, watch = (asyncio.create_task(each) for each in (self._beat(), self._look_at_processes()))
+        beats, watch, sightings = (
+            asyncio.create_task(each) for each in (self._beat(), self._look_at_processes(), self._tell_sightings())
+        )
         grace_s = config.grace_s
         try:
             ends = (obedience, watch, self._processes.broken, lease)
@@ -157,9 +176,10 @@ class Agent:
             try:
                 await to_its_end(self._processes.end(grace_s))
             finally:
-                for task in (obedience, beats, watch):
+                for task in (obedience, beats, watch, sightings, *self._dumps):
                     task.cancel()
                 self._server.stop()
+                self._pages.stop()
                 self._channel.close()
                 if self._datagrams is not None:
                     self._datagrams.close()
@@ -211,14 +231,26 @@ class Agent:
             added = worker_environment(self._server.address, order.worker, secret, order.slot, data_host)
             added |= scratch_environment(str(self._processes.scratch))
             added |= budget_environment(self._config.detection_budget_s)
+            added |= page_environment(self._pages.add(order.worker))
             if order.expected is not None:
                 self._sink.expected(order.worker, order.expected.rank)
                 added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):
-            self._processes.kill(order.worker, order.grace_s)
+            if order.dumps_stacks:
+                self._dumps.add(dump := asyncio.create_task(self._dump_and_kill(order)))
+                dump.add_done_callback(self._dumps.discard)
+            else:
+                self._processes.kill(order.worker, order.grace_s)
         elif isinstance(order, CoordinatorBeat):
             self._beats.hear(order.sequence, order.heard)
+
+    async def _dump_and_kill(self, order: Kill) -> None:
+        page = self._pages.get(order.worker)
+        if page is not None and page.can_dump:
+            self._processes.interrupt(order.worker, DUMP_SIGNAL)
+            await written(page)
+        self._processes.kill(order.worker, order.grace_s)
 
     def _start_workers(self, order: StartWorkers) -> None:
         for worker, start in order.starts.items():
@@ -238,11 +270,22 @@ class Agent:
     def _on_refused(self, who: str, reason: str) -> None:
         self._on_event(ConnectionRefused(who, reason))
 
+    def _on_hint_of_death(self, worker: str) -> None:
+        """Its main thread has ended, or so it seems. If so, the process goes no matter what, and its group is killed
+        first: what else runs in it must not go on. The exit follows when the kernel has freed its memory."""
+        if self._processes.end_if_dying(worker):
+            self._server.read_rest(worker)
+            self._channel.send(WorkerDying(worker))
+
     def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...]) -> None:
+        page = self._pages.get(worker)
+        stacks = page.stacks() if page is not None else ""
+        self._pages.remove(worker)
         self._server.dismiss(worker)  # first what it said last: Finished must not arrive after the exit
-        self._channel.send(WorkerExited(worker, exit_code, last_lines))
+        self._channel.send(WorkerExited(worker, exit_code, last_lines, stacks))
 
     def _on_spawn_failed(self, worker: str, error: str) -> None:
+        self._pages.remove(worker)
         self._server.dismiss(worker)
         self._channel.send(SpawnFailed(worker, error))
 
@@ -290,6 +333,17 @@ class Agent:
             for worker in [] if self._is_stopping else watch.look(looked, now_s()):
                 self._on_event(StoppedWorkerKilled(worker, budget_s))
                 self._processes.kill(worker, grace_s=0.0)
+
+    async def _tell_sightings(self) -> None:
+        """Tell the coordinator where the workers are, also those that hold the interpreter's lock or are stopped."""
+        told: dict[str, Sighting] = {}
+        told_s = now_s()
+        while True:
+            await asyncio.sleep(SIGHTINGS_EVERY_S)
+            seen = self._pages.look()
+            if seen != told or now_s() - told_s >= LONGEST_BETWEEN_S:
+                self._channel.send(WorkersSeen(seen))
+                told, told_s = seen, now_s()
 
 
 def _service(order: JobEnded | Dismissed) -> Service:

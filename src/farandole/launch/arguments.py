@@ -50,6 +50,7 @@ class RunOptions:
     hosts             where workers run; None: on this machine, or where the discovery script says
     discovery_script  a command that prints the hosts; slots_per_host: of those it gives no number for
     environment       what the workers' environment has beside what they inherit
+    events            the file that every event is added to, as JSON
     checkpoint        where and how often the state is written; None: nowhere
     joining           who else may offer slots; None: nobody
     notes             what was asked for and has no effect, one sentence each
@@ -68,6 +69,7 @@ class RunOptions:
     discovery_script: str | None = None
     slots_per_host: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    events: Path | None = None
     checkpoint: CheckpointEnv | None = None
     joining: Joining | None = None
     notes: tuple[str, ...] = ()
@@ -131,6 +133,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         discovery_script=options.host_discovery_script,
         slots_per_host=1 if options.slots is None else options.slots,
         environment=environment,
+        events=options.events,
         checkpoint=_checkpoint(options),
         joining=joining(options.token_file, options.host_discovery_script),
         notes=tuple(notes),
@@ -186,6 +189,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         start_timeout_s=_start_timeout_s(options),
         detection_budget_s=options.detection_budget,
         grace_s=options.grace,
+        step_timeout_s=options.step_timeout,
         on_failure=options.on_failure or ("host" if options.cooldown_range else "slot"),
         cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
         reset_limit=options.reset_limit,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from farandole import __version__
@@ -17,7 +18,9 @@ from farandole.launch.run_parser import USAGE_ERROR, Parser
 if TYPE_CHECKING:
     from farandole.events import Event
     from farandole.launch.discovery import HostDiscovery
+    from farandole.launch.event_file import EventFile
     from farandole.launch.hosts import HostSlots
+    from farandole.launch.report import Report
 
 INTERRUPTED = 130  # what a shell makes of SIGINT
 
@@ -88,12 +91,14 @@ def _run(options: RunOptions) -> int:
         for note in options.notes:
             report.note(note)
         report.started(config, options.command)
-        with beginning(options.checkpoint) as begun:
+        with _event_file(options, report) as events, beginning(options.checkpoint) as begun:
             for note in begun.notes:
                 report.note(note)
 
             def on_event(event: Event) -> None:
                 report.on_event(event)
+                if events is not None:
+                    events.on_event(event)
                 begun.watch(event)
 
             outcome = asyncio.run(
@@ -118,6 +123,12 @@ def _run(options: RunOptions) -> int:
         return USAGE_ERROR
     finally:
         report.close()
+
+
+def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[EventFile | None]:
+    from farandole.launch.event_file import EventFile
+
+    return nullcontext() if options.events is None else EventFile(options.events, report.note)
 
 
 def _hosts(options: RunOptions) -> tuple[HostSlots, ...] | HostDiscovery | None:

@@ -173,6 +173,13 @@ def _times(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")
     group.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        help="how long no worker may come any further: then those for whom all others wait are stopped, and their "
+        "stacks are shown (default: for ever)",
+    )
+    group.add_argument(
         "--start-timeout",
         type=float,
         metavar="S",
@@ -224,6 +231,12 @@ def _output(parser: argparse.ArgumentParser) -> None:
         "--prefix-output-with-timestamp",
         action="store_true",
         help="begin each line of a worker with the time",
+    )
+    group.add_argument(
+        "--events",
+        type=Path,
+        metavar="FILE",
+        help="add every event of the job to FILE, one JSON object a line",
     )
     group.add_argument(
         "--sample-ledger",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from farandole.death_hint import is_main_thread_ending
 from farandole.launch.guard import Guard
 from farandole.launch.guard_process import remove_shared_memory
 from farandole.launch.process import WorkerProcess
@@ -99,6 +101,23 @@ class WorkerProcesses:
             self._spawner.wait_no_longer()
             return  # It is being spawned; _live does it.
         process.terminate(grace_s, self._callers.get(worker))
+
+    def end_if_dying(self, worker: str) -> bool:
+        """After a hint: whether the process that called init() is indeed ending, and the worker with it. What is left
+        of its group is killed then. Not told of one that runs below another process, such as a shell, which may have
+        more to do."""
+        process = self._running.get(worker)
+        if process is None or self._callers.get(worker) != process.pid or not is_main_thread_ending(process.pid):
+            return False
+        process.kill()
+        return True
+
+    def interrupt(self, worker: str, number: int) -> None:
+        """Send a signal to the process that called init()."""
+        pid = self._callers.get(worker)
+        if pid is not None and worker in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill_all(self, grace_s: float) -> None:
         """`kill` each of them."""

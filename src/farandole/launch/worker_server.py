@@ -77,10 +77,15 @@ class WorkerServer:
             if (connection := self._connections.get(worker)) is not None:
                 connection.write(data)
 
-    def dismiss(self, worker: str) -> None:
-        """The process of `worker` has ended: hand on what it said last, then hang up for good."""
+    def read_rest(self, worker: str) -> None:
+        """Hand on what the worker has said so far."""
         if (connection := self._connections.get(worker)) is not None:
             connection.read_rest()
+
+    def dismiss(self, worker: str) -> None:
+        """The process of `worker` has ended: hand on what it said last, then hang up for good."""
+        self.read_rest(worker)
+        if (connection := self._connections.get(worker)) is not None:
             connection.close()
         self._connections.pop(worker, None)
         self._secrets.pop(worker, None)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from farandole.whereabouts import Waiting
+
 _tasks: queue.SimpleQueue[Callable[[], object]] | None = None
 
 
@@ -30,7 +32,9 @@ class Background:
     def finish(self) -> BaseException | None:
         """Wait for all of them; what one has raised."""
         with self._condition:
-            self._condition.wait_for(lambda: self._waiting == 0)
+            if self._waiting:
+                with Waiting():
+                    self._condition.wait_for(lambda: self._waiting == 0)
             error, self._error = self._error, None
         return error
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from farandole import whereabouts
 from farandole.errors import StepError
 from farandole.state.ticket import Batch
 
@@ -56,6 +57,7 @@ _NOT_UNDONE = (Phase.NONE, Phase.DECIDED)
 
 
 _step = _OpenStep()
+_when_decided: Callable[[], None] | None = None
 
 
 def open(batch: Batch) -> None:
@@ -165,8 +167,24 @@ def decided() -> None:
     _forget()
     if _step.on_decided is not None:
         _step.on_decided(_step.batch)
+    whereabouts.say_that_it_moves()
+    tell_decided()
     if _step.phase is not Phase.NONE:
         _step.phase = Phase.DECIDED
+
+
+def when_next_decided(callback: Callable[[], None]) -> None:
+    """Call this once, as soon as a step is decided; in the place of what was to be called before."""
+    global _when_decided
+    _when_decided = callback
+
+
+def tell_decided() -> None:
+    """A step is decided, or, where none are counted, a commit was made."""
+    global _when_decided
+    if _when_decided is not None:
+        callback, _when_decided = _when_decided, None
+        callback()
 
 
 def on_decided(callback: Callable[[Batch | None], None] | None) -> None:

@@ -42,6 +42,7 @@ from farandole.messages import (
     StartWorkers,
     Synced,
     TellWorkers,
+    WorkerDying,
     WorkerExited,
 )
 
@@ -66,6 +67,7 @@ class MembershipInvariants:
         self._holders: set[str] = set()
         self._was_synced = False
         self._left: set[str] = set()
+        self._dying: set[str] = set()  # members of whom a hint said so, where members are not needed any more then
         self._released = False
         self._leaving: set[str] = set()
         self._spawned: set[str] = set()
@@ -160,6 +162,11 @@ class MembershipInvariants:
                 if self._released and worker in self.members and code != 0:
                     self.failed_after_release = True
                 self._forget([worker])
+            case AgentTold(agent, WorkerDying(worker)) if self._is_with(worker, agent):
+                is_elastic = bool(self._elastic.intersection(self.members)) and not self._released
+                counts = is_elastic and self._config.on_failure == "slot" and not self._is_ending
+                if counts and worker in self.members and worker not in self._left:
+                    self._dying.add(worker)
             case AgentTold(agent, SpawnFailed(worker)) if self._is_with(worker, agent):
                 self._forget([worker])
             case AgentTold(agent, FromWorker(worker, said)) if self._is_with(worker, agent):
@@ -248,6 +255,7 @@ class MembershipInvariants:
         assert worker not in self._left or type(message).__name__ == "Stop", f"{worker} had left"
         if isinstance(message, Abort | Prepare):
             assert worker in self.members, f"{message} to {worker}, which is no member"
+            assert worker not in self._dying, f"{message} to {worker}, which is dying"
             assert message.number > self.number, f"{message} is not above generation {self.number}"
             assert message.number > self._told.get(worker, 0), f"{worker} was told {message} before"
             self._told[worker] = message.number
@@ -278,13 +286,15 @@ class MembershipInvariants:
             assert worker in self.slot_of, f"START to {worker}, which is gone"
             assert worker in self._said_hello, f"START to {worker}, which has no address"
             assert worker not in self._left, f"START to {worker}, which has left"
+            assert worker not in self._dying, f"START to {worker}, which is dying"
             assert not self.is_banned(self._hosts[self.slot_of[worker][0]]), f"START to {worker}, whose host is out"
             if self.number > 0:
                 was_member = worker in self.members
                 is_ready = self._ready.get(worker) == number if was_member else worker in self._elastic
                 assert is_ready, f"START {number} to {worker}, which is not READY for it"
         for worker in self.members:
-            assert worker in starts or worker not in self.slot_of or worker in self._left, f"{worker} forgotten"
+            is_gone = worker not in self.slot_of or worker in self._left | self._dying
+            assert worker in starts or is_gone, f"{worker} forgotten"
         assert len(starts) >= (self._config.min_np if self.number else 1)
         # With --max-np 1, one that is to go may hand the state over to the one that stays.
         most = self._config.max_np
@@ -313,7 +323,7 @@ class MembershipInvariants:
         newcomers = [worker for worker in by_rank if worker not in self.members]
         hands_over = bool(self._leaving.intersection(by_rank)) or len(by_rank) == 2
         assert not newcomers or len(by_rank) <= self._most_with_spares() + hands_over, "a spare made the job too large"
-        not_free = self._left | self._failed | self._killed | self._leaving | set(by_rank)
+        not_free = self._left | self._dying | self._failed | self._killed | self._leaving | set(by_rank)
         waiting = self._elastic.intersection(self.slot_of) - not_free
         if waiting and not self._is_finishing:
             assert len(by_rank) >= self._target[0], f"{waiting} waited, and the job went on with {by_rank}"

@@ -25,6 +25,7 @@ from farandole.coordinator import (
     Log,
     ScaleRequested,
     SendAgent,
+    StepsStalled,
     StopRequested,
     Tick,
     decide,
@@ -46,6 +47,7 @@ from farandole.messages import (
     StartWorkers,
     TellWorkers,
     ToAgent,
+    WorkerDying,
     WorkerExited,
     WorkerMessage,
 )
@@ -82,6 +84,7 @@ class SimulatedJob:
         self, config: JobConfig, seed: int, habits: Habits | None = None, origin: Origin | None = None
     ) -> None:
         self.random = random.Random(seed)
+        self._hints = random.Random(-seed)
         self.habits = habits or Habits()
         self.job: Job = new_job(config, f"job{seed}", origin=origin)
         self.invariants = MembershipInvariants(config)
@@ -257,11 +260,35 @@ class SimulatedJob:
         """A worker's process ends. Its last words and its exit may reach the agent in either order."""
         if worker.is_alive:
             worker.is_alive = False
-            self.after(self.delay_s(), lambda: self.tell(worker.agent, WorkerExited(worker.name, exit_code)))
+            exited = WorkerExited(worker.name, exit_code)
+            if self._hints.random() < 0.5:  # the kernel frees its memory before its exit is known
+                self.after(self.delay_s(), lambda: self.tell(worker.agent, WorkerDying(worker.name)))
+                self.after(self.delay_s() + self._hints.uniform(0.0, 0.2), lambda: self.tell(worker.agent, exited))
+            else:
+                self.after(self.delay_s(), lambda: self.tell(worker.agent, exited))
             for peer in self.peers_of(worker):
                 if self.random.random() < 0.7:
                     hint = LinkBroken(peer.current, worker.name, "receive", "end of file")
                     self.say(peer, hint)
+
+    def hang(self, worker: SimulatedWorker) -> None:
+        """A worker's own code comes no further, for ever. Those who look on say so every now and then."""
+        if worker.is_alive and worker.current and worker.is_elastic:
+            worker.hangs = True
+            self.after(self.job.config.step_timeout_s or 5.0, self._tell_of_hung)
+
+    def tell_that_all_wait(self) -> None:
+        """All members wait for each other, or so it looks."""
+        members = tuple(worker.name for worker in self.job.survivors())
+        self.feed(StepsStalled(self.job.number, 5.0, self.job.number, (), members))
+
+    def _tell_of_hung(self) -> None:
+        members = [worker.name for worker in self.job.survivors()]
+        hung = tuple(name for name in members if self.workers[name].hangs)
+        if hung and self.end is None:
+            waiting = tuple(name for name in members if name not in hung)
+            self.feed(StepsStalled(self.job.number, 5.0, self.job.number, hung, waiting))
+            self.after(5.0, self._tell_of_hung)
 
     def _obey(self, agent: str, message: ToAgent) -> None:
         if agent not in self._agents:

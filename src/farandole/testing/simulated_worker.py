@@ -11,6 +11,7 @@ from farandole.messages import (
     Elastic,
     Failed,
     Finished,
+    FirstStep,
     Hello,
     Leaving,
     Left,
@@ -35,7 +36,7 @@ class SimulatedWorker:
 
     current   generation it is in                    ordered   newest ABORT
     prepared  newest PREPARE that still counts       ready     number it said READY for, and waits for START
-    synced, finished   generation in which it said so
+    synced, stepped, finished   generation in which it said so
     waits_in  generation in which nothing moves, and in which it probes its neighbours
     """
 
@@ -44,6 +45,7 @@ class SimulatedWorker:
         self.is_alive, self.hangs = True, False
         self.is_elastic = self.is_failing = self.has_left = False
         self.current = self.ordered = self.prepared = self.ready = self.synced = self.finished = self.waits_in = 0
+        self.stepped = 0
 
     def boot(self) -> None:
         """Import things, then init()."""
@@ -176,6 +178,9 @@ class SimulatedWorker:
         members = world.members_in(number)
         if any(member.synced != number for member in members):
             return
+        if self.stepped != number:
+            self.stepped = number
+            world.say(self, FirstStep(number, 0.001, 0.001, 0.002, 0.003, 0.004, 0, 0))
         if world.habits.agrees:
             self._follow_all(members)
         else:

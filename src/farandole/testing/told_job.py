@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import msgspec
+
 from farandole.config import JobConfig
 from farandole.coordinator import (
     Action,
@@ -26,6 +28,7 @@ from farandole.messages import (
     Elastic,
     Failed,
     Finished,
+    FirstStep,
     FromWorker,
     Hello,
     LinkBroken,
@@ -110,6 +113,14 @@ class ToldJob:
     def ready(self, number: int, *workers: str) -> ToldJob:
         for worker in workers:
             self.says(worker, Ready(number))
+        return self
+
+    def stepped(self, *workers: str, **said: float) -> ToldJob:
+        """Their first step of the generation. `said`: as in FirstStep, else zeros."""
+        durations = dict.fromkeys(("ready_s", "waited_s", "connected_s", "synced_s", "stepped_s"), 0.0)
+        redone = {"steps_redone": 0, "samples_redone": 0}
+        for worker in workers:
+            self.says(worker, msgspec.convert({**durations, **redone, **said, "number": self.number}, FirstStep))
         return self
 
     def finished(self, *workers: str) -> ToldJob:

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
+from farandole import whereabouts
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.env import read_checkpoint_env
@@ -22,6 +23,7 @@ from farandole.errors import (
 )
 from farandole.messages import Elastic, Synced
 from farandole.optim.ddp.adoption import adopt_modules
+from farandole.sighting import Phase
 from farandole.state import boundary, recording, step
 from farandole.state.background_copy import finish_all
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
@@ -30,13 +32,14 @@ from farandole.state.kept_values import KeptValues, can_be_kept
 from farandole.state.object_state import ObjectState, State
 from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
+from farandole.whereabouts import In
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.commit_records import commit_records
 from farandole.worker.finish import all_have_finished
 from farandole.worker.host_updates import PlannedUpdates
 from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
-from farandole.worker.recovery import regroup
+from farandole.worker.recovery import regroup, report_first_step
 
 ResultT = TypeVar("ResultT")
 
@@ -56,6 +59,7 @@ class CommitLoop:
         self._records = commit_records(self._committed)
         self._values = KeptValues(state) if isinstance(state, ObjectState) and can_be_kept(state) else None
         self._checkpoints = _checkpoints(job, self._committed, self._values)
+        self._commits = 0  # of this call; for the log and the agent only
         self._is_torn = False  # neither the last commit nor the next one is whole
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -65,7 +69,8 @@ class CommitLoop:
         try:
             with leaving_on_sigterm(self._job, lambda: not self._is_between_commits()), self._updates:
                 try:
-                    return self._run(call)
+                    with In(Phase.USER):
+                        return self._run(call)
                 except (JobEnded, SystemExit):
                     self._save_in_emergency()
                     raise
@@ -175,6 +180,7 @@ class CommitLoop:
             self._reset_and_agree(world.current().transport, founding=False)
             return
         done = regroup(self._job, self._reset_and_agree)
+        report_first_step(self._job, done)
         done.log(f"commit {self._state._commits}" if isinstance(self._state, TorchState) else "commit rule")
 
     def _is_left_alone(self) -> bool:
@@ -272,6 +278,9 @@ class CommitLoop:
         self._is_torn = True
 
     def committed(self) -> None:
+        self._commits += 1
+        whereabouts.say_place(world.current().id.number, self._commits)
+        step.tell_decided()
         if self._values is not None:
             self._values.committed()
         if self._checkpoints is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from farandole import whereabouts
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
@@ -18,7 +19,14 @@ from farandole.collectives.named.process_sets import ProcessSet, forget_all, reg
 from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.named.timeline_control import start_timeline
 from farandole.collectives.transport import Transport
-from farandole.env import read_fixed_env, read_horovod_settings, read_scratch_folder, read_worker_env
+from farandole.env import (
+    read_death_hint,
+    read_fixed_env,
+    read_horovod_settings,
+    read_page,
+    read_scratch_folder,
+    read_worker_env,
+)
 from farandole.errors import JobEnded
 from farandole.membership import GenerationId, Placement
 from farandole.messages import Failed
@@ -116,6 +124,8 @@ def _join() -> None:
     worker_env, fixed_env = read_worker_env(), read_fixed_env()
     if worker_env is not None:
         _slot = worker_env.slot
+        if (page := read_page()) is not None:
+            whereabouts.open_page(page, hints_at_death=read_death_hint())
         folder = read_scratch_folder()
         if folder is not None:
             scratch.use(folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from farandole.collectives import world
 from farandole.messages import Finished
+from farandole.sighting import Phase
+from farandole.whereabouts import In
 from farandole.worker.job import Job
 
 
@@ -14,6 +16,7 @@ def all_have_finished(job: Job | None) -> bool:
     if job is None:
         here.transport.barrier()
         return True
-    job.link.send(Finished(here.id.number))
-    job.has_finished = job.link.wait_for_release(here.id.number)
+    with In(Phase.FINISHED):
+        job.link.send(Finished(here.id.number))
+        job.has_finished = job.link.wait_for_release(here.id.number)
     return job.has_finished

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named.process_sets import recreate
@@ -46,6 +47,7 @@ class Job:
         self._agreed = 0
         self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
         self._session = 0
+        self.ready_s = 0.0  # when READY was said last
         self.has_finished = False  # an elastic function has returned on all workers
         self.link = Link(env, self._abort_below)
         self._builder = WorldBuilder(
@@ -188,6 +190,7 @@ class Job:
         while True:
             if number:
                 self.link.send(Ready(number))
+            self.ready_s = now_s()
             answer = self.link.wait_for_start(above=number)
             if isinstance(answer, Start):
                 return answer

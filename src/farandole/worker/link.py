@@ -60,6 +60,7 @@ class Link:
         self.ordered = 0
         self.prepared = 0
         self.abort_reason = ""
+        self.aborted_s = 0.0  # when the newest ABORT came
         self.is_newcomer = False
         self._start: Start | None = None
         self._released = 0
@@ -213,6 +214,7 @@ class Link:
                 if message.number <= self.ordered:
                     return
                 self.ordered, self.abort_reason, self.prepared = message.number, message.reason, 0
+                self.aborted_s = now_s()
                 self._on_abort(message.number, message.reason)
             elif isinstance(message, Prepare):
                 self.prepared = message.number if message.number > self.ordered else 0

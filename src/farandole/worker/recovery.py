@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from farandole.clock import now_s
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
-from farandole.messages import Synced
+from farandole.messages import FirstStep, Synced
+from farandole.sighting import Phase
+from farandole.state import step
 from farandole.state.sync import SyncReport
+from farandole.whereabouts import In
 from farandole.worker.job import Job
 
 Agree = Callable[[Transport, bool], SyncReport | None]
@@ -30,6 +33,7 @@ class Regrouped:
     rank: int
     size: int
     report: SyncReport | None
+    ready_s: float  # from the ABORT to READY; 0 for a planned change
     waited_s: float  # from READY to START: the others, and the coordinator
     built_s: float  # data connections
     synced_s: float  # progress compared, state copied
@@ -54,8 +58,33 @@ def regroup(job: Job, agree: Agree) -> Regrouped:
     whose state equals everybody's. Any further fault on the way leads to one more generation. Raises JobEnded when
     the job is over, SystemExit when this worker has left it.
     """
+    with In(Phase.REGROUPING):
+        return _regroup(job, agree)
+
+
+def report_first_step(job: Job, done: Regrouped, steps_redone: int = 0, samples_redone: int = 0) -> None:
+    """Have the coordinator know when the first step after this regroup is decided here, and what that took."""
+    synced_s = now_s()
+
+    def decided() -> None:
+        job.link.send(
+            FirstStep(
+                done.number,
+                ready_s=done.ready_s,
+                waited_s=done.waited_s,
+                connected_s=done.built_s,
+                synced_s=done.synced_s,
+                stepped_s=now_s() - synced_s,
+                steps_redone=steps_redone,
+                samples_redone=samples_redone,
+            )
+        )
+
+    step.when_next_decided(decided)
+
+
+def _regroup(job: Job, agree: Agree) -> Regrouped:
     while True:
-        begin = now_s()
         job.quiesce()
         start = job.wait_for_start()
         started = now_s()
@@ -73,7 +102,8 @@ def regroup(job: Job, agree: Agree) -> Regrouped:
             rank=start.placement.rank,
             size=start.placement.size,
             report=report,
-            waited_s=started - begin,
+            ready_s=max(0.0, job.ready_s - job.link.aborted_s) if job.link.ordered >= start.id.number else 0.0,
+            waited_s=started - job.ready_s,
             built_s=built - started,
             synced_s=now_s() - built,
         )

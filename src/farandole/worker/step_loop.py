@@ -7,21 +7,24 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
+from farandole import whereabouts
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, JobEnded, RecoverableError
 from farandole.messages import Elastic, Synced
 from farandole.optim.ddp.adoption import adopt
+from farandole.sighting import Phase
 from farandole.state import boundary, recording, step
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
+from farandole.whereabouts import In
 from farandole.worker.checkpoints import checkpoints
 from farandole.worker.finish import all_have_finished
 from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.randomness import reseed
-from farandole.worker.recovery import regroup
+from farandole.worker.recovery import regroup, report_first_step
 from farandole.worker.sample_records import sample_records
 
 ResultT = TypeVar("ResultT")
@@ -53,7 +56,8 @@ class StepLoop:
         try:
             with leaving_on_sigterm(self._job, self._may_end_here):
                 try:
-                    return self._run(call)
+                    with In(Phase.USER):
+                        return self._run(call)
                 except (JobEnded, SystemExit):
                     self._save_in_emergency()
                     raise
@@ -189,6 +193,7 @@ class StepLoop:
         state.capture()
         if self._checkpoints is not None:
             self._checkpoints.at_boundary()
+        whereabouts.say_place(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
 
@@ -196,6 +201,7 @@ class StepLoop:
         """From a fault or an agreed change to the same state on all members of the next generation."""
         assert self._job is not None
         state, self._is_busy = self._state, True
+        begun, in_flight = state.step, step.batch() if step.is_undecided() else None
         if step.is_undecided():
             state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
         else:
@@ -207,6 +213,10 @@ class StepLoop:
         if self._records is not None:
             self._records.started()
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
+        if in_flight is not None and state.step == begun:
+            report_first_step(self._job, done, 1, in_flight.ticket.global_samples)
+        else:  # nothing was in flight, or somebody had applied it
+            report_first_step(self._job, done)
         done.log(f"step {state.step}")
         self._is_busy = False
 

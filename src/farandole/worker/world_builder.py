@@ -19,8 +19,9 @@ from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.ring_builder import RingBuilder
+from farandole.collectives.shared_memory.builder import OwnPages, Pages, Places
 from farandole.collectives.transport import Transport
-from farandole.collectives.transport_choice import Devices, Way, choose, for_devices, own_devices
+from farandole.collectives.transport_choice import Devices, Way, choose, decide, for_devices, own_devices
 from farandole.collectives.world import World
 from farandole.env import read_transport
 from farandole.membership import Address, Peer, Placement
@@ -33,6 +34,7 @@ logger = logging.getLogger("farandole")
 _CHANNELS_PER_SESSION = 1 << 20
 _CHANNELS_PER_TRANSPORT = 1 + RINGS
 _STEPS, _NAMED, _FIRST_PROCESS_SET = 0, 1, 2
+_TRANSPORTS = 2  # that every world has: for the steps, and for the named collectives
 
 SUBSET_TIMEOUT_S = 5.0
 """For the members of a process set to connect, once all have agreed on it."""
@@ -53,6 +55,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     has_process_sets: bool
     mail: Address
     devices: Devices = Devices()
+    pages: Places = Places()
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,26 @@ class WorldBuilder:
         ring = self._ring(start, channel + _STEPS, timeout_s)
         for_mail = DataListener(self._listener.address.host)
         try:
-            directory = _directory(ring, self._member(for_mail.address))
+            own = OwnPages(start.placement.rank, _TRANSPORTS if _may_share_memory(start) else 0)
+            directory = _directory(ring, self._member(for_mail.address, own.places))
             mail = self._mail(for_mail, start, directory)
-            return self._build_upon(ring, start, directory, channel, timeout_s, mail)
+            pages = _open_pages(ring, own, directory)
+            return self._build_upon(ring, start, directory, channel, timeout_s, mail, pages)
         except BaseException:
             for_mail.close()
             raise
 
     def _build_upon(
-        self, ring: Transport, start: Start, directory: list[Member], channel: int, timeout_s: float, mail: Mail
+        self,
+        ring: Transport,
+        start: Start,
+        directory: list[Member],
+        channel: int,
+        timeout_s: float,
+        mail: Mail,
+        pages: Sequence[Pages | str | None],
     ) -> Built:
-        host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s)
+        host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, pages[_STEPS])
         steps, words = for_devices(
             host, ring, way, [each.host for each in directory], [each.devices for each in directory], read_transport()
         )
@@ -118,7 +130,7 @@ class WorldBuilder:
             self._watch(start.id.number, steps)
         named_channel = channel + _NAMED * _CHANNELS_PER_TRANSPORT
         for_names = self._ring(start, named_channel, timeout_s)
-        for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s)
+        for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s, pages[_NAMED])
 
         def connect(ranks: tuple[int, ...], process_set: int) -> Transport:
             members = [directory[rank] for rank in ranks]
@@ -133,9 +145,9 @@ class WorldBuilder:
         self._say(words, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
-    def _member(self, mail: Address) -> Member:
+    def _member(self, mail: Address, pages: Places) -> Member:
         devices = own_devices(read_transport())
-        return Member(self._worker, self._listener.address, self._host, process_sets.has_added(), mail, devices)
+        return Member(self._worker, self._listener.address, self._host, process_sets.has_added(), mail, devices, pages)
 
     def _mail(self, listener: DataListener, start: Start, directory: list[Member]) -> Mail:
         correspondents = [Correspondent(member.worker, member.mail) for member in directory]
@@ -156,7 +168,13 @@ class WorldBuilder:
         return ring
 
     def _upon(
-        self, ring: Transport, start: Start, members: list[Member], channel: int, timeout_s: float
+        self,
+        ring: Transport,
+        start: Start,
+        members: list[Member],
+        channel: int,
+        timeout_s: float,
+        pages: Pages | str | None = None,
     ) -> tuple[Transport, Way]:
         """The fastest transport that can be built upon the ring of these members."""
 
@@ -166,7 +184,7 @@ class WorldBuilder:
             assert isinstance(connected, RingTransport), "there are two ranks at least"
             return connected
 
-        transport, way = choose(ring, [member.host for member in members], read_transport(), connect)
+        transport, way = choose(ring, [member.host for member in members], read_transport(), connect, pages)
         if transport is not ring:
             self._watch(start.id.number, transport)
         return transport, way
@@ -189,6 +207,23 @@ def _directory(ring: Transport, mine: Member) -> list[Member]:
     """Every member's words, by rank. START names the neighbours only: all members would be too much for the
     coordinator to tell everybody."""
     return [msgspec.msgpack.decode(said, type=Member) for said in ring.all_gather(msgspec.msgpack.encode(mine))]
+
+
+def _may_share_memory(start: Start) -> bool:
+    return start.placement.size > 1 and read_transport() not in ("tcp", "gloo")
+
+
+def _open_pages(ring: Transport, own: OwnPages, directory: list[Member]) -> Sequence[Pages | str | None]:
+    """For each transport the control pages of this host's ranks, or why there are none; None where nobody asked. All
+    at once: every exchange between the ranks costs the slowest one's time to wake up."""
+    if not isinstance(ring, RingTransport) or not (own.places.places or own.places.problem):
+        return [None] * _TRANSPORTS
+    hosts = [member.host for member in directory]
+    if decide(hosts, read_transport()) not in (Way.SHARED_MEMORY, Way.HIERARCHICAL):
+        return [None] * _TRANSPORTS
+    mates = [rank for rank, host in enumerate(hosts) if host == hosts[ring.rank]]
+    opened = own.open_those_of(ring, mates, [member.pages for member in directory])
+    return [opened] * _TRANSPORTS if isinstance(opened, str) else opened
 
 
 def _among(start: Start, members: list[Member], place: int, names: Sequence[int]) -> Start:

@@ -10,7 +10,7 @@ from farandole.collectives.hierarchical.layout import Layout
 from farandole.collectives.hierarchical.rings import Rings
 from farandole.collectives.hierarchical.transport import HierarchicalTransport
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory.builder import share_pages
+from farandole.collectives.shared_memory.builder import Pages, share_pages
 
 Connect = Callable[[Sequence[int], int], RingTransport]
 """connect(ranks, number): a ring of some of the ranks, at least two, this one among them; all of them call it at once.
@@ -20,15 +20,18 @@ RINGS = 2
 """How many rings a rank connects, at most."""
 
 
-def share_memory_within_hosts(ring: RingTransport, layout: Layout, connect: Connect) -> HierarchicalTransport | str:
+def share_memory_within_hosts(
+    ring: RingTransport, layout: Layout, connect: Connect, pages: Pages | None = None
+) -> HierarchicalTransport | str:
     """The transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 
+    pages  of the ranks of this host, if they were shared before
     All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded, and what `connect`
     raises.
     """
-    pages = share_pages(ring, layout.mates)
-    if isinstance(pages, str):
-        return pages
+    shared = pages or share_pages(ring, layout.mates)
+    if isinstance(shared, str):
+        return shared
     rings: list[RingTransport | None] = []
     with ExitStack() as cleanup:
         for number, ranks in enumerate((layout.mates, layout.across)):
@@ -37,4 +40,4 @@ def share_memory_within_hosts(ring: RingTransport, layout: Layout, connect: Conn
                 cleanup.callback(connected.close)
         cleanup.pop_all()
     local, across = rings
-    return HierarchicalTransport(Rings(ring, local, across, layout.across), layout, pages)
+    return HierarchicalTransport(Rings(ring, local, across, layout.across), layout, shared)

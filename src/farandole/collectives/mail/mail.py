@@ -24,6 +24,7 @@ from farandole.collectives.mail.letters import Expected, Letter, Letters
 from farandole.collectives.ring import OnBroken
 from farandole.errors import FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Address, GenerationId
+from farandole.whereabouts import Waiting
 
 _SLICE_S = 1.0
 
@@ -126,6 +127,10 @@ class Mail:
 
     def wait_for(self, expected: Expected) -> Letter:
         """It. Raises PeerLost when it cannot come any more, and GenerationEnded."""
+        with Waiting():
+            return self._wait_for(expected)
+
+    def _wait_for(self, expected: Expected) -> Letter:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_decided(expected), _SLICE_S)

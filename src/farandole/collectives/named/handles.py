@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from farandole.collectives import world
+from farandole.whereabouts import Waiting
 
 
 class Handle:
@@ -58,8 +59,11 @@ class Handle:
 
     def wait(self) -> None:
         """Until all parts have ended. There is no deadline here: a lost rank ends them with an error."""
-        self._until_done.acquire()
-        self._until_done.release()
+        if self._until_done.acquire(blocking=False):
+            self._until_done.release()
+            return
+        with Waiting(), self._until_done:
+            pass
 
     def take(self) -> Any:
         """Wait, then hand the result out, once: later calls return None. Raises what the operation ended with."""

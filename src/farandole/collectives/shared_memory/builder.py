@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -12,55 +13,67 @@ from farandole.collectives.shared_memory.page import PAGE_BYTES, Page
 from farandole.collectives.shared_memory.segment import Place, create_segment, open_segment
 from farandole.collectives.shared_memory.transport import SharedMemoryTransport
 
+Pages: TypeAlias = list[Page]
+"""One of each rank that shares memory, by rank."""
 
-class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank tells the others, twice: at first where its control page is, then whether it has all pages."""
 
-    place: Place | None = None
+class Places(msgspec.Struct, frozen=True, array_like=True):
+    """What each rank tells the others: where its control pages are, one for each transport to come; or a problem."""
+
+    places: tuple[Place, ...] = ()
     problem: str = ""
 
 
-def share_memory(ring: RingTransport) -> SharedMemoryTransport | str:
+class OwnPages:
+    """A rank's control pages for `count` transports, which are not read by the others yet."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self._pages: list[Page] = []
+        places: list[Place] = []
+        problem = "" if futex.is_supported() else f"rank {rank} is not on Linux for x86-64"
+        try:
+            for _ in range(0 if problem else count):
+                memory, place = create_segment(PAGE_BYTES)
+                self._pages.append(Page(memory))
+                places.append(place)
+        except OSError as error:
+            problem = f"rank {rank} has no shared memory: {error}"
+        self.places = Places((), problem) if problem else Places(tuple(places))
+        """To be told to the others."""
+
+    def open_those_of(self, ring: RingTransport, mates: Sequence[int], said: Sequence[Places]) -> list[Pages] | str:
+        """For each transport the control pages of `mates`, the ranks of this rank's host, itself included; or, on all
+        ranks of the ring alike, why there are none.
+
+        said  what all ranks of the ring have told
+        All ranks of the ring call it at once. Raises PeerLost and GenerationEnded.
+        """
+        problem, opened = self.places.problem, list[Pages]()
+        if all(said[rank].places for rank in mates):
+            try:
+                opened = [
+                    [page if rank == ring.rank else Page(open_segment(said[rank].places[number])) for rank in mates]
+                    for number, page in enumerate(self._pages)
+                ]
+            except OSError as error:
+                problem = f"rank {ring.rank} cannot read the memory of another rank: {error}"
+        problems = [each.decode() for each in ring.all_gather(problem.encode()) if each]
+        return problems[0] if problems else opened
+
+
+def share_memory(ring: RingTransport, pages: Pages | None = None) -> SharedMemoryTransport | str:
     """The transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 
+    pages  if they were shared before
     All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded.
     """
-    pages = share_pages(ring, range(ring.size))
-    return pages if isinstance(pages, str) else SharedMemoryTransport(ring, pages)
+    shared = pages or share_pages(ring, range(ring.size))
+    return shared if isinstance(shared, str) else SharedMemoryTransport(ring, shared)
 
 
-def share_pages(ring: RingTransport, mates: Sequence[int]) -> list[Page] | str:
-    """The control pages of `mates`, the ranks of this rank's host, itself included, for a transport of all ranks of the
-    ring; or, on all of them alike, why there is none.
-
-    All ranks of the ring call it at once. Raises PeerLost and GenerationEnded.
-    """
-    mine, page = _own_page(ring.rank)
-    said = _exchange(ring, mine)
-    problem, pages = mine.problem, []
-    if page is not None and all(said[rank].place for rank in mates):
-        try:
-            pages = [page if rank == ring.rank else _page(said[rank].place) for rank in mates]
-        except OSError as error:
-            problem = f"rank {ring.rank} cannot read the memory of another rank: {error}"
-    problems = [each.problem for each in _exchange(ring, _Said(problem=problem)) if each.problem]
-    return problems[0] if problems else pages
-
-
-def _own_page(rank: int) -> tuple[_Said, Page | None]:
-    if not futex.is_supported():
-        return _Said(problem=f"rank {rank} is not on Linux for x86-64"), None
-    try:
-        memory, place = create_segment(PAGE_BYTES)
-    except OSError as error:
-        return _Said(problem=f"rank {rank} has no shared memory: {error}"), None
-    return _Said(place), Page(memory)
-
-
-def _page(place: Place | None) -> Page:
-    assert place is not None
-    return Page(open_segment(place))
-
-
-def _exchange(ring: RingTransport, said: _Said) -> list[_Said]:
-    return [msgspec.msgpack.decode(each, type=_Said) for each in ring.all_gather(msgspec.msgpack.encode(said))]
+def share_pages(ring: RingTransport, mates: Sequence[int]) -> Pages | str:
+    """The control pages of `mates` for one transport of all ranks of the ring; as OwnPages.open_those_of()."""
+    own = OwnPages(ring.rank, 1)
+    said = ring.all_gather(msgspec.msgpack.encode(own.places))
+    opened = own.open_those_of(ring, mates, [msgspec.msgpack.decode(each, type=Places) for each in said])
+    return opened if isinstance(opened, str) else opened[0]

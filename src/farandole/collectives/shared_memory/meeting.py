@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from farandole.collectives.shared_memory.page import Page
+from farandole.whereabouts import Waiting
 
 TroubleT = TypeVar("TroubleT")
 
@@ -41,12 +42,20 @@ class Meeting(Generic[TroubleT]):
             for _ in range(self._spins):
                 if page.has_arrived(self._times):
                     break
-            while not page.has_arrived(self._times):
-                trouble = self._look_around()
-                # Looked at anew: its arrival may have been the last thing that it did before it went.
-                if trouble is not None and not page.has_arrived(self._times):
+            if not page.has_arrived(self._times):
+                with Waiting():
+                    trouble = self._sleep_until_arrival(page)
+                if trouble is not None:
                     return trouble
-                page.wait(self._times, _SLEEP_S)
+        return None
+
+    def _sleep_until_arrival(self, page: Page) -> TroubleT | None:
+        while not page.has_arrived(self._times):
+            trouble = self._look_around()
+            # Looked at anew: its arrival may have been the last thing that it did before it went.
+            if trouble is not None and not page.has_arrived(self._times):
+                return trouble
+            page.wait(self._times, _SLEEP_S)
         return None
 
     def wake(self) -> None:

@@ -20,6 +20,7 @@ from farandole.collectives.duplex import Broken
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
+from farandole.whereabouts import Waiting
 
 _RING_KNOWS_S = 0.1  # after a connection of the group's has failed, how long the ring may need to tell whose it was
 
@@ -129,7 +130,7 @@ class GroupOperations:
     def _run(self, header: Header, begin: Callable[[], Begun]) -> None:
         """One operation of the group's, on all ranks: when it returns, all have their result."""
         try:
-            with self._ring.running(header):
+            with self._ring.running(header), Waiting():
                 self._wait(begin, header)
             self._ring.exchange(header._replace(sequence=self._ring.next_sequence, note_bytes=1), b"\0")
         except BaseException:

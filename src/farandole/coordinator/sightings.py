@@ -1,0 +1,68 @@
+"""Whether anybody gets on, from what agents see of their workers. Pure; server.py keeps one, watchdog.py judges.
+
+A step needs all members: while one of them hangs, each of the others comes to wait for it. So it is enough to watch
+for the moment from which on nothing moves anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from farandole.coordinator.inputs import StepsStalled
+from farandole.coordinator.job import Job
+from farandole.sighting import LONGEST_BETWEEN_S, Phase, Sighting
+
+_FRESH_S = 1.25 * LONGEST_BETWEEN_S
+
+
+class Sightings:
+    """`step_timeout_s`: how long nothing may move; None: for ever."""
+
+    def __init__(self, step_timeout_s: float | None) -> None:
+        self._timeout_s = step_timeout_s
+        self._seen: dict[str, Mapping[str, Sighting]] = {}  # by agent
+        self._heard_s: dict[str, float] = {}
+        self._state: object = None
+        self._since_s = 0.0
+
+    def note(self, agent: str, workers: Mapping[str, Sighting], now_s: float) -> None:
+        """What an agent sees now of all its workers."""
+        self._seen[agent], self._heard_s[agent] = workers, now_s
+
+    def forget(self, agent: str) -> None:
+        self._seen.pop(agent, None)
+        self._heard_s.pop(agent, None)
+
+    def look(self, job: Job, now_s: float) -> StepsStalled | None:
+        """That nothing has moved for too long, if so; then anew after the same time. To be called every now and then.
+
+        Nothing is known, and so nothing is stalled, while some member is not in its elastic function yet, or has not
+        been seen lately.
+        """
+        members = job.survivors()
+        if self._timeout_s is None or not members or job.is_released or job.ending is not None:
+            self._state = None
+            return None
+        sightings: dict[str, Sighting] = {}
+        for member in members:
+            agent = member.slot.agent
+            sighting = self._seen.get(agent, {}).get(member.name)
+            if sighting is None or not member.is_elastic or now_s - self._heard_s[agent] > _FRESH_S:
+                self._state = None
+                return None
+            sightings[member.name] = sighting
+        state = (job.number, job.generation, sightings)
+        if state != self._state:
+            self._state, self._since_s = state, now_s
+        stalled_s = now_s - self._since_s
+        if stalled_s < self._timeout_s:
+            return None
+        self._since_s = now_s
+        own_code = (Phase.USER, Phase.OUTSIDE)
+        return StepsStalled(
+            number=job.number,
+            stalled_s=stalled_s,
+            step=max(sighting.step for sighting in sightings.values()),
+            in_own_code=tuple(name for name, sighting in sightings.items() if sighting.phase in own_code),
+            waiting=tuple(name for name, sighting in sightings.items() if sighting.phase not in own_code),
+        )
