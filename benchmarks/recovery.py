@@ -51,7 +51,8 @@ def measure(
             assert set(first) == survivors, "a survivor of a kill never stepped again"
             recovery.append((max(first.values()) - at_ns) / 1e6)
             joined = min(g for g, size in sizes.items() if g > generation and size == workers)
-            joins.append(max(proof.pauses_at(joined)))
+            if pauses := proof.pauses_at(joined):  # none where the next kill came before anybody's step
+                joins.append(max(pauses))
         return {
             "workers": workers,
             "loader_processes": num_workers,

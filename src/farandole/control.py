@@ -70,6 +70,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     state          "trains", "leaves", "has finished", "fails"; of one that is no member "starts", "waits" (for its
                    admission), "ends"
     restarts_left  how often it may still be replaced
+    step           decided steps of a member (commits under the commit rule), not older than some seconds; None: unseen
     """
 
     worker: str
@@ -79,6 +80,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     pid: int
     state: str
     restarts_left: int
+    step: int | None = None
 
 
 class HostStatus(msgspec.Struct, frozen=True):

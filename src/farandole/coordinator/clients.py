@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -24,11 +24,17 @@ class Clients:
     """Answers from what is known now; one request after the other on each connection.
 
     job     the job as it is now            decide  has something decided
-    now_s   the job's clock
+    now_s   the job's clock                 steps   by worker, those that it was seen to have decided
     """
 
-    def __init__(self, job: Callable[[], Job], decide: Callable[[Input], None], now_s: Callable[[], float]) -> None:
-        self._job, self._decide, self._now_s = job, decide, now_s
+    def __init__(
+        self,
+        job: Callable[[], Job],
+        decide: Callable[[Input], None],
+        now_s: Callable[[], float],
+        steps: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._job, self._decide, self._now_s, self._steps = job, decide, now_s, steps
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
 
     def remember(self, event: Event) -> None:
@@ -39,7 +45,7 @@ class Clients:
         """The job now."""
         now_s = self._now_s()
         events = tuple(PastEvent(max(0.0, now_s - at_s), line) for at_s, line in self._events)
-        return msgspec.structs.replace(describe(self._job(), now_s), events=events)
+        return msgspec.structs.replace(describe(self._job(), now_s, self._steps()), events=events)
 
     async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
         """Until the command hangs up, which is a ConnectionError. Raises ProtocolError when it does not speak as it

@@ -100,7 +100,7 @@ class Coordinator:
         self._sightings = Sightings(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._processes: dict[str, str] = {}  # of the agents that are connected or were just now
-        self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s)
+        self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._sightings.steps)
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
         self._conversations: set[asyncio.Task[None]] = set()

@@ -33,6 +33,10 @@ class Sightings:
         self._seen.pop(agent, None)
         self._heard_s.pop(agent, None)
 
+    def steps(self) -> dict[str, int]:
+        """By worker: how many steps it has decided, when it was seen last."""
+        return {name: each.step for workers in self._seen.values() for name, each in workers.items()}
+
     def look(self, job: Job, now_s: float) -> StepsStalled | None:
         """That nothing has moved for too long, if so; then anew after the same time. To be called every now and then.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from farandole.control import HostStatus, RestingSlot, Status, WorkerStatus
 from farandole.coordinator import slots
 from farandole.coordinator.job import Job, Worker
@@ -9,8 +12,11 @@ from farandole.coordinator.job import Job, Worker
 FOR_EVER = -1.0
 
 
-def describe(job: Job, now_s: float) -> Status:
-    """The job at `now_s`, by the coordinator's clock. Without events, which the job does not keep."""
+def describe(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyType({})) -> Status:
+    """The job at `now_s`, by the coordinator's clock. Without events, which the job does not keep.
+
+    steps  by worker: how many it has decided, as far as that is seen
+    """
     generation = job.generation
     members = job.survivors()
     ranks = {name: rank for rank, name in enumerate(generation.members if generation else ())}
@@ -22,13 +28,13 @@ def describe(job: Job, now_s: float) -> Status:
         state=_state(job),
         generation=generation.number if generation else 0,
         change=job.change.number if job.change is not None and is_planned else 0,
-        step=_step(job),
+        step=_step(job, [steps[name] for name in named if name in steps]),
         wanted=job.target,
         spares=job.spares,
         min_np=job.config.min_np,
         max_np=job.config.max_np,
-        members=tuple(_worker(job, worker, ranks[worker.name]) for worker in members),
-        newcomers=tuple(_worker(job, worker, None) for worker in others),
+        members=tuple(_worker(job, worker, ranks[worker.name], steps.get(worker.name)) for worker in members),
+        newcomers=tuple(_worker(job, worker, None, None) for worker in others),
         hosts=tuple(_hosts(job, now_s)),
         resting=tuple(_resting(job, now_s)),
         regroups=job.resets,
@@ -45,15 +51,15 @@ def _state(job: Job) -> str:
     return "training" if job.change is None or job.change.is_planned else "regrouping"
 
 
-def _step(job: Job) -> int | None:
-    """Checkpoints tell how far the job is."""
-    return max((progress.step for progress in job.published.values()), default=None)
+def _step(job: Job, of_members: list[int]) -> int | None:
+    """Checkpoints tell how far the job is, too."""
+    return max((*of_members, *(progress.step for progress in job.published.values())), default=None)
 
 
-def _worker(job: Job, worker: Worker, rank: int | None) -> WorkerStatus:
+def _worker(job: Job, worker: Worker, rank: int | None, step: int | None) -> WorkerStatus:
     state = _member_state(job, worker) if rank is not None else _newcomer_state(worker)
     left = slots.restarts_left(job, worker.slot)
-    return WorkerStatus(worker.name, rank, job.host_of(worker), worker.slot.index, worker.pid, state, left)
+    return WorkerStatus(worker.name, rank, job.host_of(worker), worker.slot.index, worker.pid, state, left, step)
 
 
 def _member_state(job: Job, worker: Worker) -> str:

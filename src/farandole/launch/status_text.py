@@ -33,7 +33,7 @@ def _headline(status: Status) -> str:
     if status.change:
         parts.append(f"change to generation {status.change} under way")
     if status.step is not None:
-        parts.append(f"step {status.step} or later")
+        parts.append(f"step {status.step}")
     most = "any number" if status.max_np is None else f"{status.max_np}"
     parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}, at most {most})")
     if status.spares:
@@ -44,11 +44,12 @@ def _headline(status: Status) -> str:
 
 
 def _workers(workers: Sequence[WorkerStatus]) -> list[str]:
-    rows = [("rank", "worker", "host", "slot", "pid", "state", "restarts left")]
+    rows = [("rank", "worker", "host", "slot", "pid", "state", "step", "restarts left")]
     for each in workers:
         rank = "-" if each.rank is None else str(each.rank)
         pid = str(each.pid) if each.pid else "-"
-        rows.append((rank, each.worker, each.host, str(each.slot), pid, each.state, str(each.restarts_left)))
+        step = "-" if each.step is None else str(each.step)
+        rows.append((rank, each.worker, each.host, str(each.slot), pid, each.state, step, str(each.restarts_left)))
     return _table(rows)
 
 

@@ -78,5 +78,11 @@ def test_a_status_goes_through_json_and_has_words_for_all_of_it() -> None:
     now = msgspec.structs.replace(status(told), step=7, events=(PastEvent(7200.0, "generation 1 starts"),))
     assert msgspec.json.decode(msgspec.json.encode(now), type=Status) == now
     text = "\n".join(in_words(now))
-    for words in ("job job: training, generation 1, step 7 or later", "2 of 2 workers", "host-a", "w1", "2 h ago"):
+    for words in ("job job: training, generation 1, step 7", "2 of 2 workers", "host-a", "w1", "2 h ago"):
         assert words in text, words
+
+
+def test_steps_are_those_that_agents_see() -> None:
+    now = describe(ToldJob(2).training().job, 0.0, {"w0": 7, "w1": 8, "gone": 99})
+    assert [worker.step for worker in now.members] == [7, 8]
+    assert now.step == 8
