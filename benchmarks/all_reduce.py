@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import two_hosts
-from benchmarks.jobs import TRANSPORTS, run_worker, why_not
+from benchmarks.jobs import TRANSPORTS, OneHost
 
 Row = dict[str, Any]
 
 SIZES = (4, 4096, 102_400, 1 << 20, 4 << 20, 25 << 20, 100 << 20)  # bytes
-
-_FEWEST_ON_TWO_HOSTS = 3  # with one on each, the ring is all there is
 
 
 def table(ranks: Sequence[int], transports: Sequence[str], turns: int, seconds: float) -> list[Row]:
@@ -28,18 +26,18 @@ def table(ranks: Sequence[int], transports: Sequence[str], turns: int, seconds: 
         if transport == "gloo":
             continue  # it is what the others are compared with
         across = transport == "hierarchical"
-        if (reason := two_hosts.why_not() if across else why_not(transport)) is not None:
+        if across and (reason := two_hosts.why_not()) is not None:
             print(f"{'':>5} {TRANSPORTS[transport]:>13}: left out, {reason}", flush=True)
             continue
         for count in ranks:
-            if across and count < _FEWEST_ON_TWO_HOSTS:
+            if across and count < two_hosts.FEWEST:
                 continue
             arguments = ["--sizes", *map(str, SIZES), "--turns", str(turns), "--seconds", str(seconds)]
-            run = two_hosts.run_worker if across else run_worker
-            said = run("all_reduce_worker", count, transport, arguments)
+            with two_hosts.TwoHosts() if across else OneHost() as place:
+                said = place.run_worker("all_reduce_worker", count, transport, arguments)
             for times in said["rows"]:
-                place = {"ranks": count, "transport": transport, "transport_class": said["transport_class"]}
-                rows.append({**place, "bytes": times.pop("bytes"), "ms": times})
+                row = {"ranks": count, "transport": transport, "transport_class": said["transport_class"]}
+                rows.append({**row, "bytes": times.pop("bytes"), "ms": times})
                 _print(rows[-1])
     return rows
 

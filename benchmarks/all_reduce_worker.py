@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import farandole as fd
-from benchmarks import two_hosts
 from benchmarks.turns import slowest, time_ms, turns
 from farandole.collectives import world
 
@@ -27,14 +26,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="for each size, after which no turn begins")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--rank", type=int, help="where no agent says it")
-    parser.add_argument("--ranks", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.rank is None:
-        fd.init()
-    else:
-        two_hosts.meet(options.rank, options.ranks, options.folder)
+    fd.init()
     dist.init_process_group(
         "gloo", init_method=f"file://{options.folder}/store", rank=fd.rank(), world_size=fd.size()
     )  # fmt: skip

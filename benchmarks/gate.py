@@ -10,10 +10,11 @@ _DEADLINE = timedelta(seconds=300)
 
 
 class Gate:
-    """All processes call the same methods in the same order. `port`: of the store that host() has made."""
+    """All processes call the same methods in the same order. `address`: HOST:PORT of the store that host() has made."""
 
-    def __init__(self, port: int, processes: int) -> None:
-        self._store = TCPStore("127.0.0.1", port, is_master=False, timeout=_DEADLINE)
+    def __init__(self, address: str, processes: int) -> None:
+        host, _, port = address.rpartition(":")
+        self._store = TCPStore(host, int(port), is_master=False, timeout=_DEADLINE)
         self._processes = processes
         self._passed = 0
 
@@ -35,6 +36,6 @@ class Gate:
         return agreed
 
 
-def host() -> TCPStore:
-    """Where a gate's processes meet, for as long as this is kept."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def host(address: str) -> TCPStore:
+    """Where a gate's processes meet, for as long as this is kept: at its `port`."""
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False)

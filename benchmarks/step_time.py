@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from benchmarks import two_hosts
 from benchmarks.gate import host
-from benchmarks.jobs import TRANSPORTS, run_plain, run_worker, why_not
+from benchmarks.jobs import TRANSPORTS, OneHost
 from benchmarks.models import TASKS
 
 Row = dict[str, Any]
@@ -39,11 +40,14 @@ def table(
     )
     rows = []
     for transport in transports:
-        if (reason := why_not(transport)) is not None:
+        across = transport == "hierarchical"
+        if across and (reason := two_hosts.why_not()) is not None:
             print(f"{'':>23} {TRANSPORTS[transport]:>13}: left out, {reason}", flush=True)
             continue
         for use in uses:
             for count in workers:
+                if across and count < two_hosts.FEWEST:
+                    continue
                 for model in models:
                     rows.append(against_ddp(model, count, transport, use, turns, seconds))
                     _print(rows[-1])
@@ -73,7 +77,7 @@ def commit_table(transports: Sequence[str], turns: int, seconds: float) -> list[
     print("\nstate.commit() in every step, 25 M parameters with Adam, 2 workers; share of the step: median [quartiles]")
     rows = []
     for transport in transports:
-        if why_not(transport) is None:
+        if transport != "hierarchical":  # where workers are does not matter
             for way, label in COMMITS.items():
                 times = _run("deep", 2, transport, ["horovod", way], turns, seconds, _COMMIT_STEPS)["times_ms"]
                 share = [value - 1 for value in quartiles(times[way], times["horovod"])]
@@ -131,15 +135,17 @@ def _run(
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Of one job, or of two that take turns: one with Farandole, and one without, for the ways `beside`."""
-    meeting = host()
     processes = workers * (2 if beside else 1)
     arguments = ["--model", model, "--turns", str(turns), "--seconds", str(seconds), "--steps", str(steps)]
-    arguments += ["--gate", str(meeting.port), "--processes", str(processes), "--order", *ways, *beside]
-    with ThreadPoolExecutor() as jobs:
-        ours = jobs.submit(run_worker, "step_time_worker", workers, transport, [*arguments, "--ways", *ways])
+    arguments += ["--processes", str(processes), "--order", *ways, *beside]
+    across = transport == "hierarchical"
+    with two_hosts.TwoHosts() if across else OneHost() as place, ThreadPoolExecutor() as jobs:
+        meeting = host(place.address)
+        arguments += ["--gate", f"{place.address}:{meeting.port}"]
+        ours = jobs.submit(place.run_worker, "step_time_worker", workers, transport, [*arguments, "--ways", *ways])
         if not beside:
             return ours.result()
-        theirs = jobs.submit(run_plain, "step_time_worker", workers, [*arguments, "--ways", *beside])
+        theirs = jobs.submit(place.run_plain, "step_time_worker", workers, [*arguments, "--ways", *beside])
         said, others = ours.result(), theirs.result()
     return {**said, "times_ms": {**said["times_ms"], **others["times_ms"]}}
 

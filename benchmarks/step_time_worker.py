@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="after which no turn begins")
     parser.add_argument("--steps", type=int, default=1, help="fewest steps in a turn")
-    parser.add_argument("--gate", type=int, required=True, help="port where all jobs meet")
+    parser.add_argument("--gate", required=True, help="HOST:PORT where all jobs meet")
     parser.add_argument("--processes", type=int, required=True, help="of all jobs")
     parser.add_argument("--rank", type=int, help="without Farandole: of this process, and of how many")
     parser.add_argument("--ranks", type=int)
