@@ -30,6 +30,7 @@ from tests.scripts.chaos_job import EPOCHS, STEPS, STEPS_PER_EPOCH
 
 SCRIPT = SCRIPTS / "chaos_job.py"
 DEADLINE_S = 60.0
+STEP_TIMEOUT_S = 5.0  # far above what any step takes, also on a busy machine
 
 
 @dataclass
@@ -128,7 +129,14 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
     shape = case.shape
     pace = Pace(place.folder / "pace", case.pace_ms, STEPS)
     flags = ["-np", str(shape.workers), "--restarts", "1000" if shape.replaces else "0", "--verbose"]
-    flags += ["--detection-budget", str(shape.budget_s), "--transport", case.transport]
+    flags += [
+        "--detection-budget",
+        str(shape.budget_s),
+        "--transport",
+        case.transport,
+        "--step-timeout",
+        str(STEP_TIMEOUT_S),
+    ]
     flags += ["--sample-ledger", str(place.folder / "ledger")] if case.has_ledger else []
     words = ["--pace", str(place.folder / "pace"), "--num-workers", str(case.num_workers), "--width", str(case.width)]
     words += ["--mean-each-step"] * case.mean_each_step

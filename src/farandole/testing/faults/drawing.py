@@ -143,7 +143,8 @@ class _Drawing:
         yield Fault(After(SHORT * self._shape.budget_s), ToWorkers("continue", "the same"))
 
     def _hang(self) -> Iterator[Fault]:
-        yield self._now(ToWorkers("stop", self._whom()))
+        action: WorkerAction = self._chance.choice(["stop", "hang"])
+        yield self._now(ToWorkers(action, self._whom()))
         self._lose(1)
 
     def _leave(self) -> Iterator[Fault]:

@@ -22,14 +22,16 @@ class Orders:
 
     def __init__(self, folder: str | Path) -> None:
         who = f"{os.getpid()}-{socket.gethostname()}"
-        self._raise = threading.Event()
+        self._raise, self._hang = threading.Event(), threading.Event()
         self._pipe = Path(folder) / f"order-{who}"
         os.mkfifo(self._pipe)
         threading.Thread(target=self._obey, name="orders", daemon=True).start()
         (Path(folder) / f"worker-{who}.jsonl").touch()
 
     def check(self) -> None:
-        """Call it in each step. Raises RuntimeError when told to."""
+        """Call it in each step. Raises RuntimeError, or never returns, when told to."""
+        if self._hang.is_set():
+            threading.Event().wait()
         if self._raise.is_set():
             self._raise.clear()
             raise RuntimeError("this worker was told to raise an exception")
@@ -41,6 +43,8 @@ class Orders:
                 os._exit(0)
             elif order == "raise":
                 self._raise.set()
+            elif order == "hang":
+                self._hang.set()
             elif order == "hold":
                 ctypes.PyDLL(None).sleep(HOLD_S)  # which keeps the GIL, as few things do
             elif order == "starve":

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias, get_args
 
 Phase: TypeAlias = Literal["start", "join", "regroup", "sync"]
 WorkerAction: TypeAlias = Literal[
-    "kill", "segfault", "abort", "exit", "raise", "starve", "stop", "continue", "hold", "leave"
+    "kill", "segfault", "abort", "exit", "raise", "starve", "stop", "continue", "hold", "hang", "leave"
 ]
 HostAction: TypeAlias = Literal[
     "power off", "boot", "cut", "heal", "freeze", "thaw", "slow", "hurry", "lose", "kill agent of", "stop agent of"
@@ -29,8 +29,9 @@ WORKER_ACTIONS: tuple[str, ...] = get_args(WorkerAction)
 HOST_ACTIONS: tuple[str, ...] = get_args(HostAction)
 WHO: tuple[str, ...] = get_args(Who)
 
-DEADLY: frozenset[str] = frozenset({"kill", "segfault", "abort", "exit", "raise", "starve"})
-"""What ends a worker at once. `stop` does when it lasts as long as the detection budget; `leave` is no fault."""
+DEADLY: frozenset[str] = frozenset({"kill", "segfault", "abort", "exit", "raise", "starve", "hang"})
+"""What ends a worker at once; `hang` after the step timeout. `stop` does when it lasts as long as the detection budget;
+`leave` is no fault."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class ToWorkers:
     starve   it wants more memory than there is, and the kernel kills it
     stop     SIGSTOP, `continue` SIGCONT
     hold     a thread holds the GIL for a second: slow, not dead
+    hang     user code waits for something that never comes; takes a job with --step-timeout
     leave    SIGTERM: it is asked to
 
     whom     a rank, or: any; source, the lowest rank of those that are farthest; newcomer, which has not trained
