@@ -62,7 +62,7 @@ def test_a_group_of_the_last_generation_says_what_to_do(size: int) -> None:
     for each in of("entered", size):
         assert each["is_forgotten"]
         if (size, each["rank"]) != (4, 0):  # which was no member of the first one
-            assert "Make groups and device meshes inside the elastic function" in each["outdated"]
+            assert "Make groups and device meshes anew" in each["outdated"]
 
 
 def test_the_last_one_is_alone_and_comes_to_its_end() -> None:

@@ -28,12 +28,12 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
 
     import torch
     import torch.nn.functional as F
+    from chaos_data import Numbers
 
     import farandole as fd
     from farandole.testing.quick_start import without_compiler
     from farandole.testing.records import Records
     from farandole.whereabouts import say_that_it_moves
-    from tests.scripts.chaos_data import Numbers
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -43,9 +43,7 @@ def worker_gone(draft: Draft, worker: Worker, message: WorkerExited | SpawnFaile
         gone = Gone(worker, f"could not be started: {message.error}")
     else:
         how = words.exit_in_words(message.exit_code)
-        if worker.killed_for:
-            how = f"was stopped because {worker.killed_for}, and {how}"
-        gone = Gone(worker, how, message.exit_code, message.last_lines)
+        gone = Gone(worker, _with_reason(worker, how), message.exit_code, message.last_lines)
     _gone(draft, [gone])
 
 
@@ -57,12 +55,16 @@ def worker_dying(draft: Draft, worker: Worker) -> None:
     if not is_needed or worker.has_left or worker.is_dying or job.config.on_failure == "host":
         return
     draft.change_worker(worker.name, is_dying=True)
-    loss = Loss(f"{words.worker_name(job, worker)} is dying", worker.raised, worker.name)
+    loss = Loss(Gone(worker, _with_reason(worker, "is dying")).sentence(job), worker.raised, worker.name)
     draft.change(losses=(*draft.job.losses, loss))
     recovery.note_victim(draft, Victim(worker.name, "the end of its main thread"))
     if worker.raised:
         draft.change_slot(worker.slot, is_held_back=True)
     regroup.abort(draft, loss.sentence)
+
+
+def _with_reason(worker: Worker, how: str) -> str:
+    return f"was stopped because {worker.killed_for}, and {how}" if worker.killed_for else how
 
 
 def agent_lost(draft: Draft, input: AgentLost) -> None:
