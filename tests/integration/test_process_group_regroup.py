@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -18,11 +19,12 @@ SIZES = [5, 4, 3, 2, 1]
 @cache
 def said() -> list[dict[str, Any]]:
     """One job, from five workers down to one, each killed in another operation."""
-    done = farandole_run(
-        *("-np", str(SIZES[0]), "--min-np", "1", "--restarts", "0"),
-        *(sys.executable, str(SCRIPTS / "group_regroup_job.py")),
-        timeout_s=60,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = farandole_run(
+            *("-np", str(SIZES[0]), "--min-np", "1", "--restarts", "0"),
+            *(sys.executable, str(SCRIPTS / "group_regroup_job.py"), folder),
+            timeout_s=60,
+        )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
 

@@ -1,5 +1,5 @@
-"""In each generation the last rank is killed while the others are in a collective of torch.distributed, until one is
-left. Every worker prints a line of JSON for what it sees."""
+"""In each generation the last rank is killed while the others are in a collective of torch.distributed, or about to
+call it, until one is left. Every worker prints a line of JSON for what it sees. In argv: an empty folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,11 +28,20 @@ parallel = torch.nn.parallel.DistributedDataParallel(model)
 state = fd.elastic.TorchState(model=model, generations=0)
 made: list[dist.ProcessGroup] = []
 awaited: list[dist.Work] = []
+folder = Path(sys.argv[1])
 
 
 def say(**words: object) -> None:
     sys.stdout.write(json.dumps({"rank": fd.rank(), "size": fd.size(), **words}) + "\n")
     sys.stdout.flush()
+
+
+def wait_for_others(size: int) -> None:
+    """Its death may be known before they are through with what it has had its part in."""
+    deadline = time.monotonic() + 30
+    while not all((folder / f"{size}-{rank}").exists() for rank in range(size - 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def all_reduce() -> None:
@@ -98,8 +109,10 @@ def train(state: fd.elastic.TorchState) -> None:
     if size == 1:
         return
     if fd.rank() == size - 1:
+        wait_for_others(size)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
+        (folder / f"{size}-{fd.rank()}").touch()
         if size == 5 and fd.rank() == 0:
             all_reduce()
         else:
