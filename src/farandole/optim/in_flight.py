@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
-from farandole.collectives.named.constants import Average
+from farandole.collectives import world
+from farandole.collectives.named.compression import NoneCompressor
+from farandole.collectives.named.constants import Average, Sum
 from farandole.collectives.named.handles import Handle, synchronize
 from farandole.collectives.named.operations import sparse_allreduce_async
+from farandole.collectives.named.process_sets import engine
+from farandole.collectives.named.timeline_control import process_timeline
 from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.optim.options import Options
 
@@ -50,6 +54,8 @@ class InFlight:
 
     def submit(self) -> None:
         """Parameters without a gradient take part with zeros. Raises what the operations raise."""
+        if self._is_alone():
+            return
         for other in {id(each): each for each in map(_under_way.get, self._names()) if each is not None}.values():
             other.finish()
         _under_way.update(dict.fromkeys(self._names(), self))
@@ -73,6 +79,17 @@ class InFlight:
         error = self._end()
         if error is not None:
             raise error
+
+    def _is_alone(self) -> bool:
+        """Whether the only worker there is would reduce its gradients to what they are. Raises as a reduction would."""
+        may_differ = self._options.compression is not NoneCompressor or process_timeline.is_on
+        if world.current().placement.size > 1 or may_differ or self._options.op not in (Average, Sum):
+            return False
+        if any(self._gradient(each.parameter).is_sparse for each in self._named):
+            return False
+        world.raise_if_refused("gradients cannot be reduced")
+        engine().raise_if_ended()
+        return True
 
     def _end(self) -> Exception | None:
         first: Exception | None = None

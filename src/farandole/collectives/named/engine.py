@@ -121,6 +121,11 @@ class NamedCollectives:
         if self._thread is None:
             self._run_alone()
 
+    def raise_if_ended(self) -> None:
+        """Raise what would end an operation now; in a world of one, where no other rank has to hear of it."""
+        self._submitted.add(())
+        self._transports[GLOBAL_SET].barrier()
+
     def abort(self, reason: str) -> None:
         """From any thread: whatever runs or waits ends with GenerationEnded, and so does whatever comes later."""
         for transport in list(self._transports.values()):
