@@ -116,7 +116,7 @@ def recovery_table(kills: int, seed: int) -> list[dict[str, Any]]:
     print("\nkill -9 of one worker -> next applied step on all survivors; pause of the survivors at a join")
     print(f"{'workers':>7} {'loader':>6} {'step':>7} {'median':>8} {'worst':>8} {'join median':>11} {'worst':>8}")
     rows = []
-    for workers, num_workers in ((2, 0), (3, 0), (3, 2)):
+    for workers, num_workers in ((2, 0), (3, 0), (4, 0), (3, 2)):
         row = recovery.measure(workers, kills, seed, num_workers)
         rows.append(row)
         print(
