@@ -30,6 +30,7 @@ from tests.scripts.chaos_job import EPOCHS, STEPS, STEPS_PER_EPOCH
 
 SCRIPT = SCRIPTS / "chaos_job.py"
 DEADLINE_S = 60.0
+_FINISHED = "The training was finished by all workers, but afterwards"
 STEP_TIMEOUT_S = 5.0  # far above what any step takes, also on a busy machine
 
 
@@ -168,7 +169,9 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
         finally:
             outcome.happened, outcome.deaths = bringer.happened, bringer.deaths
         code = job.wait(DEADLINE_S)
-        assert code == 0, f"the job ended with exit code {code}"
+        # A fault in the last step of all may come when all have finished: then that is what the job has to say.
+        came_too_late = at_end and _FINISHED in place.output.read_text(errors="replace")
+        assert code == (1 if came_too_late else 0), f"the job ended with exit code {code}"
         # Who is lost in the last step of all is not replaced any more.
         return range(1 if at_end else bringer.wanted, bringer.wanted + 1)
 
