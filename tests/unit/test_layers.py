@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 GROUND = "ground floor"  # the files directly under farandole/, and these folders
-GROUND_FOLDERS = {"env"}
+GROUND_FOLDERS = {"env", "events"}
 MAY_IMPORT = {
     GROUND: set(),
     "collectives": set(),

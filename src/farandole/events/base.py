@@ -1,0 +1,29 @@
+"""What all events have in common."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+Level: TypeAlias = Literal["info", "warning"]
+Field: TypeAlias = str | int | float | bool | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. `level` says how loud, `line()` says it to a person, `fields()` to a program."""
+
+    level: ClassVar[Level] = "info"
+
+    def line(self) -> str:
+        """One sentence without a full stop, for the log."""
+        raise NotImplementedError
+
+    def fields(self) -> dict[str, Field]:
+        """The event's name and values, ready for JSON."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+
+def count(number: int, noun: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,187 @@
+"""Hosts, and the agents on them: they come, go, fail and are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from farandole.events.base import Event, Level, count
+
+
+@dataclass(frozen=True)
+class AgentJoined(Event):
+    agent: str
+    host: str
+    slots: int
+
+    def line(self) -> str:
+        return f"agent {self.agent} on {self.host} joined with {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class AgentWasLost(Event):
+    agent: str
+    reason: str
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        workers = ", ".join(self.workers) or "none"
+        return f"agent {self.agent} is lost with its workers ({workers}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class AgentServes(Event):
+    """Said by an agent of another machine: it has joined the job."""
+
+    job: str
+    slots: int
+
+    def line(self) -> str:
+        return f"joined job {self.job} with {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class AgentWaits(Event):
+    """Said by an agent that cannot join yet."""
+
+    why: str
+    retry_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.why}; trying again for {self.retry_s:g} s (--retry)"
+
+
+@dataclass(frozen=True)
+class AgentRejoins(Event):
+    """Said by an agent that lost its coordinator. Its workers are gone, and it offers its slots again."""
+
+    coordinator: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"joining {self.coordinator} again, without workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class AgentsAwaited(Event):
+    """Agents of other machines may join here; their machine needs a copy of the token file."""
+
+    address: str
+    token_file: str
+
+    def line(self) -> str:
+        return (
+            f"other machines join with: farandole agent --join {self.address} --slots N --token-file FILE "
+            f"(a copy of {self.token_file}); what is said is authentic, not secret: use a network that you trust"
+        )
+
+
+@dataclass(frozen=True)
+class CoordinatorLost(Event):
+    """An agent without its coordinator ends its workers."""
+
+    agent: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"agent {self.agent} lost the coordinator and ends its workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class HostAdded(Event):
+    """`slots` is the number of all its slots; `old_slots` what it offered before, 0 for a new host."""
+
+    host: str
+    slots: int
+    old_slots: int = 0
+
+    def line(self) -> str:
+        if self.old_slots:
+            return f"host {self.host} now offers {count(self.slots, 'slot')} instead of {self.old_slots}"
+        return f"host {self.host} offers {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class HostRemoved(Event):
+    """`slots` are left of it: 0 when the whole host is to be left. `workers` go at the next boundary."""
+
+    host: str
+    slots: int
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        workers = ", ".join(self.workers) or "none"
+        what = f"no longer offers more than {count(self.slots, 'slot')}" if self.slots else "is no longer there"
+        return f"host {self.host} {what}; workers that leave: {workers}"
+
+
+@dataclass(frozen=True)
+class HostDrained(Event):
+    """Nothing is started on the host any more, because of `reason`. `workers` go at the next boundary."""
+
+    host: str
+    reason: str
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        return f"host {self.host} is drained: {self.reason}; workers that leave: {', '.join(self.workers) or 'none'}"
+
+
+@dataclass(frozen=True)
+class HostUndrained(Event):
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again"
+
+
+@dataclass(frozen=True)
+class HostRefused(Event):
+    """Host discovery named a host that cannot be used; the job goes on with the others."""
+
+    host: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host} is not used: {self.reason}"
+
+
+@dataclass(frozen=True)
+class HostDiscoveryFailed(Event):
+    """Which hosts are there could not be found out; the job keeps those that it knows."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.reason}; the hosts stay what they were, and it is tried again"
+
+
+@dataclass(frozen=True)
+class HostBlacklisted(Event):
+    """A worker was lost there: nothing is started on the host any more, for `cooldown_s` or for ever (None).
+    `workers` were stopped for it."""
+
+    host: str
+    failures: int
+    cooldown_s: float | None
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        how_long = "for good" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
+        stopped = f", and {', '.join(self.workers)} with it" if self.workers else ""
+        return f"host {self.host} is out {how_long} after {count(self.failures, 'failure')}{stopped}"
+
+
+@dataclass(frozen=True)
+class HostCooledDown(Event):
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again: its cool-down is over"
