@@ -39,6 +39,8 @@ def write(results: Row, page: Path) -> None:
 def tables(results: Row) -> str:
     """Markdown of all parts that were measured."""
     parts = {
+        "host_faults": _host_faults,
+        "patience": _patience,
         "step_time": _step_time,
         "all_reduce": _all_reduce,
         "commit": _commit,
@@ -53,6 +55,29 @@ def tables(results: Row) -> str:
         f"Linux {machine['kernel']}, Python {machine['python']}, torch {machine['torch']}."
     )
     return "\n".join(lines)
+
+
+def _host_faults(rows: Sequence[Row]) -> Iterator[str]:
+    first = rows[0]
+    yield f"## Faults of hosts, noticed within {first['budget_s']:g} s"
+    yield f"{first['hosts']} hosts of a [lab](chaos.md#the-lab) with a worker of the small model on each,"
+    yield f"`--detection-budget {first['budget_s']:g}`. From the fault until both survivors have applied a step of a"
+    yield "later generation."
+    yield ""
+    yield "| fault at one host | times | median | worst |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        yield f"| {row['fault']} | {len(row['ms'])} | **{row['median_ms']:.0f} ms** | {row['worst_ms']:.0f} ms |"
+    yield ""
+
+
+def _patience(row: Row) -> Iterator[str]:
+    yield "## Slow is not lost"
+    yield f"{row['hosts']} hosts of a lab, the default detection budget, {row['busy_processes']} processes that take"
+    yield f"all the processor time they can get, and one worker that kept its interpreter for 2 s, {row['holds']} times"
+    lost = f"{len(row['verdicts'])} times somebody was" if row["verdicts"] else "nobody was"
+    yield f"in {row['minutes']:.0f} minutes: {lost} declared lost."
+    yield ""
 
 
 def _step_time(rows: Sequence[Row]) -> Iterator[str]:

@@ -20,11 +20,24 @@ from typing import Any
 import torch
 
 import farandole
-from benchmarks import all_reduce, data_order, data_parallel, memory, plot, recovery, report, step_time
+from benchmarks import (
+    all_reduce,
+    data_order,
+    data_parallel,
+    host_faults,
+    memory,
+    patience,
+    plot,
+    recovery,
+    report,
+    step_time,
+)
 from benchmarks.jobs import DEFAULT_TRANSPORTS, ROOT, TRANSPORTS
 from benchmarks.models import TASKS
+from farandole.testing.lab import why_not
 
 RESULTS = Path(__file__).parent / "results"
+_ON_A_LAB = ("host-faults", "patience")
 _ALONE_MODELS = ("mlp", "gpt")  # the one with the shortest steps, and one of many layers
 _LONGER = 2.0  # seconds of a job that looks for one or two percent, beside another one's
 
@@ -33,6 +46,8 @@ def main() -> None:
     options = _parse()
     parts: dict[str, Callable[[], list[dict[str, Any]] | dict[str, Any]]] = {
         "recovery": lambda: recovery_table(options.kills, options.seed),
+        "host-faults": lambda: host_faults.table(options.times, budget_s=0.3),
+        "patience": lambda: patience.measure(options.minutes),
         "step-time": lambda: step_time.table(
             options.models, options.workers, options.transports, options.ways, options.turns, options.seconds
         ),
@@ -48,7 +63,9 @@ def main() -> None:
     print("machine: " + ", ".join(f"{key} {value}" for key, value in results["machine"].items()), flush=True)
     begin_s = time.monotonic()
     for name, measure in parts.items():
-        if options.only is None or name in options.only:
+        if name in _ON_A_LAB and (reason := why_not()) is not None:
+            print(f"\n{name}: not measured, {reason}", flush=True)
+        elif options.only is None or name in options.only:
             results[name.replace("-", "_")] = measure()
             results.setdefault("measured", {})[name] = machine()["date"]
             print(f"({name}: done, {(time.monotonic() - begin_s) / 60:.1f} min since the start)", flush=True)
@@ -60,7 +77,17 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["recovery", "step-time", "all-reduce", "commit", "memory", "data-order", "data-parallel", "alone"]
+    names = [
+        "recovery",
+        *_ON_A_LAB,
+        "step-time",
+        "all-reduce",
+        "commit",
+        "memory",
+        "data-order",
+        "data-parallel",
+        "alone",
+    ]
     parser.add_argument("--only", nargs="+", choices=names, help="these parts; the others stay as they were measured")
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), help="of the step times")
     parser.add_argument(
@@ -76,6 +103,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="after which no turn of a job begins")
     parser.add_argument("--kills", type=int, default=20, help="in each row of the recovery table")
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
+    parser.add_argument("--times", type=int, default=6, help="that each fault of a host is measured")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of the job that nothing happens to (patience)")
     parser.add_argument("--output", type=Path, default=RESULTS / "latest.json", help="the picture goes beside it")
     parser.add_argument("--publish", action="store_true", help="also into results/N-cores.json and docs/")
     return parser.parse_args()

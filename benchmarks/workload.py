@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 
 import torch
@@ -19,6 +20,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel and torch's optimizer")
+    parser.add_argument(
+        "--hold-s", type=float, default=0.0, help="of the last rank's every 20th step, in which it keeps the GIL"
+    )
     parser.add_argument("--records")
     options = parser.parse_args()
 
@@ -45,6 +49,8 @@ def main() -> None:
         for _ in loader.epochs(options.epochs):
             for x, y in loader:
                 records.before_step(state)
+                if options.hold_s and state.step % 20 == 19 and fd.rank() == fd.size() - 1:
+                    ctypes.PyDLL(None).usleep(int(1e6 * options.hold_s))  # no other thread of this process runs
                 optimizer.zero_grad()
                 F.mse_loss(model(x), y).backward()
                 if optimizer.step():
