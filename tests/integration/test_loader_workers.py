@@ -156,6 +156,33 @@ def test_loader_workers_end_with_the_loader_without_waiting_for_the_cycle_collec
         gc.enable()
 
 
+def test_loader_workers_that_were_warmed_up_fetch_what_comes_and_nothing_of_before_is_trained(
+    loader: DataLoader,
+) -> None:
+    loader.warm_up()
+    before = {child.pid for child in psutil.Process().children()}
+    loader.load_state_dict({**loader.state_dict(), "epoch": 1, "cursor": 30})
+    loader.set_world(1, 2)
+    samples, processes = take(iter(loader), loader, 3)
+    assert samples == [35, 36, 37, 38, 39, 45, 46, 47, 48, 49, 55, 56, 57, 58, 59]
+    assert processes <= before
+    assert len(processes) == 2
+
+
+def pairs(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    if len(items) % 2:
+        raise ValueError("cannot pair an odd number of items")
+    return items
+
+
+def test_data_that_cannot_be_warmed_up_with_is_fetched_when_it_is_needed() -> None:
+    loader = make(collate_fn=pairs)
+    loader.warm_up()
+    samples, _ = take(iter(loader), loader, 2)
+    assert samples == list(range(20))
+    loader.close()
+
+
 def test_loader_workers_may_be_spawned_instead_of_forked() -> None:
     loader = make(multiprocessing_context="spawn", num_workers=1)
     feed = iter(loader)

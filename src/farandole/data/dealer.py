@@ -44,6 +44,11 @@ class Dealer:
         self._rank, self._world = 0, 1
         self._epoch, self._position = 0, 0
         self._block = _FIRST_BLOCK
+        self._is_trial = False
+
+    def try_out(self) -> None:
+        """Until restart(), deal one sample at a time: who fetches them gets ready for what comes."""
+        self._is_trial = True
 
     def restart(self, layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> None:
         """Begin a new deal at (epoch, cursor). What is on its way is of an old deal then."""
@@ -52,6 +57,7 @@ class Dealer:
         self._epoch, self._position = epoch, cursor
         self._rank, self._world = rank, world
         self._block = _FIRST_BLOCK
+        self._is_trial = False
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -59,7 +65,7 @@ class Dealer:
                 if dealt.deal != self.deal:
                     break
                 self.on_way.append(dealt)
-                yield dealt.indices
+                yield dealt.indices[:1] if self._is_trial else dealt.indices
 
     def _next_block(self) -> Iterator[Dealt]:
         """Whole tickets with about _block samples for this rank, all begun in one epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from farandole.state.ticket import Batch, Ticket
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
+logger = logging.getLogger("farandole")
 
 # What a saved state means that does not say it.
 _UNSAID: Mapping[str, int | str] = {"tail": "short"}
@@ -151,6 +153,7 @@ class DataLoader:
             pin_memory_device=pin_memory_device,
         )
         self._prefetch = Prefetch(inner, self._dealer)
+        self._num_workers = num_workers
 
     # Iterating -------------------------------------------------------------------------------------------
 
@@ -331,6 +334,17 @@ class DataLoader:
         if samples:
             self._layout = dataclasses.replace(self._layout, max_local_batch=samples)
         self._deal()
+
+    def warm_up(self) -> None:
+        """Start the loader workers and wait until each has fetched a sample, which nobody trains: what a worker does
+        before others wait for it. They end with close()."""
+        self._dealer.try_out()
+        try:
+            for _ in range(self._num_workers):
+                self._prefetch.take()
+        except Exception:  # as for a collate_fn that cannot work with one sample; others will be seen when it matters
+            logger.debug("the loader workers could not be started ahead of time", exc_info=True)
+            self.close()
 
     def close(self) -> None:
         """End the loader workers. Iterating again starts new ones. Idempotent."""

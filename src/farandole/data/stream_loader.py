@@ -288,6 +288,9 @@ class StreamLoader:
         self._is_ended = bool(state.get("ended"))
         self._split_above(state.get("max_local_batch", 0))
 
+    def warm_up(self) -> None:
+        """Nothing: what a loader worker reads of a stream before its place is known it would have to read again."""
+
     def close(self) -> None:
         """End the loader workers and let go of the streams. Iterating again starts anew. Idempotent."""
         self._prefetch.close()

@@ -104,8 +104,11 @@ class StepLoop:
         """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
-        if self._state.loader is not None and not (job is not None and job.is_newcomer()):
-            self._state.loader.limit_local_batch(world.current().placement.size)
+        if self._state.loader is not None:
+            if job is not None and job.is_newcomer():
+                self._state.loader.warm_up()
+            else:
+                self._state.loader.limit_local_batch(world.current().placement.size)
         self._state.capture()
         if job is not None:
             job.link.send(Elastic())

@@ -36,6 +36,9 @@ class Position:
     def limit_local_batch(self, world: int) -> None:
         pass
 
+    def warm_up(self) -> None:
+        pass
+
 
 def trained_state(seed: int, steps: int) -> TorchState:
     """A model with BatchNorm and Adam after some steps of its own."""
