@@ -24,12 +24,14 @@ class Task:
     build  the model, from torch's random numbers
     data   inputs and targets; batches of both go to the loss
     batch  samples of one worker in one step: few, so that a step takes less than a second on one thread
+    small  still fewer, as where a fixed global batch is divided among many workers
     """
 
     label: str
     build: Callable[[], nn.Module]
     data: Callable[[], TensorDataset]
     batch: int
+    small: int
 
     @staticmethod
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -138,8 +140,8 @@ def _text() -> TensorDataset:
 
 
 TASKS = {
-    "mlp": Task("MLP 0.7 M", mlp, _vectors, batch=64),
-    "resnet": Task("ResNet-18 11 M", resnet, _images, batch=4),
-    "gpt": Task("GPT 10 M", gpt, _text, batch=4),
-    "deep": Task("50 layers 25 M", deep, _vectors, batch=64),
+    "mlp": Task("MLP 0.7 M", mlp, _vectors, batch=64, small=16),
+    "resnet": Task("ResNet-18 11 M", resnet, _images, batch=4, small=1),
+    "gpt": Task("GPT 10 M", gpt, _text, batch=4, small=1),
+    "deep": Task("50 layers 25 M", deep, _vectors, batch=64, small=16),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import ROOT, TRANSPORTS
-from benchmarks.step_time import COMMITS
+from benchmarks.ways import COMMITS
 
 Row = dict[str, Any]
 
@@ -42,6 +42,7 @@ def tables(results: Row) -> str:
         "host_faults": _host_faults,
         "patience": _patience,
         "step_time": _step_time,
+        "small_batches": _small_batches,
         "all_reduce": _all_reduce,
         "commit": _commit,
         "memory": _memory,
@@ -89,6 +90,19 @@ def _step_time(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield "![Step time relative to DDP on Gloo, by model and transport](step-time.svg)"
     yield ""
+    yield from _against_ddp(rows)
+
+
+def _small_batches(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Step time with small batches"
+    batches = dict.fromkeys((row["label"], row["batch"]) for row in rows)
+    yield "As above, with fewer samples for each worker, as where a global batch is divided among many: communication"
+    yield f"is more of a step. Samples: {', '.join(f'{label} {batch}' for label, batch in batches)}."
+    yield ""
+    yield from _against_ddp(rows)
+
+
+def _against_ddp(rows: Sequence[Row]) -> Iterator[str]:
     columns = (
         "model",
         "workers",
@@ -146,15 +160,15 @@ def _all_reduce(rows: Sequence[Row]) -> Iterator[str]:
 
 def _commit(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Commits"
-    yield "What `state.commit()` in every step adds to it: 25 M parameters with Adam (300 MB), 2 workers, torch's"
-    yield "loader. With Farandole's nothing has to be committed."
+    yield "What `state.commit()` in every step adds to it: 25 M parameters with Adam (300 MB), 2 workers. With"
+    yield "Farandole's loader each decided step is one already; the other two are for scripts with torch's."
     yield ""
     yield "| transport | commit | step without commits | a commit adds |"
     yield "|---|---|---|---|"
     for row in rows:
         low, share, high = (100 * value for value in row["share"])
         yield (
-            f"| {TRANSPORTS[row['transport']]} | {COMMITS[row.get('way', 'commit')]} | {row['step_ms']:.1f} ms "
+            f"| {TRANSPORTS[row['transport']]} | {COMMITS[row['way']]} | {row['step_ms']:.1f} ms "
             f"| **{share:.1f} %** ({low:.1f} to {high:.1f} %) |"
         )
     yield ""

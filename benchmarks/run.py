@@ -51,6 +51,9 @@ def main() -> None:
         "step-time": lambda: step_time.table(
             options.models, options.workers, options.transports, options.ways, options.turns, options.seconds
         ),
+        "small-batches": lambda: step_time.table(
+            options.models, [2], ["tcp", "shm"], ["farandole"], options.turns, options.seconds, is_small=True
+        ),
         "all-reduce": lambda: all_reduce.table(options.workers, options.transports, options.turns, options.seconds / 4),
         "commit": lambda: step_time.commit_table(options.transports, options.turns, _LONGER * options.seconds),
         "memory": lambda: memory.table(options.transports),

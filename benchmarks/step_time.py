@@ -15,12 +15,12 @@ from benchmarks import two_hosts
 from benchmarks.gate import host
 from benchmarks.jobs import TRANSPORTS, OneHost
 from benchmarks.models import TASKS
+from benchmarks.ways import COMMITS
 
 Row = dict[str, Any]
 
 USES = {"farandole": "its loader", "horovod": "as Horovod", "elastic_ddp": "as DDP"}  # what Farandole is used with
 BESIDE = ("ddp", "plain_ddp", "none", "one")  # what it is compared with
-COMMITS = {"commit": "a copy in the background", "promised": "commit_follows_step"}
 _COMMIT_STEPS = 4  # in a turn, so that most commits are those of a job that commits all the time
 
 
@@ -31,9 +31,11 @@ def table(
     uses: Sequence[str],
     turns: int,
     seconds: float,
+    is_small: bool = False,
 ) -> list[Row]:
-    """Measure, and print each row when it is there."""
-    print("\nstep time, one thread each; ratios: median [quartiles] of turns")
+    """Measure, and print each row when it is there. `is_small`: with the models' small batches."""
+    what = "step time with small batches" if is_small else "step time"
+    print(f"\n{what}, one thread each; ratios: median [quartiles] of turns")
     print(
         f"{'model':>15} {'workers':>7} {'transport':>13} {'used':>10} {'Farandole':>10} {'DDP':>8} {'plain':>8} "
         f"{'no comm.':>8} {'one pr.':>8}   / DDP              / plain DDP        / no comm."
@@ -49,18 +51,21 @@ def table(
                 if across and count < two_hosts.FEWEST:
                     continue
                 for model in models:
-                    rows.append(against_ddp(model, count, transport, use, turns, seconds))
+                    rows.append(against_ddp(model, count, transport, use, turns, seconds, is_small))
                     _print(rows[-1])
     print_means(rows)
     return rows
 
 
-def against_ddp(model: str, workers: int, transport: str, use: str, turns: int, seconds: float) -> Row:
-    said = _run(model, workers, transport, [use], turns, seconds, beside=BESIDE)
+def against_ddp(
+    model: str, workers: int, transport: str, use: str, turns: int, seconds: float, is_small: bool = False
+) -> Row:
+    said = _run(model, workers, transport, [use], turns, seconds, beside=BESIDE, is_small=is_small)
     times = said["times_ms"]
     return {
         "model": model,
         "label": TASKS[model].label,
+        "batch": TASKS[model].small if is_small else TASKS[model].batch,
         "workers": workers,
         "transport": transport,
         "transport_class": said["transport_class"],
@@ -79,9 +84,10 @@ def commit_table(transports: Sequence[str], turns: int, seconds: float) -> list[
     for transport in transports:
         if transport != "hierarchical":  # where workers are does not matter
             for way, label in COMMITS.items():
-                times = _run("deep", 2, transport, ["horovod", way], turns, seconds, _COMMIT_STEPS)["times_ms"]
-                share = [value - 1 for value in quartiles(times[way], times["horovod"])]
-                rows.append({"transport": transport, "way": way, "step_ms": _median(times["horovod"]), "share": share})
+                beside = "farandole" if way == "with_loader" else "horovod"
+                times = _run("deep", 2, transport, [beside, way], turns, seconds, _COMMIT_STEPS)["times_ms"]
+                share = [value - 1 for value in quartiles(times[way], times[beside])]
+                rows.append({"transport": transport, "way": way, "step_ms": _median(times[beside]), "share": share})
                 print(
                     f"{TRANSPORTS[transport]:>15} {label:>24} {rows[-1]['step_ms']:7.1f} ms without "
                     f"{100 * share[1]:+6.1f} % [{100 * share[0]:+.1f}, {100 * share[2]:+.1f}]",
@@ -133,11 +139,13 @@ def _run(
     seconds: float,
     steps: int = 1,
     beside: Sequence[str] = (),
+    is_small: bool = False,
 ) -> dict[str, Any]:
     """Of one job, or of two that take turns: one with Farandole, and one without, for the ways `beside`."""
     processes = workers * (2 if beside else 1)
     arguments = ["--model", model, "--turns", str(turns), "--seconds", str(seconds), "--steps", str(steps)]
     arguments += ["--processes", str(processes), "--order", *ways, *beside]
+    arguments += ["--small"] if is_small else []
     across = transport == "hierarchical"
     with two_hosts.TwoHosts() if across else OneHost() as place, ThreadPoolExecutor() as jobs:
         meeting = host(place.address)

@@ -5,6 +5,7 @@ step_time.py starts it, under `farandole run` or by itself: then nothing of Fara
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--model", choices=TASKS, required=True)
     parser.add_argument("--ways", nargs="+", choices=ways.WAYS, required=True, help="of this job")
     parser.add_argument("--order", nargs="+", choices=ways.WAYS, required=True, help="those of all jobs")
+    parser.add_argument("--small", action="store_true", help="the model's small batches")
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="after which no turn begins")
     parser.add_argument("--steps", type=int, default=1, help="fewest steps in a turn")
@@ -72,17 +74,20 @@ def _end(options: argparse.Namespace, transport_class: str, times: dict[str, lis
 def _steps(options: argparse.Namespace) -> tuple[dict[str, ways.Step], Any]:
     """Of each way the step; and a state, where a way needs the elastic function."""
     task, steps, state = TASKS[options.model], {}, None
+    task = dataclasses.replace(task, batch=task.small) if options.small else task
     for way in options.ways:
         if way in ("farandole", "elastic_ddp"):
             steps[way], state = getattr(ways, way)(task)
         elif way == "horovod":
             steps[way], state = ways.horovod(task, commit_follows_step="promised" in options.ways)
-        elif way not in ("commit", "promised"):
+        elif way not in ways.COMMITS:
             steps[way] = getattr(ways, way)(task)
+    if "with_loader" in options.ways:
+        steps["with_loader"] = _followed_by_commit(state, steps["farandole"])
     if "commit" in options.ways:
         steps["commit"] = _committed(state, steps["horovod"])
     if "promised" in options.ways:
-        steps["promised"] = _promised(state, steps["horovod"])
+        steps["promised"] = _followed_by_commit(state, steps["horovod"])
         steps["horovod"] = _unpromised(state, steps["horovod"])
     return steps, state
 
@@ -97,7 +102,7 @@ def _committed(state: Any, step: ways.Step) -> ways.Step:
     return run
 
 
-def _promised(state: Any, step: ways.Step) -> ways.Step:
+def _followed_by_commit(state: Any, step: ways.Step) -> ways.Step:
     def run() -> None:
         step()
         state.commit()

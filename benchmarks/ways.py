@@ -20,6 +20,7 @@ Step = Callable[[], None]
 # A process has one of the first two and elastic_ddp: outside of its loader's batches, Farandole's is an open step.
 WAYS = {
     "farandole": "Farandole with its loader",
+    "with_loader": "the same with state.commit() in every step",
     "horovod": "Farandole as Horovod is used, with torch's loader",
     "commit": "the same with state.commit() in every step",
     "promised": "the same with commit_follows_step=True",
@@ -29,6 +30,8 @@ WAYS = {
     "none": "no communication",
     "one": "one process, while the others wait",
 }
+
+COMMITS = {"with_loader": "its loader", "promised": "commit_follows_step", "commit": "a copy in the background"}
 
 
 def made(task: Task) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
