@@ -22,7 +22,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of a
 chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 (root), SPARES=1; see docs/chaos.md
 	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0} --spares $${SPARES:-0}
 
-chaos-report: $(READY)  ## what all chaos runs have come to
+chaos-report: $(READY)  ## what all chaos runs and storms have come to
 	@$(BIN)/python -m tests.chaos.report
 
 chaos-lost: $(READY)  ## a job of which everything is killed twenty times, with checkpoints; CHAOS_SEED=4000

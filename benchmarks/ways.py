@@ -17,7 +17,7 @@ from benchmarks.models import Task
 
 Step = Callable[[], None]
 
-# A process has one of the first two and elastic_ddp: outside of its loader's batches, Farandole's is an open step.
+# A process has one of farandole, horovod and elastic_ddp: outside of its loader's batches, Farandole's is an open step.
 WAYS = {
     "farandole": "Farandole with its loader",
     "with_loader": "the same with state.commit() in every step",

@@ -1,15 +1,14 @@
-"""What all chaos runs have come to, added up: `make chaos-report`."""
+"""What all chaos runs and storms have come to, added up: `make chaos-report`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from tests.chaos.run import RESULTS
+from benchmarks.storm import RESULTS as STORMS
+from tests.chaos.run import RESULTS as CHAOS
 
 
 def summary(lines: Iterable[dict[str, Any]]) -> str:
@@ -34,11 +33,33 @@ def summary(lines: Iterable[dict[str, Any]]) -> str:
     return "\n".join(said)
 
 
+def storms(lines: Iterable[dict[str, Any]]) -> str:
+    """Of the lines that benchmarks/storm.py wrote: those with equal flags and times between kills in one row."""
+    alike: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for storm in lines:
+        alike.setdefault((storm["every_s"], " ".join(storm["flags"])), []).append(storm)
+    said = [
+        "| a kill every | flags | storms | minutes | kills | samples, of those possible | longest stall | violations |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (every_s, flags), each in sorted(alike.items(), reverse=True):
+        minutes, kills = sum(storm["minutes"] for storm in each), sum(storm["kills"] for storm in each)
+        ratios = [100 * storm["ratio"] for storm in each]
+        low, high = f"{min(ratios):.0f}", f"{max(ratios):.0f}"
+        said.append(
+            f"| {every_s:g} s | {flags} | {len(each)} | {minutes:.0f} | {kills} "
+            f"| {low if low == high else f'{low} to {high}'} % | {max(s['longest_stall_s'] for s in each):.2f} s "
+            f"| {sum(len(storm['violations']) for storm in each)} |"
+        )
+    return "\n".join(said)
+
+
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    if not path.exists():
-        sys.exit(f"there is no {path}; `make chaos` writes it")
-    print(summary(json.loads(line) for line in path.read_text().splitlines()))
+    for path, write, target in ((CHAOS, summary, "chaos"), (STORMS, storms, "storm")):
+        if path.exists():
+            print(write(json.loads(line) for line in path.read_text().splitlines()), end="\n\n")
+        else:
+            print(f"there is no {path}; `make {target}` writes it\n")
 
 
 if __name__ == "__main__":
