@@ -9,6 +9,7 @@ from farandole.fork_safety import close_at_fork
 from farandole.membership import Address
 
 _BACKLOG = 128
+_SILENT_S = 5  # at least so long who connects and says nothing stays out of the backlog
 _MOST_CALLERS = 64
 
 
@@ -53,6 +54,10 @@ class DataListener:
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             tune(self.sock)
+            if hasattr(
+                socket, "TCP_DEFER_ACCEPT"
+            ):  # Linux. Probes say nothing and hang up: they must not fill the backlog
+                self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
             self.sock.bind((host, 0))
             self.sock.listen(_BACKLOG)
         except OSError:

@@ -1,7 +1,9 @@
 """Which of some addresses can be reached now, and reach back. worker/prober.py asks when nothing moves.
 
 A TCP handshake takes both directions, and nothing but the kernel at the other end: a process that computes, or holds
-its interpreter for minutes, answers all the same.
+its interpreter for minutes, answers all the same. Nothing of an attempt stays there: it ends with a reset, and a
+listener that waits for a caller's first bytes (listener.py) forgets it then. What stayed would fill its queue, stall
+after stall, until the kernel drops what comes, and that looks like a broken link.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import errno
 import select
 import socket
+import struct
 from collections.abc import Collection
 
 from farandole.clock import now_s
@@ -21,6 +24,8 @@ ATTEMPTS = 6
 kernel repeats one that was lost after a second only."""
 
 _SPREAD = 0.6  # the last attempt is made after this part of the time
+
+_RESET = struct.pack("ii", 1, 0)  # on, within 0 s
 
 # From the other end's kernel: nobody listens there any more. That is news of a process, not of a link.
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
@@ -56,6 +61,7 @@ class _Attempts:
         for address in list(self.unanswered):
             sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
             sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             close_at_fork(sock)
             code = sock.connect_ex((address.host, address.port))
             if code == errno.EINPROGRESS:

@@ -30,7 +30,7 @@ class Prober:
     """A probe runs in a thread of its own, one at a time.
 
     budget_s     the detection budget: after half of it without a byte the neighbours are tried, and then after twice as
-                 long each time, since they may just be slow, and an attempt stays in their kernel until they look at it
+                 long each time, since they may just be slow
     connections  asked often; None between generations
     tell         sends to the coordinator
     """
