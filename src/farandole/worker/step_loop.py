@@ -21,6 +21,7 @@ from farandole.state.sync import SyncReport, synchronize
 from farandole.whereabouts import In
 from farandole.worker.checkpoints import checkpoints
 from farandole.worker.finish import all_have_finished
+from farandole.worker.heap import map_ahead
 from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.randomness import reseed
@@ -104,11 +105,10 @@ class StepLoop:
         """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
-        if self._state.loader is not None:
-            if job is not None and job.is_newcomer():
-                self._state.loader.warm_up()
-            else:
-                self._state.loader.limit_local_batch(world.current().placement.size)
+        if job is not None and job.is_newcomer():
+            self._get_ready()
+        elif self._state.loader is not None:
+            self._state.loader.limit_local_batch(world.current().placement.size)
         self._state.capture()
         if job is not None:
             job.link.send(Elastic())
@@ -129,6 +129,12 @@ class StepLoop:
             self._state.loader.set_world(here.placement.rank, here.placement.size)
         if self._records is not None:
             self._records.started()
+
+    def _get_ready(self) -> None:
+        """What a newcomer can do before the others wait for it."""
+        map_ahead(self._state.modules())
+        if self._state.loader is not None:
+            self._state.loader.warm_up()
 
     # The loader asks (data/boundary.py) ------------------------------------------------------------------
 

@@ -27,9 +27,24 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(first: str, **settings: str) -> int:
+# 40 tensors of 2 MB, as a newcomer receives.
+_JOIN = """
+import resource, sys
+import torch
+import farandole as fd
+from farandole.worker.heap import map_ahead
+fd.init()
+if sys.argv[1] == "ahead":
+    map_ahead([torch.nn.Linear(1 << 9, 1 << 14)])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+arrived = [torch.ones(1 << 19) for _ in range(40)]
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(first: str, script: str = _FAULTS, **settings: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", _FAULTS, first],
+        [sys.executable, "-c", script, first],
         capture_output=True,
         text=True,
         timeout=60,
@@ -43,6 +58,13 @@ def faults(first: str, **settings: str) -> int:
 def test_init_saves_page_faults() -> None:
     assert faults("init") < 2000
     assert faults("no init") > 20_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the C library of Linux is told")
+def test_a_newcomer_has_its_memory_before_it_joins() -> None:
+    assert faults("ahead", _JOIN) < 2000
+    assert faults("late", _JOIN) > 10_000
+    assert faults("ahead", _JOIN, MALLOC_TRIM_THRESHOLD_="131072") > 10_000
 
 
 def test_what_the_user_has_set_counts() -> None:
