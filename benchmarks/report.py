@@ -39,6 +39,7 @@ def write(results: Row, page: Path) -> None:
 def tables(results: Row) -> str:
     """Markdown of all parts that were measured."""
     parts = {
+        "recovery": _recovery,
         "host_faults": _host_faults,
         "patience": _patience,
         "step_time": _step_time,
@@ -56,6 +57,27 @@ def tables(results: Row) -> str:
         f"Linux {machine['kernel']}, Python {machine['python']}, torch {machine['torch']}."
     )
     return "\n".join(lines)
+
+
+def _recovery(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## A worker is killed"
+    yield "`kill -9` of a random worker, again and again, each time after the last one's replacement has joined;"
+    yield "until the *slowest* survivor has applied a step of a later generation. Its death is known before the kernel"
+    yield "has freed its memory ([how](decisions/0028-seeing-what-a-worker-does.md)). With 25 M parameters most of the"
+    yield "time is the step itself, and of a join the 300 MB that the newcomer copies. No survivor leaves its process or"
+    yield "its function."
+    yield ""
+    columns = ("parameters", "workers", "loader processes of each", "kills", "median step", "median", "worst")
+    yield f"| {' | '.join(columns)} | pause at a join, median | worst |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        yield (
+            f"| {row['parameters']} | {row['workers']} | {row['loader_processes']} | {row['kills']} "
+            f"| {row['median_step_ms']:.1f} ms | **{row['recovery_median_ms']:.0f} ms** "
+            f"| {row['recovery_worst_ms']:.0f} ms | {row['join_pause_median_ms']:.0f} ms "
+            f"| {row['join_pause_worst_ms']:.0f} ms |"
+        )
+    yield ""
 
 
 def _host_faults(rows: Sequence[Row]) -> Iterator[str]:

@@ -38,6 +38,7 @@ from farandole.testing.lab import why_not
 
 RESULTS = Path(__file__).parent / "results"
 _ON_A_LAB = ("host-faults", "patience")
+_LARGE = {"width": 707, "layers": 50}  # of the recovery benchmark's model
 _ALONE_MODELS = ("mlp", "gpt")  # the one with the shortest steps, and one of many layers
 _LONGER = 2.0  # seconds of a job that looks for one or two percent, beside another one's
 
@@ -104,7 +105,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--turns", type=int, default=15, help="most, in each job")
     parser.add_argument("--seconds", type=float, default=8.0, help="after which no turn of a job begins")
-    parser.add_argument("--kills", type=int, default=20, help="in each row of the recovery table")
+    parser.add_argument(
+        "--kills", type=int, default=20, help="in each row of the recovery table; of the large model a third"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
     parser.add_argument("--times", type=int, default=6, help="that each fault of a host is measured")
     parser.add_argument("--minutes", type=float, default=1.0, help="of the job that nothing happens to (patience)")
@@ -146,15 +149,25 @@ def machine() -> dict[str, Any]:
 
 def recovery_table(kills: int, seed: int) -> list[dict[str, Any]]:
     print("\nkill -9 of one worker -> next applied step on all survivors; pause of the survivors at a join")
-    print(f"{'workers':>7} {'loader':>6} {'step':>7} {'median':>8} {'worst':>8} {'join median':>11} {'worst':>8}")
+    print(
+        f"{'parameters':>10} {'workers':>7} {'loader':>6} {'step':>7} {'median':>8} {'worst':>8} "
+        f"{'join median':>11} {'worst':>8}"
+    )
     rows = []
-    for workers, num_workers in ((2, 0), (3, 0), (4, 0), (3, 2)):
-        row = recovery.measure(workers, kills, seed, num_workers)
+    for label, size, workers, num_workers, times in (
+        ("0.025 M", {}, 2, 0, kills),
+        ("0.025 M", {}, 3, 0, kills),
+        ("0.025 M", {}, 4, 0, kills),
+        ("0.025 M", {}, 3, 2, kills),
+        ("25 M", _LARGE, 2, 0, -(-kills // 3)),
+        ("25 M", _LARGE, 3, 0, -(-kills // 3)),
+    ):
+        row = {"parameters": label, **recovery.measure(workers, times, seed, num_workers, **size)}
         rows.append(row)
         print(
-            f"{workers:7d} {num_workers:6d} {row['median_step_ms']:5.1f}ms {row['recovery_median_ms']:6.0f}ms "
-            f"{row['recovery_worst_ms']:6.0f}ms {row['join_pause_median_ms']:9.0f}ms "
-            f"{row['join_pause_worst_ms']:6.0f}ms",
+            f"{label:>10} {workers:7d} {num_workers:6d} {row['median_step_ms']:5.1f}ms "
+            f"{row['recovery_median_ms']:6.0f}ms {row['recovery_worst_ms']:6.0f}ms "
+            f"{row['join_pause_median_ms']:9.0f}ms {row['join_pause_worst_ms']:6.0f}ms",
             flush=True,
         )
     return rows
