@@ -64,8 +64,8 @@ def _recovery(rows: Sequence[Row]) -> Iterator[str]:
     yield "`kill -9` of a random worker, again and again, each time after the last one's replacement has joined;"
     yield "until the *slowest* survivor has applied a step of a later generation. Its death is known before the kernel"
     yield "has freed its memory ([how](decisions/0028-seeing-what-a-worker-does.md)). With 25 M parameters most of the"
-    yield "time is the step itself, and of a join the 300 MB that the newcomer copies. No survivor leaves its process or"
-    yield "its function."
+    yield "time is the step itself, and of a join the 300 MB that the newcomer copies. No survivor leaves its process"
+    yield "or its function."
     yield ""
     columns = ("parameters", "workers", "loader processes of each", "kills", "median step", "median", "worst")
     yield f"| {' | '.join(columns)} | pause at a join, median | worst |"
