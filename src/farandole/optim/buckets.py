@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from farandole.collectives.shared_memory.tensors import shareable_zeros
+from farandole.collectives.shared_memory.tensors import reserve_zeros, shareable_zeros
 from farandole.optim.bucket_size import cut
 from farandole.optim.device_order import wait_for_device
 
@@ -31,12 +31,9 @@ class Buckets:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._order = list(reversed(parameters))
         self.device = self._order[0].device if self._order else torch.device("cpu")
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self._order:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self.flats = []
         self._view: dict[int, torch.Tensor] = {}
-        for dtype, members in by_dtype.items():
+        for dtype, members in _by_dtype(self._order).items():
             sizes = [member.numel() for member in members]
             flat = shareable_zeros(sum(sizes), dtype, self.device)
             self.flats.append(flat)
@@ -68,3 +65,18 @@ class Buckets:
         begin = first.storage_offset() - flat.storage_offset()
         count = sum(parameter.numel() for parameter in parameters)
         return Bucket(flat[begin : begin + count], tuple(parameters))
+
+
+def reserve(parameters: Iterable[torch.Tensor]) -> None:
+    """Have the memory now that Buckets of these parameters will take, if they are on the CPU: a newcomer does, so that
+    nobody waits for it in its first step."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.device.type == "cpu"]
+    for dtype, members in _by_dtype(trained).items():
+        reserve_zeros(sum(member.numel() for member in members), dtype)
+
+
+def _by_dtype(parameters: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return found

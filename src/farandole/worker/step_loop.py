@@ -12,7 +12,9 @@ from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, JobEnded, RecoverableError
 from farandole.messages import Elastic, Synced
+from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
+from farandole.optim.distributed_optimizer import ReducingOptimizer
 from farandole.sighting import Phase
 from farandole.state import boundary, recording, step
 from farandole.state.host_updates import HostUpdateResult
@@ -133,6 +135,9 @@ class StepLoop:
     def _get_ready(self) -> None:
         """What a newcomer can do before the others wait for it."""
         map_ahead(self._state.modules())
+        for optimizer in self._state.optimizers():
+            if isinstance(optimizer, ReducingOptimizer):
+                reserve(parameter for group in optimizer.param_groups for parameter in group["params"])
         if self._state.loader is not None:
             self._state.loader.warm_up()
 

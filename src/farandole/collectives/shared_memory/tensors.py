@@ -5,6 +5,7 @@ A collective moves such a tensor without a copy. Everything else about it is as 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import warnings
 import weakref
@@ -26,6 +27,9 @@ _places: dict[int, Place] = {}
 
 _CPU = torch.device("cpu")
 
+_reserved: dict[int, torch.Tensor] = {}
+"""By the number of its bytes: what was made ahead of time."""
+
 
 def shareable_zeros(numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
     """Flat; on the CPU in shared memory if it is large and the platform has that, else anywhere."""
@@ -42,12 +46,23 @@ def shareable_zeros(numel: int, dtype: torch.dtype, device: torch.device = _CPU)
 
 def create_tensor(nbytes: int) -> torch.Tensor:
     """Bytes in shared memory, all zero. Raises OSError when there is not so much of it."""
+    reserved = _reserved.pop(nbytes, None)
+    if reserved is not None:
+        return reserved
     memory, place = create_segment(nbytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     address = tensor.data_ptr()
     _places[address] = place
     weakref.finalize(memory, _places.pop, address).atexit = False
     return tensor
+
+
+def reserve_zeros(numel: int, dtype: torch.dtype) -> None:
+    """Make now, and map, what shareable_zeros() is going to be asked for, once: on the CPU. Nothing if it is small."""
+    nbytes = numel * dtype.itemsize
+    if nbytes >= _LEAST_BYTES and futex.is_supported():
+        with contextlib.suppress(OSError):  # said when it is needed
+            _reserved[nbytes] = create_tensor(nbytes).zero_()
 
 
 def whereabouts(flat: torch.Tensor) -> tuple[Place, int] | None:
