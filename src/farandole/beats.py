@@ -11,6 +11,9 @@ from collections import deque
 
 LONGEST_BEAT_S = 0.5
 
+_REMEMBERED = 1000
+"""Beats that were not heard yet: they are a hundred budgets old by then."""
+
 
 def beat_period_s(budget_s: float) -> float:
     """Seconds between two beats where silence may last `budget_s`."""
@@ -28,7 +31,7 @@ class Beats:
         self.sequence = 0
         self.heard = 0
         self.reached_s = now_s
-        self._sent: deque[tuple[int, float]] = deque()
+        self._sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
     def next(self, now_s: float) -> int:
         """The number of the beat that is sent now, together with `heard`."""

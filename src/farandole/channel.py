@@ -13,6 +13,7 @@ import msgspec
 
 from farandole.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
 from farandole.deadline import within
+from farandole.keep_alive import keep_alive
 from farandole.messages import Message
 from farandole.wire import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
 
@@ -119,7 +120,10 @@ async def accept(
 async def _dial(
     host: str, port: int, token: bytes, job_id: str | None, decoder: msgspec.msgpack.Decoder[T]
 ) -> Channel[T]:
-    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError as error:
+        raise _as_lost(error) from None
     try:
         session = await _shake_hands(reader, writer, Handshake(Role.DIALER, token, job_id))
     except BaseException:
@@ -129,8 +133,11 @@ async def _dial(
 
 
 async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: Handshake) -> Session:
-    # A message must not wait for the acknowledgement of the one before it.
-    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # no waiting for the acknowledgement of the message before
+    keep_alive(sock)
     said = handshake.begin()
     while True:
         if said is not None:
@@ -151,3 +158,10 @@ async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
         return await reader.readexactly(frame_length(prefix, limit))
     except asyncio.IncompleteReadError:
         raise ConnectionError("the other side closed the connection") from None
+    except OSError as error:
+        raise _as_lost(error) from None
+
+
+def _as_lost(error: OSError) -> ConnectionError:
+    """The kernel also says "timed out" and "no route to host", which Python counts among other errors."""
+    return error if isinstance(error, ConnectionError) else ConnectionError(str(error))

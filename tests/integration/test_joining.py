@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 import pytest
 
-from farandole.authentication import Role, new_token
+from farandole.authentication import Handshake, Role, new_token
 from farandole.beat_datagram import BEAT_ID_BYTES, BeatSeal
 from farandole.channel import Channel, accept
 from farandole.errors import ConfigError
@@ -37,7 +37,7 @@ from farandole.messages import (
     WorkerPrinted,
     WorkerSilent,
 )
-from farandole.wire import AGENT_MESSAGES
+from farandole.wire import AGENT_MESSAGES, LENGTH, frame
 from tests.jobs import processes_with
 from tests.waiting import DEADLINE_S, EventLog, run
 
@@ -166,6 +166,31 @@ def test_beats_that_acknowledge_nothing_do_not_keep_a_lease(tmp_path: Path) -> N
             with pytest.raises(ConnectionError):
                 await served.answer_until(WorkerExited, acknowledges=False)
             await served.greet()
+
+    run(test())
+
+
+def test_a_coordinator_that_goes_in_the_middle_of_the_proof_is_asked_again_and_a_wrong_token_is_told() -> None:
+    async def test() -> None:
+        times = 0
+
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal times
+            times += 1
+            challenge = Handshake(Role.LISTENER, TOKEN, "job").begin()
+            assert challenge is not None
+            writer.write(frame(challenge))
+            await reader.readexactly(LENGTH.unpack(await reader.readexactly(LENGTH.size))[0])
+            writer.transport.abort()
+
+        server, events = await asyncio.start_server(hang_up, "127.0.0.1", 0), EventLog()
+        options = JoinOptions(Address(*server.sockets[0].getsockname()), TOKEN, "b", 1, 20.0)
+        with pytest.raises(ConfigError, match="does not take the token"):
+            await JoiningAgent(options, events).run()
+        assert times == 2
+        (waits,) = events.of(AgentWaits)
+        assert "hung up when this side had proved the token" in waits.why
+        server.close()
 
     run(test())
 

@@ -42,6 +42,16 @@ def test_the_same_beat_on_another_way_and_an_old_one_change_nothing() -> None:
     assert (ours.reached_s, ours.heard) == (12.0, 5)
 
 
+def test_what_nobody_ever_hears_is_not_remembered_for_ever() -> None:
+    ours = Beats(0.0)
+    for now in range(1, 5001):
+        ours.next(float(now))
+    assert len(ours._sent) <= 1000
+    assert ours.hear(1, 4990)
+    assert ours.reached_s == 4990.0
+    assert not ours.hear(2, 3000)
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
 def test_the_time_of_the_last_answer_never_goes_back(heard: list[tuple[int, int]]) -> None:
     ours, before_s = Beats(0.0), 0.0

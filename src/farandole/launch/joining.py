@@ -55,6 +55,7 @@ class JoiningAgent:
         self._agent: Agent | None = None
         self._run: asyncio.Task[Service] | None = None
         self._is_leaving = False
+        self._was_hung_up_on = False  # at the last attempt, when the token had been proved
 
     async def run(self) -> Service:
         """Serve until the job has ended or this host is left. Raises CannotJoin, and ConfigError for what would be no
@@ -122,12 +123,19 @@ class JoiningAgent:
         options = self._options
         try:
             channel = await connect(options.coordinator.host, options.coordinator.port, options.token, None, TO_AGENT)
-        except (TokenRefused, AuthenticationError):
+        except (TokenRefused, AuthenticationError) as error:
+            if isinstance(error, TokenRefused) and not self._was_hung_up_on:  # or it has ended at this very moment
+                self._was_hung_up_on = True
+                raise _NotNow("it hung up when this side had proved the token") from None
             raise ConfigError(
                 f"{options.coordinator} does not take the token: it has to be the one of the job's --token-file"
             ) from None
+        except ConnectionError:
+            self._was_hung_up_on = False
+            raise
         except ProtocolError as error:
             raise ConfigError(f"{options.coordinator}: {error}") from None
+        self._was_hung_up_on = False
         try:
             channel.send(
                 AgentHello(

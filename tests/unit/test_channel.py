@@ -1,0 +1,45 @@
+"""What an authenticated connection tells whoever receives on it, when the kernel gives it up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+import pytest
+
+from farandole.authentication import Handshake, Role, Session, new_token
+from farandole.channel import Channel
+from farandole.keep_alive import keep_alive
+from farandole.wire import TO_AGENT
+from tests.waiting import run
+
+
+def proved() -> Session:
+    """A listener's, whose dialer has proved the token."""
+    token = new_token()
+    dialer, listener = Handshake(Role.DIALER, token, "job"), Handshake(Role.LISTENER, token, "job")
+    answer = dialer.receive(listener.begin() or b"")
+    listener.receive(answer or b"")
+    assert listener.session is not None
+    return listener.session
+
+
+@pytest.mark.parametrize("number", [errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETDOWN])
+def test_a_connection_is_lost_whatever_the_kernel_calls_it(number: int) -> None:
+    async def test() -> None:
+        reader = asyncio.StreamReader()
+        reader.set_exception(OSError(number, "the kernel's words"))
+        channel: Channel[object] = Channel(reader, None, proved(), TO_AGENT)  # type: ignore[arg-type]
+        with pytest.raises(ConnectionError, match="the kernel's words"):
+            await channel.receive()
+
+    run(test())
+
+
+def test_kernels_ask_each_other_after_a_minute_of_silence() -> None:
+    with socket.socket() as sock:
+        keep_alive(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
