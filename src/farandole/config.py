@@ -11,6 +11,8 @@ ForkServerUse: TypeAlias = Literal["off", "auto", "on"]
 """Whether workers are forked by a process that has imported torch: never; those that are started some seconds after the
 beginning of the training, which replace others; all."""
 
+LEAST_DETECTION_BUDGET_S = 0.1
+
 
 @dataclass(frozen=True)
 class JobConfig:
@@ -89,6 +91,11 @@ class JobConfig:
         ):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{flag} must be a positive number of seconds, got {value}")
+        if self.detection_budget_s < LEAST_DETECTION_BUDGET_S:
+            raise ConfigError(
+                f"--detection-budget must be at least {LEAST_DETECTION_BUDGET_S} s, got {self.detection_budget_s:g}: "
+                "a process that has to wait for a core is silent for that long"
+            )
         if self.step_timeout_s is not None and not 0 < self.step_timeout_s < float("inf"):
             raise ConfigError(f"--step-timeout must be a positive number of seconds, got {self.step_timeout_s}")
         if not 0 <= self.grace_s < float("inf"):

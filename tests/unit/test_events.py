@@ -27,6 +27,7 @@ SAMPLES = [
     events.ScaleRefused(1, 2, None),
     events.TrainingFinished(2, ("w0",)),
     events.Recovered(2, False, "x", (), (), (), 9.0, 3000.0, 2.0, 1.0, 1.0, 5.0, "w0", 2, 24),
+    events.StallNoticed(7, ("w1",), ("w0",), 60.0),
     events.WorkersHung(7, ("w1",), 60.0),
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),

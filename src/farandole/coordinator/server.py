@@ -208,7 +208,8 @@ class Coordinator:
         """Look for agents that went silent, and come back."""
         self._notice_stall()
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
-            reason = f"nothing was heard of it for {silent_s:.2f} s"
+            budget_s = self._job.config.detection_budget_s
+            reason = f"nothing was heard of it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
             self._lose(agent, reason, self._beating.lease_end_s(agent), silent_s)
         if (stalled := self._sightings.look(self._job, self._clock.now_s())) is not None:
             self._decide(stalled)

@@ -14,12 +14,16 @@ from farandole.sighting import LONGEST_BETWEEN_S, Phase, Sighting
 
 _FRESH_S = 1.25 * LONGEST_BETWEEN_S
 
+NOTICE_S = 60.0
+"""Without a step timeout: whoever is waited for so long is named, once in a generation."""
+
 
 class Sightings:
-    """`step_timeout_s`: how long nothing may move; None: for ever."""
+    """`step_timeout_s`: how long nothing may move; None: for ever, but a person hears of it."""
 
     def __init__(self, step_timeout_s: float | None) -> None:
         self._timeout_s = step_timeout_s
+        self._noticed: object = None  # the generation in which a person has heard of a stall
         self._seen: dict[str, Mapping[str, Sighting]] = {}  # by agent
         self._heard_s: dict[str, float] = {}
         self._state: object = None
@@ -44,7 +48,7 @@ class Sightings:
         been seen lately.
         """
         members = job.survivors()
-        if self._timeout_s is None or not members or job.is_released or job.ending is not None:
+        if not members or job.is_released or job.ending is not None:
             self._state = None
             return None
         sightings: dict[str, Sighting] = {}
@@ -59,14 +63,19 @@ class Sightings:
         if state != self._state:
             self._state, self._since_s = state, now_s
         stalled_s = now_s - self._since_s
-        if stalled_s < self._timeout_s:
+        if stalled_s < (NOTICE_S if self._timeout_s is None else self._timeout_s):
             return None
-        self._since_s = now_s
         own_code = (Phase.USER, Phase.OUTSIDE)
+        waiting = tuple(name for name, sighting in sightings.items() if sighting.phase not in own_code)
+        if self._timeout_s is None:
+            if not waiting or self._noticed == job.number:  # long steps are no stall
+                return None
+            self._noticed = job.number
+        self._since_s = now_s
         return StepsStalled(
             number=job.number,
             stalled_s=stalled_s,
             step=max(sighting.step for sighting in sightings.values()),
             in_own_code=tuple(name for name, sighting in sightings.items() if sighting.phase in own_code),
-            waiting=tuple(name for name, sighting in sightings.items() if sighting.phase not in own_code),
+            waiting=waiting,
         )

@@ -1,4 +1,4 @@
-"""What is done when nobody gets on any more (--step-timeout): steps have stalled.
+"""What is done when nobody gets on any more: steps have stalled. Without --step-timeout it is said, and that is all.
 
 some are in their own code, the others wait   those some hang: they are stopped, with the stacks of their threads
 all wait for each other                       a new generation with the same members, twice; then the job ends
@@ -11,7 +11,7 @@ from farandole.coordinator import regroup, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import StepsStalled
 from farandole.coordinator.job import Stall
-from farandole.events import CollectiveStalled, WorkersHung
+from farandole.events import CollectiveStalled, StallNoticed, WorkersHung
 
 MOST_RETRIES = 2
 
@@ -24,6 +24,9 @@ def steps_stalled(draft: Draft, input: StepsStalled) -> None:
     members = {worker.name: worker for worker in job.survivors()}
     hung = [name for name in input.in_own_code if name in members]
     if members.keys() != {*input.in_own_code, *input.waiting}:
+        return
+    if job.config.step_timeout_s is None:
+        draft.log(StallNoticed(input.step, input.in_own_code, input.waiting, input.stalled_s))
         return
     how_long = f"{input.stalled_s:.0f} s (--step-timeout {job.config.step_timeout_s:g})"
     if hung and input.waiting:

@@ -118,4 +118,4 @@ class CoordinatorStalled(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        return f"the coordinator could not run for {self.stalled_s:.1f} s; all deadlines are put off by that"
+        return f"the coordinator could not run for {self.stalled_s:.2f} s; all deadlines are put off by that"

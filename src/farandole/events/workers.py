@@ -136,6 +136,24 @@ class UserCodeFailed(Event):
 
 
 @dataclass(frozen=True)
+class StallNoticed(Event):
+    """Nothing has moved for long, and there is no step timeout: nothing is done about it."""
+
+    step: int
+    in_own_code: tuple[str, ...]
+    waiting: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        hung = f"{', '.join(self.in_own_code)} in their own code" if self.in_own_code else "nobody in its own code"
+        return (
+            f"no step for {self.stalled_s:.0f} s after step {self.step}: {hung}, {', '.join(self.waiting)} waiting; "
+            "with --step-timeout S whoever hangs is stopped after S seconds"
+        )
+
+
+@dataclass(frozen=True)
 class WorkersHung(Event):
     """These have come no further since `step` while all others wait for them; they are stopped."""
 

@@ -26,15 +26,17 @@ DONE, NOT_DONE = 0, 1
 
 
 class Contact(NamedTuple):
-    """How to reach a job: where its coordinator listens, its token, and its id; None: whatever job is there."""
+    """How to reach a job: where its coordinator listens, its token, and its id; None: whatever job is there. `name` is
+    what it is called in an answer."""
 
     address: Address
     token: bytes
     job: str | None
+    name: str
 
     @classmethod
     def of(cls, file: JobFile) -> Contact:
-        return cls(file.coordinator, file.token, file.job)
+        return cls(file.coordinator, file.token, file.job, f"job {file.job} ({' '.join(file.command)})")
 
 
 def control_command(command: str, arguments: Sequence[str]) -> int:
@@ -54,7 +56,7 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
 
 
 async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
-    client = await Client.dial(*job)
+    client = await Client.dial(job.address, job.token, job.job)
     try:
         if command == "status":
             status = await client.status()
@@ -63,8 +65,9 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
         request, is_done = _request(command, options)
         answer = await client.ask(request)
         if not isinstance(answer, Accepted):
-            return _say_error(command, getattr(answer, "reason", "the answer makes no sense"), NOT_DONE)
-        print(answer.what)
+            reason = getattr(answer, "reason", "the answer makes no sense")
+            return _say_error(command, f"{job.name}: {reason}", NOT_DONE)
+        print(f"{job.name}: {answer.what}")
         if is_done is not None and options.wait:
             status = await client.wait_until(is_done, options.timeout)
             print(f"done: generation {status.generation} has {len(status.members)} workers")
@@ -85,6 +88,8 @@ def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, 
 def _chosen(options: argparse.Namespace) -> Contact:
     """The job that is meant. Raises ConfigError when that is not clear."""
     if options.address or options.token_file:
+        if options.job:
+            raise ConfigError("--job chooses among the jobs of this machine; leave it out with --address")
         return _elsewhere(options)
     jobs = running()
     if options.job:
@@ -109,7 +114,8 @@ def _elsewhere(options: argparse.Namespace) -> Contact:
     host, _, port = options.address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--address must be HOST:PORT, got {options.address!r}")
-    return Contact(Address(host.strip("[]"), int(port)), read_token_file(options.token_file), None)
+    address = Address(host.strip("[]"), int(port))
+    return Contact(address, read_token_file(options.token_file), None, f"the job at {address}")
 
 
 def _jobs(as_json: bool) -> int:

@@ -237,7 +237,7 @@ SETTINGS = (
         "HOROVOD_GLOO_TIMEOUT_SECONDS",
         ("library_options", "gloo_timeout_seconds"),
         "",
-        "Gloo is not used; --detection-budget says how long a hung worker may stay unnoticed",
+        "Gloo is not used; --detection-budget and --step-timeout say how long faults may stay unnoticed",
     ),
     Setting(
         "log_level",

@@ -27,8 +27,8 @@ def refuse_other_machines(hosts: Iterable[HostSlots]) -> None:
 def why_refused(name: str) -> str:
     """What is said of a host that is another machine."""
     return (
-        f"starting workers on other machines ({name}) is not possible yet; use names of this machine, such as "
-        "localhost, or start a job on each"
+        f"host {name} is another machine, where nothing is started from here: start the job with --host ADDRESS and "
+        "--token-file FILE, and there: farandole agent --join ADDRESS:PORT --slots N --token-file COPY"
     )
 
 

@@ -68,8 +68,8 @@ class Report:
         """The job is about to begin."""
         self._started_s = self._clock()
         if self._loudness >= Loudness.NORMAL:
-            most = config.max_np or config.num_proc
-            workers = f"{_count(config.num_proc, 'worker')} (at least {config.min_np}, at most {most})"
+            most = "" if config.max_np is None else f", at most {config.max_np}"
+            workers = f"{_count(config.num_proc, 'worker')} (at least {config.min_np}{most})"
             workers += f" and {_count(config.spares, 'spare')}" if config.spares else ""
             self._say(f"{workers} to run {shlex.join(command)}")
 

@@ -16,8 +16,18 @@ USAGE_ERROR = 2
 # Options of horovodrun's that are taken and change nothing: flags, the option's name, what its value is called,
 # why. A value "," may be given several times, and is a list with commas.
 _LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (("--ssh-port", "-p"), "ssh_port", "PORT", "workers are started on this machine only"),
-    (("--ssh-identity-file", "-i"), "ssh_identity_file", "FILE", "workers are started on this machine only"),
+    (
+        ("--ssh-port", "-p"),
+        "ssh_port",
+        "PORT",
+        "other machines join by 'farandole agent --join'; nothing is started by ssh",
+    ),
+    (
+        ("--ssh-identity-file", "-i"),
+        "ssh_identity_file",
+        "FILE",
+        "other machines join by 'farandole agent --join'; nothing is started by ssh",
+    ),
     (("--network-interfaces", "--network-interface"), "nics", ",", "the workers of one machine use its loopback"),
     (("--mpi",), "use_mpi", "", "MPI is not used"),
     (("--jsrun",), "use_jsrun", "", "jsrun is not used"),
@@ -104,7 +114,7 @@ def _sizes(parser: argparse.ArgumentParser) -> None:
         type=int,
         dest="max_num_proc",
         metavar="N",
-        help="most workers that may ever train (default: as many as -np; under horovodrun as many as there are slots)",
+        help="most workers that may ever train (default: as many as there are slots: without hosts, -np)",
     )
 
 
@@ -168,7 +178,11 @@ def _times(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("time limits, in seconds")
     for flag, default, text in (
         ("--elastic-timeout", JobConfig.elastic_timeout_s, "how long a job may have fewer than --min-np workers"),
-        ("--detection-budget", JobConfig.detection_budget_s, "how long a hung worker may stay unnoticed"),
+        (
+            "--detection-budget",
+            JobConfig.detection_budget_s,
+            "how long a silent host or a stopped worker may stay unnoticed; one that hangs: --step-timeout",
+        ),
         ("--grace", JobConfig.grace_s, "from SIGTERM to SIGKILL when a worker is stopped"),
     ):
         group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)")

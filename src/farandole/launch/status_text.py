@@ -34,8 +34,8 @@ def _headline(status: Status) -> str:
         parts.append(f"change to generation {status.change} under way")
     if status.step is not None:
         parts.append(f"step {status.step}")
-    most = "any number" if status.max_np is None else f"{status.max_np}"
-    parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}, at most {most})")
+    most = "" if status.max_np is None else f", at most {status.max_np}"
+    parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}{most})")
     if status.spares:
         waiting = sum(each.state == "waits" for each in status.newcomers)
         parts.append(f"{waiting} of {status.spares} spares wait")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from farandole.coordinator import AgentTold
 from farandole.coordinator.inputs import StepsStalled
 from farandole.coordinator.sightings import Sightings
-from farandole.events import CollectiveStalled, Recovered, WorkerLost, WorkersHung, WorkerStacks
+from farandole.events import CollectiveStalled, Recovered, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
 from farandole.messages import Kill, Stop, TellWorkers, WorkerDying, WorkerExited
 from farandole.sighting import Phase, Sighting
 from farandole.testing.told_job import ToldJob
@@ -50,6 +50,26 @@ def test_a_stall_that_goes_on_is_told_again_after_the_same_time() -> None:
         if sightings.look(told.job, tenth / 10) is not None:
             told_at.append(tenth / 10)
     assert told_at == [5.0, 10.0, 15.0]
+
+
+def test_without_a_step_timeout_a_stall_is_said_once_in_a_generation_and_nobody_is_stopped() -> None:
+    told, sightings, found = ToldJob(3).training(), Sightings(None), []
+    for second in range(200):
+        sightings.note("a", seen("WUW"), float(second))
+        if (stalled := sightings.look(told.job, float(second))) is not None:
+            found.append(second)
+            told.feed(stalled)
+    assert found == [60]
+    (noticed,) = told.logged(StallNoticed)
+    assert noticed.line().startswith("no step for 60 s after step 7: w1 in their own code, w0, w2 waiting")
+    assert not told.sent(Kill)
+
+
+def test_without_a_step_timeout_long_steps_of_all_are_no_stall() -> None:
+    told, sightings = ToldJob(3).training(), Sightings(None)
+    for second in range(200):
+        sightings.note("a", seen("UUU"), float(second))
+        assert sightings.look(told.job, float(second)) is None
 
 
 def test_a_worker_that_moves_is_no_stall() -> None:

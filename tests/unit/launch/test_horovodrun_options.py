@@ -159,7 +159,8 @@ def test_marks_without_a_timeline_are_not_told_to_the_workers_but_spoken_of() ->
 def test_what_has_no_effect_is_spoken_of_once_with_the_reason() -> None:
     text = "-np 2 --cycle-time-ms 1 -p 22 -i key --mpi --autotune --autotune-log-file a --fusion-threshold-mb 1 sh"
     assert parse_run(text.split()).notes == (
-        "--ssh-port, --ssh-identity-file have no effect: workers are started on this machine only",
+        "--ssh-port, --ssh-identity-file have no effect: other machines join by 'farandole agent --join'; nothing is "
+        "started by ssh",
         "--mpi has no effect: MPI is not used",
         "--cycle-time-ms has no effect: operations are carried out as soon as all ranks have asked for them",
         "--autotune, --autotune-log-file have no effect: only the size of buckets is tried out, in the first steps, "

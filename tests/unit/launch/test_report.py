@@ -39,7 +39,7 @@ def told(*events: Event, loudness: Loudness = Loudness.NORMAL, exit_code: int = 
 
 def test_a_job_with_one_loss_is_told_from_its_start_to_its_end() -> None:
     assert told(STARTED, lost("Killed?"), SPAWNED, REGROUP, JobEnds(0, "x")) == [
-        "[farandole] 3 workers (at least 2, at most 3) to run python 'my train.py'",
+        "[farandole] 3 workers (at least 2) to run python 'my train.py'",
         f"[farandole] {STARTED.line()}",
         f"[farandole] {lost().line()}",
         "[farandole]     | Killed?",

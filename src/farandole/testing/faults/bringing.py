@@ -158,6 +158,8 @@ class Bringer:
         if isinstance(deed, ToHost | OneWay):
             hit = _hosts_hit(deed)
             there = [worker for worker in training.values() if worker[0] in hit]
+            if isinstance(deed, OneWay):  # one of the two ends is given up, not both
+                return there if len({host for host, _ in training.values()}) > 1 else None
             return there if not hit or len(there) < len(training) else None
         if deed.whom == "the same":
             return self._last
