@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 import selectors
 import socket
 from functools import partial
 
 from farandole.collectives.handshake import (
     INTRODUCTION_LIMIT,
-    NONCE_BYTES,
     PROOF_BYTES,
     Introduction,
     acceptor_reply,
@@ -51,6 +49,11 @@ class Acceptor:
         assert sock is not None, "take() before is_done"
         return sock
 
+    def drop_surplus(self) -> None:
+        """Hang up on callers that are too many, or do not go on; to be called now and then."""
+        for old in self._listener.surplus():
+            self._drop(old)
+
     def close(self) -> None:
         """Release the connection unless it was taken, and leave the selector; whoever dials from now on waits
         for the next build."""
@@ -67,8 +70,7 @@ class Acceptor:
     def _welcome(self) -> None:
         while (caller := self._listener.accept()) is not None:
             self._watch(caller)
-            for old in self._listener.surplus():
-                self._drop(old)
+            self.drop_surplus()
 
     def _hear(self, caller: Caller) -> None:
         if caller not in self._listener.callers:
@@ -102,9 +104,8 @@ class Acceptor:
 
     def _judge(self, caller: Caller, introduction: Introduction) -> None:
         if introduction.announces(self._expected):
-            caller.nonce = secrets.token_bytes(NONCE_BYTES)
             try:
-                caller.sock.send(acceptor_reply(self._key, introduction, caller.nonce))
+                caller.sock.send(acceptor_reply(self._key, introduction, caller.make_nonce()))
             except OSError:
                 self._drop(caller)
         elif introduction.generation.number < self._expected.generation.number or (

@@ -52,7 +52,9 @@ class AloneTransport:
 
     def wait_until_called(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
-        select.select([wake], [], [])
+        poll = select.poll()  # which takes any descriptor, unlike select()
+        poll.register(wake, select.POLLIN)
+        poll.poll()
         return False
 
     def abort(self, reason: str) -> None:

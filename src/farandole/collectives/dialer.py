@@ -12,7 +12,7 @@ import msgspec
 
 from farandole.clock import now_s
 from farandole.collectives.handshake import NONCE_BYTES, REPLY_BYTES, Introduction, dialer_proof
-from farandole.collectives.listener import tune
+from farandole.collectives.listener import peek, tune
 from farandole.membership import Address
 
 _RETRY_S = 0.02
@@ -91,6 +91,8 @@ class Dialer:
         proof = dialer_proof(self._key, self._introduction, self._reply)
         if proof is None:
             self._hang_up(sock, "it did not prove who it is")
+        elif peek(sock) == b"":  # it lost patience while this process could not run, and would not read our proof
+            self._hang_up(sock, "it hung up")
         elif self._say(sock, proof):
             self._selector.unregister(sock)
             self.is_done = True

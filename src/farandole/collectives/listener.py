@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
+import threading
+from collections.abc import Iterator
 
-from farandole.collectives.handshake import Introduction
+from farandole.clock import now_s
+from farandole.collectives.handshake import INTRODUCTION_LIMIT, NONCE_BYTES, Introduction, decode_introduction
+from farandole.errors import ProtocolError
 from farandole.fork_safety import close_at_fork
 from farandole.membership import Address
 
-_BACKLOG = 128
+_BACKLOG = 1024  # nobody accepts while a thread holds the interpreter
 _SILENT_S = 5  # at least so long who connects and says nothing stays out of the backlog
 _MOST_CALLERS = 64
+_PROOF_S = 5.0
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))  # s, s; without names on some platforms
 
 
 def tune(sock: socket.socket) -> None:
@@ -20,8 +28,24 @@ def tune(sock: socket.socket) -> None:
     any fixed size from 1 to 8 MB, and it grows with the distance, which a fixed size does not.
     """
     sock.setblocking(False)
+    # A ring may be idle for hours, and a firewall in between forgets what has not moved for minutes. Kernels answer
+    # each other here, so that a peer which only computes lives on. TCP_USER_TIMEOUT would end it: it does not read.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     close_at_fork(sock)
+
+
+def peek(sock: socket.socket) -> bytes | None:
+    """Some of what waits to be read; None while nothing does, b"" when nothing will."""
+    try:
+        return sock.recv(INTRODUCTION_LIMIT + 1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
 
 
 class Caller:
@@ -30,6 +54,7 @@ class Caller:
     received      bytes not understood yet
     introduction  what it says it is, once all of that has come
     nonce         ours, once we answered; empty before
+    answered_s    when that was
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -37,13 +62,32 @@ class Caller:
         self.received = b""
         self.introduction: Introduction | None = None
         self.nonce = b""
+        self.answered_s = 0.0
+
+    def make_nonce(self) -> bytes:
+        """For the answer, which is given now."""
+        self.nonce, self.answered_s = secrets.token_bytes(NONCE_BYTES), now_s()
+        return self.nonce
+
+    def may_become_a_peer(self) -> bool:
+        """Whether it is still there, and has said nothing but an introduction. For one that was not answered."""
+        said = peek(self.sock)
+        if said is None:
+            return True
+        if not said or self.introduction is not None:
+            return False
+        try:
+            decode_introduction(self.received + said)
+        except ProtocolError:
+            return False
+        return True
 
 
 class DataListener:
     """A listening socket for data connections; one for each worker process, for life.
 
     A peer may dial before this worker heard of the new generation. Its connection then waits in the kernel's
-    backlog, or, when another build has already accepted it, among `callers`. They are bounded: a stranger
+    backlog, or, when another build or tidy() has already accepted it, among `callers`. They are bounded: a stranger
     that opens connections pushes out other callers, the oldest first, and a real peer dials again.
 
     Raises OSError when `host` is no address of this machine.
@@ -65,22 +109,64 @@ class DataListener:
             raise
         self.address = Address(host, self.sock.getsockname()[1])
         self.callers: list[Caller] = []
+        self._lock = threading.Lock()
+        self._at_work = 0
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While a builder accepts callers and listens to them: tidy() leaves them alone."""
+        with self._lock:
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_work -= 1
+
+    def tidy(self) -> None:
+        """To be called now and then, from any thread: between builds nobody else accepts, and whoever connects and
+        hangs up stays in the backlog until then. Once it is full the kernel drops what comes, and this worker looks
+        unreachable."""
+        with self._lock:
+            if self._at_work:
+                return
+            for caller in list(self.callers):
+                if not caller.may_become_a_peer():
+                    self.drop(caller)
+            with contextlib.suppress(OSError):  # closed meanwhile, or no descriptor is left: another time
+                for _ in range(_BACKLOG):
+                    if self.accept() is None:
+                        break
+                    for old in self.surplus():
+                        self.drop(old)
 
     def accept(self) -> Caller | None:
-        """The next caller, who is among `callers` from now on; None when nobody waits."""
-        try:
-            sock, _ = self.sock.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # nobody, or gone already
-            return None
-        tune(sock)
-        caller = Caller(sock)
-        self.callers.append(caller)
-        return caller
+        """The next caller that may become a peer, who is among `callers` from now on; None when nobody waits."""
+        while True:
+            try:
+                sock, _ = self.sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):  # nobody, or gone already
+                return None
+            tune(sock)
+            caller = Caller(sock)
+            if caller.may_become_a_peer():
+                self.callers.append(caller)
+                return caller
+            sock.close()
 
-    def surplus(self) -> list[Caller]:
-        """The oldest callers beyond the limit; never one that was answered, which no stranger achieves."""
-        unanswered = [caller for caller in self.callers if not caller.nonce]
-        return unanswered[: max(0, len(unanswered) - _MOST_CALLERS)]
+    def surplus(self, dialers: int = 1) -> list[Caller]:
+        """Whom to hang up on: the oldest callers beyond the limits, and those that were answered and do not go on.
+
+        Who was answered knows the generation, and competes only with others that do. `dialers`: so many may call at
+        once for good reasons.
+        """
+        most = max(_MOST_CALLERS, dialers)
+        silent = [caller for caller in self.callers if not caller.nonce]
+        answered = [caller for caller in self.callers if caller.nonce]
+        latest_s = now_s() - _PROOF_S
+        # A proof that has come counts, also when this process was too slow to read it.
+        overdue = [each for each in answered[-most:] if each.answered_s < latest_s and peek(each.sock) is None]
+        return [*silent[:-most], *answered[:-most], *overdue]
 
     def drop(self, caller: Caller) -> None:
         """Hang up."""

@@ -129,6 +129,7 @@ class RingBuilder:
             self._open_wake(selector, cleanup)
             dialer = Dialer(selector, start.next.address, ours, start.data_key)
             cleanup.callback(dialer.close)
+            cleanup.enter_context(self._listener.at_work())
             acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
             cleanup.callback(acceptor.close)
             self._wait(selector, dialer, acceptor)
@@ -149,6 +150,7 @@ class RingBuilder:
             events = selector.select(max(0.0, wait_s))
             for key, _ in events:
                 key.data()
+            acceptor.drop_surplus()
             if not events and self._check is not None:
                 self._check()
 

@@ -79,9 +79,10 @@ def _import_all(nice: int, channel: socket.socket) -> str:
     problems: list[str] = []
     thread = threading.Thread(target=_import_in_thread, args=(nice, problems), daemon=True)
     thread.start()
+    poll = select.poll()  # which takes any descriptor, unlike select(): it has the number that it had in the agent
+    poll.register(channel, select.POLLIN)
     while thread.is_alive():
-        readable, _, _ = select.select([channel], [], [], 0.05)
-        if readable:  # nothing is asked of a server that is not ready: the agent is gone
+        if poll.poll(50):  # nothing is asked of a server that is not ready: the agent is gone
             os._exit(0)
     thread.join()
     if problems:

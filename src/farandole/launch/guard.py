@@ -58,7 +58,9 @@ class Guard:
         process = self._process
         if self._silence_limit_s is None or process is None or process.stdin is None:
             return
-        if select.select([], [process.stdin], [], 0)[1]:  # else the guard itself is stopped: nobody waits for it
+        poll = select.poll()  # which takes any descriptor, unlike select()
+        poll.register(process.stdin, select.POLLOUT)
+        if poll.poll(0):  # else the guard itself is stopped: nobody waits for it
             self._say("beat\n")
 
     def release(self, pgid: int) -> None:

@@ -111,7 +111,9 @@ def write_all(raw: BinaryIO, data: bytes) -> None:
     while rest:
         written: int | None = raw.write(rest)
         if written is None:  # some other process has made our terminal non-blocking
-            select.select([], [raw], [], 1.0)
+            poll = select.poll()  # which takes any descriptor, unlike select()
+            poll.register(raw, select.POLLOUT)
+            poll.poll(1000)
         else:
             rest = rest[written:]
 

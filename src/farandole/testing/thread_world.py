@@ -137,6 +137,9 @@ class ThreadTransport:
     def wait_until_called(self, wake: int) -> bool | None:
         with self._lock:
             woken, _ = self._call = socket.socketpair()
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        poll.register(woken, select.POLLIN)
         try:
             while True:
                 self._raise_if_aborted("wait")
@@ -145,7 +148,7 @@ class ThreadTransport:
                 if self._world.has_ended and not self._has_seen_end:
                     self._has_seen_end = True
                     return False
-                ready = select.select([wake, woken.fileno()], [], [], _SECOND_S)[0]
+                ready = dict(poll.poll(_SECOND_S * 1000))
                 if wake in ready:
                     return False
                 if not ready:

@@ -61,7 +61,7 @@ class Job:
             lambda number, way: self.link.send(Connected(number, way)),
         )
         self._prober = Prober(read_detection_budget_s(), self._connections, self.link.send)
-        self.link.on_look, self.link.look_every_s = self._prober.look, self._prober.look_every_s
+        self.link.on_look, self.link.look_every_s = self._look, self._prober.look_every_s
         self.link.on_probe = self._prober.probe
         self.link.open(env, self._listener.address)
 
@@ -233,6 +233,10 @@ class Job:
                 if other < number:
                     for each in abortables:
                         each.abort(reason)
+
+    def _look(self) -> None:
+        self._prober.look()
+        self._listener.tidy()
 
     def _connections(self) -> Connections | None:
         """Of the newest generation, unless an ABORT has ended it."""

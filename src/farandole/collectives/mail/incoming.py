@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import selectors
 import socket
 import struct
@@ -11,7 +10,6 @@ from functools import partial
 
 from farandole.collectives.handshake import (
     INTRODUCTION_LIMIT,
-    NONCE_BYTES,
     PROOF_BYTES,
     Introduction,
     acceptor_reply,
@@ -30,6 +28,8 @@ SUBJECT_BYTES = 24
 
 CHANNEL = 1 << 62
 """Of the connections for mail; no ring has it."""
+
+_SLICE_S = 1.0  # to see which callers do not go on
 
 
 class Incoming:
@@ -62,10 +62,12 @@ class Incoming:
         """Until stop() is called; then every connection is closed."""
         try:
             while True:
-                for key, _ in self._selector.select():
+                slice_s = _SLICE_S if self._listener.callers else None
+                for key, _ in self._selector.select(slice_s):
                     if key.data is None:
                         return
                     key.data()
+                self._drop_surplus()
         finally:
             for entry in list(self._selector.get_map().values()):
                 if isinstance(entry.fileobj, socket.socket) and entry.fileobj is not self._listener.sock:
@@ -84,8 +86,11 @@ class Incoming:
     def _welcome(self) -> None:
         while (caller := self._listener.accept()) is not None:
             self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._hear, caller))
-            for old in self._listener.surplus():
-                self._drop(old)
+            self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
+        for old in self._listener.surplus(len(self._ranks)):
+            self._drop(old)
 
     def _hear(self, caller: Caller) -> None:
         """A caller that has not proved itself yet has said something."""
@@ -114,8 +119,7 @@ class Incoming:
         if said.dialer not in self._ranks or not said.announces(expected):
             raise ProtocolError("it has come to the wrong place")
         caller.introduction, caller.received = said, b""
-        caller.nonce = secrets.token_bytes(NONCE_BYTES)
-        caller.sock.send(acceptor_reply(self._key, said, caller.nonce))
+        caller.sock.send(acceptor_reply(self._key, said, caller.make_nonce()))
 
     def _hear_proof(self, caller: Caller, introduction: Introduction) -> None:
         if not is_dialer_proved(self._key, introduction, caller.nonce, caller.received):

@@ -232,7 +232,9 @@ class Mail:
             try:
                 view = view[sock.send(view) :]
             except BlockingIOError:
-                if not select.select([], [sock], [], _SLICE_S)[1] and self._check is not None:
+                poll = select.poll()  # which takes any descriptor, unlike select()
+                poll.register(sock, select.POLLOUT)
+                if not poll.poll(_SLICE_S * 1000) and self._check is not None:
                     self._check()
 
     def _end_by_loss(self, op: str, rank: int, detail: str) -> None:
