@@ -161,12 +161,12 @@ class DataListener:
         once for good reasons.
         """
         most = max(_MOST_CALLERS, dialers)
-        silent = [caller for caller in self.callers if not caller.nonce]
+        unanswered = [caller for caller in self.callers if not caller.nonce]
         answered = [caller for caller in self.callers if caller.nonce]
         latest_s = now_s() - _PROOF_S
         # A proof that has come counts, also when this process was too slow to read it.
         overdue = [each for each in answered[-most:] if each.answered_s < latest_s and peek(each.sock) is None]
-        return [*silent[:-most], *answered[:-most], *overdue]
+        return [*unanswered[:-most], *answered[:-most], *overdue]
 
     def drop(self, caller: Caller) -> None:
         """Hang up."""

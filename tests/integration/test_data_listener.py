@@ -1,0 +1,326 @@
+"""Who waits at a data listener, and how long: strangers fill no queue, and push out nobody who has something to say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from farandole.clock import now_s
+from farandole.collectives.dialer import Dialer
+from farandole.collectives.handshake import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
+from farandole.collectives.listener import DataListener
+from farandole.collectives.mail.incoming import CHANNEL, Incoming
+from farandole.collectives.probe import answering
+from farandole.collectives.ring_builder import RingBuilder
+from farandole.errors import GenerationEnded
+from farandole.membership import Address, GenerationId
+from farandole.testing.running_job import RunningJob, all_training
+from tests.jobs import ELASTIC_JOB
+from tests.rings import DEADLINE_S, KEY, build, in_threads, listeners, make_start
+
+GENERATION = GenerationId(1, 1, 1, "nonce of 1")
+KEPT = 64
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = now_s() + DEADLINE_S
+    while not condition():
+        assert now_s() < deadline_s
+        os.sched_yield()
+
+
+def call(address: Address, text: bytes = b"") -> socket.socket:
+    sock = socket.create_connection((address.host, address.port), DEADLINE_S)
+    sock.sendall(text)
+    return sock
+
+
+def look_in(address: Address) -> None:
+    """As port scanners and monitors do."""
+    call(address).close()
+
+
+def is_hung_up_on(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:  # before all was read that had been said
+        return True
+
+
+def introduction(dialer: str = "w1", channel: int = 0) -> bytes:
+    return Introduction(GENERATION, dialer, "w0", os.urandom(NONCE_BYTES), channel).encode()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[DataListener]:
+    listener = DataListener()
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+# Between builds ----------------------------------------------------------------------------------------------
+
+
+def test_strangers_that_look_in_and_go_never_make_a_worker_look_unreachable() -> None:
+    with listening() as listener:
+        for _ in range(30):  # the queue has room for 1024
+            for _ in range(100):
+                look_in(listener.address)
+            listener.tidy()
+        assert not listener.callers
+        assert answering({listener.address}, DEADLINE_S) == {listener.address}
+
+
+def test_a_thread_that_holds_the_interpreter_for_long_is_looked_in_at_hundreds_of_times() -> None:
+    with listening() as listener:
+        for _ in range(1000):
+            look_in(listener.address)
+        assert answering({listener.address}, DEADLINE_S) == {listener.address}
+
+
+def test_who_talks_something_else_or_has_gone_is_hung_up_on_and_of_the_others_the_newest_are_kept() -> None:
+    with listening() as listener, contextlib.ExitStack() as sockets:
+        early = sockets.enter_context(call(listener.address, introduction()[:20]))
+        listener.tidy()
+        assert len(listener.callers) == 1
+        web = sockets.enter_context(call(listener.address, b"GET / HTTP/1.1\r\n\r\n"))
+        good = [sockets.enter_context(call(listener.address, introduction())) for _ in range(KEPT)]
+        for _ in range(KEPT):
+            look_in(listener.address)
+        listener.tidy()
+        assert [caller.sock.getpeername() for caller in listener.callers] == [each.getsockname() for each in good]
+        assert is_hung_up_on(web)
+        assert is_hung_up_on(early)
+        good.pop().close()
+        good.pop().sendall(b"more than an introduction" * 100)
+        listener.tidy()
+        # It cannot be seen yet that the first of the two has gone: what it said has not been read.
+        assert len(listener.callers) == KEPT - 1
+
+
+def test_a_peer_that_was_taken_in_before_anybody_built_is_found_by_the_build() -> None:
+    with listeners(2) as opened:
+        addresses = [listener.address for listener in opened]
+        early = RingBuilder(opened[0], make_start(0, addresses), "w0", DEADLINE_S)
+        built = []
+        thread = threading.Thread(target=lambda: built.append(early.build()))
+        thread.start()
+
+        def is_taken_in() -> bool:
+            opened[1].tidy()
+            return bool(opened[1].callers)
+
+        wait_until(is_taken_in)
+        (caller,) = opened[1].callers
+        late = RingBuilder(opened[1], make_start(1, addresses), "w1", DEADLINE_S).build()
+        thread.join(DEADLINE_S)
+        in_threads(2, lambda rank: (built[0], late)[rank].barrier())
+        assert caller.nonce, "it was not made to dial again"
+        for each in (*built, late):
+            each.close()
+
+
+def test_rings_are_built_while_their_listeners_are_tidied_all_the_time() -> None:
+    with listeners(3) as opened:
+        has_ended = threading.Event()
+
+        def tidy() -> None:
+            while not has_ended.is_set():
+                for listener in opened:
+                    listener.tidy()
+
+        thread = threading.Thread(target=tidy)
+        thread.start()
+        try:
+            for number in range(1, 31):
+                look_in(opened[0].address)
+                world = build(opened, number)
+                world.run(lambda transport: transport.barrier())
+                for transport in world.transports:
+                    transport.close()
+        finally:
+            has_ended.set()
+            thread.join(DEADLINE_S)
+
+
+def test_a_listener_that_is_closed_is_tidied_in_vain() -> None:
+    with listening() as listener:
+        look_in(listener.address)
+    listener.tidy()
+    assert not listener.callers
+
+
+class Sockets:
+    """What the kernel tells of this machine's TCP sockets."""
+
+    def __init__(self) -> None:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        self.listening = {row[9]: int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+        self.connected = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "01"}
+        self.queues = {int(row[1].rpartition(":")[2], 16): int(row[4][9:], 16) for row in rows if row[3] == "0A"}
+
+    def of(self, pid: int) -> set[int]:
+        """The ports at which this process listens, and has been called."""
+        ports = set()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                name = os.readlink(link)
+                if name.startswith("socket:["):
+                    ports.add(self.listening.get(name[8:-1], 0))
+        return ports & self.connected
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc")
+def test_in_a_job_that_trains_the_queue_of_who_looked_in_is_emptied(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    words = ["--epochs", "1000000", "--stop", str(stop)]
+    with RunningJob(["-np", "2"], ELASTIC_JOB, words, tmp_path, tmp_path / "output") as running:
+        latest = running.wait_until(all_training(2), 60)
+        (port,) = Sockets().of(latest[0]["pid"])
+        for _ in range(300):
+            look_in(Address("127.0.0.1", port))
+        wait_until(lambda: not Sockets().queues[port])
+        stop.touch()
+        assert running.wait(60) == 0
+
+
+# Who was answered and proves nothing --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mail_for(listener: DataListener, dialers: int) -> Iterator[None]:
+    """Connections of as many dialers are taken in."""
+    ranks = {f"w{rank}": rank for rank in range(dialers)}
+    incoming = Incoming(listener, GENERATION, "w0", ranks, KEY, lambda _letter: None, lambda _rank: None)
+    thread = threading.Thread(target=incoming.serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        incoming.stop()
+        thread.join(DEADLINE_S)
+
+
+@contextlib.contextmanager
+def build_of(listener: DataListener) -> Iterator[None]:
+    """w0 waits for its neighbours, which do not come."""
+    with listening() as deaf:
+        builder = RingBuilder(listener, make_start(0, [listener.address, deaf.address]), "w0", DEADLINE_S)
+
+        def wait() -> None:
+            with contextlib.suppress(GenerationEnded):
+                builder.build()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            yield
+        finally:
+            builder.abort("the test is over")
+            thread.join(DEADLINE_S)
+
+
+def waiting_at(kind: str, listener: DataListener) -> contextlib.AbstractContextManager[None]:
+    return mail_for(listener, 2) if kind == "mail" else build_of(listener)
+
+
+def channel_of(kind: str) -> int:
+    return CHANNEL if kind == "mail" else 0
+
+
+@pytest.mark.parametrize("kind", ["mail", "ring"])
+def test_of_callers_that_were_answered_only_the_newest_are_kept(kind: str) -> None:
+    with listening() as listener, waiting_at(kind, listener), contextlib.ExitStack() as sockets:
+        for _ in range(3 * KEPT):
+            last = sockets.enter_context(call(listener.address, introduction(channel=channel_of(kind))))
+            assert len(last.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
+        wait_until(lambda: len(listener.callers) <= KEPT)
+        assert listener.callers[-1].sock.getpeername() == last.getsockname()
+
+
+@pytest.mark.parametrize("kind", ["mail", "ring"])
+def test_who_was_answered_and_does_not_go_on_is_hung_up_on_after_5_s(kind: str) -> None:
+    with (
+        listening() as listener,
+        waiting_at(kind, listener),
+        call(listener.address, introduction(channel=channel_of(kind))) as sock,
+    ):
+        assert len(sock.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+        (caller,) = listener.callers
+        caller.answered_s -= 5.1
+        sock.settimeout(DEADLINE_S)
+        assert is_hung_up_on(sock)
+
+
+def test_who_was_answered_is_pushed_out_by_nobody_that_was_not_and_a_proof_that_has_come_is_never_too_late() -> None:
+    with listening() as listener, contextlib.ExitStack() as sockets:
+        peer = sockets.enter_context(call(listener.address, introduction()))
+        listener.tidy()
+        (caller,) = listener.callers
+        caller.sock.recv(1024)
+        caller.make_nonce()
+        for _ in range(2 * KEPT):
+            sockets.enter_context(call(listener.address, introduction()))
+        while listener.accept() is not None:
+            pass
+        assert listener.surplus() == listener.callers[1 : 1 + KEPT]
+        assert listener.surplus(dialers=2 * KEPT) == []
+        caller.answered_s -= 5.1
+        assert listener.surplus(dialers=2 * KEPT) == [caller]
+        peer.sendall(b"a part of a proof")
+        assert listener.surplus(dialers=2 * KEPT) == []
+
+
+def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        selectors.DefaultSelector() as selector,
+        contextlib.closing(
+            Dialer(selector, Address(*server.getsockname()), Introduction(GENERATION, "w0", "w1", b""), KEY)
+        ) as dialer,
+    ):
+
+        def go_on() -> None:
+            for key, _ in selector.select(DEADLINE_S):
+                key.data()
+
+        dialer.dial_if_due()
+        go_on()
+        with server.accept()[0] as sock:
+            said = decode_introduction(sock.recv(1024))
+            assert said is not None
+            sock.sendall(acceptor_reply(KEY, said, b"n" * NONCE_BYTES))
+        go_on()
+        assert not dialer.is_done
+        assert dialer.failure == "it hung up"
+        assert dialer.retry_at_s is not None
+
+
+# Idle connections ---------------------------------------------------------------------------------------------
+
+
+def test_the_connections_of_a_ring_are_kept_alive_while_they_are_idle() -> None:
+    with listeners(2) as opened:
+        world = build(opened)
+        for transport in world.transports:
+            duplex = transport._duplex  # type: ignore[attr-defined]
+            for sock in (duplex._to_next, duplex._from_previous):
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+                    if hasattr(socket, name):
+                        assert sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+            transport.close()
