@@ -12,13 +12,13 @@ from farandole.clock import now_s
 from farandole.collectives.handshake import INTRODUCTION_LIMIT, NONCE_BYTES, Introduction, decode_introduction
 from farandole.errors import ProtocolError
 from farandole.fork_safety import close_at_fork
+from farandole.keep_alive import keep_alive
 from farandole.membership import Address
 
 _BACKLOG = 1024  # nobody accepts while a thread holds the interpreter
 _SILENT_S = 5  # at least so long who connects and says nothing stays out of the backlog
 _MOST_CALLERS = 64
 _PROOF_S = 5.0
-_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))  # s, s; without names on some platforms
 
 
 def tune(sock: socket.socket) -> None:
@@ -28,12 +28,7 @@ def tune(sock: socket.socket) -> None:
     any fixed size from 1 to 8 MB, and it grows with the distance, which a fixed size does not.
     """
     sock.setblocking(False)
-    # A ring may be idle for hours, and a firewall in between forgets what has not moved for minutes. Kernels answer
-    # each other here, so that a peer which only computes lives on. TCP_USER_TIMEOUT would end it: it does not read.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(sock)  # a ring may be idle for hours. TCP_USER_TIMEOUT would end peers that compute: they do not read
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     close_at_fork(sock)
 
@@ -98,9 +93,8 @@ class DataListener:
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             tune(self.sock)
-            if hasattr(
-                socket, "TCP_DEFER_ACCEPT"
-            ):  # Linux. Probes say nothing and hang up: they must not fill the backlog
+            # Linux has it. Probes say nothing and hang up: they must not fill the backlog.
+            if hasattr(socket, "TCP_DEFER_ACCEPT"):
                 self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
             self.sock.bind((host, 0))
             self.sock.listen(_BACKLOG)
