@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,6 +28,22 @@ def added(*all_ranks: Sequence[int]) -> Iterator[list[fd.ProcessSet]]:
 def halves() -> list[list[int]]:
     """Even ranks and odd ranks."""
     return [list(range(first, fd.size(), 2)) for first in (0, 1)]
+
+
+def check_process_sets_that_are_removed_leave_no_connection_and_no_memory_behind() -> None:
+    def held_after_ten() -> int:
+        for _ in range(10):
+            with added(list(range(max(fd.size() - 1, 1)))) as (some,):
+                if some.included():
+                    fd.allreduce(mine(), process_set=some)
+        fd.barrier()
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.disable()  # it must not take a collection
+    try:
+        assert held_after_ten() == held_after_ten()
+    finally:
+        gc.enable()
 
 
 def check_what_a_process_set_knows_of_itself() -> None:

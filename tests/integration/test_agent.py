@@ -41,6 +41,7 @@ from farandole.messages import (
     Synced,
     TellWorkers,
     WorkerExited,
+    WorkersSeen,
 )
 from farandole.wire import AGENT_MESSAGES
 from tests.jobs import SCRIPTS, processes_with
@@ -54,7 +55,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Served:
-    """A running agent and what it says, without its beats."""
+    """A running agent and what it says, without what it says again and again."""
 
     def __init__(self, channel: Channel[AgentMessage], agent: asyncio.Task[None], events: EventLog) -> None:
         self.channel, self.agent, self.events = channel, agent, events
@@ -65,7 +66,7 @@ class Served:
     async def hear(self, kind: type[MessageT]) -> MessageT:
         """The next message, unwrapped, which has to be of this kind."""
         message: Message = Beat(0)
-        while isinstance(message, Beat):
+        while isinstance(message, Beat | WorkersSeen):
             message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
         if isinstance(message, FromWorker):
             message = message.message
@@ -83,6 +84,23 @@ class Served:
         await asyncio.wait_for(asyncio.shield(self.agent), DEADLINE_S)
 
 
+def config_for(
+    folder: Path, command: Sequence[str], coordinator: Address, budget_s: float, grace_s: float
+) -> AgentConfig:
+    return AgentConfig(
+        name="a",
+        host="h",
+        slots=4,
+        coordinator=coordinator,
+        job_id=JOB_ID,
+        token=TOKEN,
+        command=command,
+        environment={**os.environ, "TEST_FOLDER": str(folder)},
+        detection_budget_s=budget_s,
+        grace_s=grace_s,
+    )
+
+
 @contextlib.asynccontextmanager
 async def serving(
     folder: Path, command: Sequence[str], *, budget_s: float = 3.0, grace_s: float = 0.2
@@ -95,18 +113,7 @@ async def serving(
 
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
     events, sink = EventLog(), OutputSink(OutputOptions(directory=folder, prefix_timestamp=False))
-    config = AgentConfig(
-        name="a",
-        host="h",
-        slots=4,
-        coordinator=Address(*server.sockets[0].getsockname()),
-        job_id=JOB_ID,
-        token=TOKEN,
-        command=command,
-        environment={**os.environ, "TEST_FOLDER": str(folder)},
-        detection_budget_s=budget_s,
-        grace_s=grace_s,
-    )
+    config = config_for(folder, command, Address(*server.sockets[0].getsockname()), budget_s, grace_s)
     agent = asyncio.create_task(Agent(config, sink, events).run())
     try:
         served = Served(await asyncio.wait_for(accepted, DEADLINE_S), agent, events)
@@ -209,6 +216,19 @@ def test_a_stopped_worker_is_killed_after_the_budget(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_stopped_worker_below_a_shell_is_killed_too(tmp_path: Path) -> None:
+    async def test() -> None:
+        command = ["bash", "-c", '"$@"; true', "", *TALKING_WORKER, "obey"]
+        async with serving(tmp_path, command, budget_s=0.4) as served:
+            pid = await served.spawn("w1")
+            assert os.getpgid(pid) != pid
+            os.kill(pid, signal.SIGSTOP)
+            assert (await served.hear(WorkerExited)).exit_code == -signal.SIGKILL
+            assert served.events.of(StoppedWorkerKilled) == [StoppedWorkerKilled("w1", 0.4)]
+
+    run(test())
+
+
 @pytest.mark.parametrize("grace_s", [0.0, 0.1])
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, grace_s: float) -> None:
     async def test() -> None:
@@ -255,6 +275,41 @@ def test_an_agent_does_not_obey_what_is_no_order(tmp_path: Path) -> None:
             await served.ended()
             (lost,) = served.events.of(CoordinatorLost)
             assert "not a valid message" in lost.reason
+
+    run(test())
+
+
+class FaultyChannel:
+    """A connection that fails as nobody expects it to, whenever a message of this kind is sent."""
+
+    own_host = "127.0.0.1"
+
+    def __init__(self, kind: type[Message]) -> None:
+        self._kind = kind
+        self.is_closed = False
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, self._kind):
+            raise RuntimeError(f"no {self._kind.__name__} today")
+
+    async def receive(self) -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("kind", [Beat, WorkersSeen])
+def test_an_agent_that_cannot_do_what_it_has_to_do_now_and_then_ends_with_the_error(
+    kind: type[Message], tmp_path: Path
+) -> None:
+    async def test() -> None:
+        channel = FaultyChannel(kind)
+        config = config_for(tmp_path, TALKING_WORKER, Address("127.0.0.1", 1), 1.0, 0.0)
+        sink = OutputSink(OutputOptions())
+        with contextlib.closing(sink), pytest.raises(RuntimeError, match=f"no {kind.__name__} today"):
+            await Agent(config, sink, EventLog(), channel).run()  # type: ignore[arg-type]
+        assert channel.is_closed
 
     run(test())
 

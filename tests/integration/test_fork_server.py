@@ -98,7 +98,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
             for what in DOINGS:
                 results[f"forked {what}"] = await served.forked.run(what)
                 results[f"plain {what}"] = await served.plain.run(what)
-            for what in ("load", "draw"):
+            for what in ("load", "draw", "leave_orphans"):
                 results[f"forked {what}"] = await served.forked.run(what)
             results["again draw"] = await served.forked.run("draw")
             for name in ("OMP_NUM_THREADS", "HOROVOD_RANK"):
@@ -134,6 +134,12 @@ def test_no_two_forked_workers_draw_the_same_random_numbers(ended: dict[str, End
     first, second = ended["forked draw"].said(), ended["again draw"].said()
     assert len(first) == len(second) == 4
     assert not set(first) & set(second)
+
+
+def test_what_escapes_from_a_forked_worker_does_not_become_a_child_that_the_agent_never_reaps(
+    ended: dict[str, Ended],
+) -> None:
+    assert ended["forked leave_orphans"].said() == ["False"] * 5
 
 
 def is_forked(pid: int) -> bool:

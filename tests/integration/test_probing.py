@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -140,3 +141,19 @@ def test_between_generations_and_in_a_world_of_one_there_is_nobody_to_probe() ->
     situation.number = 0
     situation.prober.probe(7)
     assert not situation.looks()
+
+
+def test_where_no_thread_can_be_started_the_next_look_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as busy:
+        situation = Situation(1.0, busy)
+        situation.still_since_s = now_s() - 1.0
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", fail_to_start)
+            situation.prober.probe(7)
+            assert not situation.looks()
+        assert situation.looks()
+
+
+def fail_to_start(thread: threading.Thread) -> None:
+    """As Python does where the system allows no more of them."""
+    raise RuntimeError("can't start new thread")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import statistics
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -213,3 +216,20 @@ def abort_while_building(opened: list[DataListener], number: int) -> None:
             builders[rank].build().close()
 
     outcomes_in_threads(3, run)
+
+
+def test_a_ring_that_has_failed_goes_with_its_last_reference() -> None:
+    """And its sockets, if nobody has closed them: no collection has to come first."""
+    with listeners(2) as opened:
+        transports = build(opened).transports
+        transports[0].close()
+        with contextlib.suppress(PeerLost):
+            transports[1].barrier()
+        transports[1].close()
+        failed = weakref.ref(transports[1])
+        gc.disable()
+        try:
+            transports.clear()
+            assert failed() is None
+        finally:
+            gc.enable()

@@ -16,7 +16,7 @@ from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.shared_memory.transport import SharedMemoryTransport
 from farandole.collectives.transport_choice import Way, choose
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, GenerationEnded
 from tests.rings import build, in_threads, listeners, ring
 
 
@@ -94,6 +94,23 @@ def test_200_generations_leave_no_descriptor_and_no_mapping_behind() -> None:
         for _ in range(200):
             one_generation()
         assert held() == before
+
+
+@pytest.mark.parametrize("choice", ["shm", "hierarchical"])
+def test_a_closed_transport_holds_no_memory_and_may_still_be_aborted(choice: str) -> None:
+    with listeners(3) as opened:
+        before = len(os.listdir("/proc/self/fd"))
+        world = build(opened, choice=choice)
+        world.run(lambda transport: transport.all_reduce(torch.zeros(100_000)))
+        for transport in world.transports:
+            transport.close()
+            transport.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert "memfd:farandole" not in Path("/proc/self/maps").read_text()
+        for transport in world.transports:
+            transport.abort("nobody is there any more")
+            with pytest.raises(GenerationEnded):
+                transport.all_reduce(torch.zeros(1))
 
 
 # The choice ------------------------------------------------------------------------------------------------

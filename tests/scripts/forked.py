@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 
@@ -68,6 +70,16 @@ class Numbers:
         return index
 
 
+def leave_orphans() -> None:
+    """Whether processes that escape, in sessions of their own, become children of the agent."""
+    for _ in range(5):
+        leave = ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"]
+        orphan = int(subprocess.run(leave, stdout=subprocess.PIPE, check=True).stdout)
+        parent = Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1]
+        print(parent == os.environ["FARANDOLE_AGENT_PID"])
+        os.kill(orphan, signal.SIGKILL)
+
+
 def fail() -> None:
     """A traceback; then what a Python does at its end."""
     threading.Thread(target=lambda: print("the thread ends")).start()
@@ -92,7 +104,7 @@ def interrupted() -> None:
 
 
 def main() -> None:
-    doings = {each.__name__: each for each in (tell, draw, load, fail, fail_in_hook, interrupted)}
+    doings = {each.__name__: each for each in (tell, draw, load, leave_orphans, fail, fail_in_hook, interrupted)}
     what = os.environ["FARANDOLE_TEST"]
     if what in doings:
         doings[what]()

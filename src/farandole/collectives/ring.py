@@ -211,8 +211,7 @@ class RingTransport:
         elif isinstance(error, GenerationEnded):
             self.abort(error.reason)
         elif isinstance(error, PeerLost):
-            rank, detail = error.rank, error.detail
-            self._failure = lambda later_op: PeerLost(later_op, self._generation, rank, detail)
+            self._fail_with(error.rank, error.detail)
             self._duplex.shut_down()
         else:
             self._end_by_interruption(error)
@@ -293,10 +292,14 @@ class RingTransport:
         if self._abort_reason is not None:
             return
         peer = self._peers[direction]
-        self._failure = lambda later_op: PeerLost(later_op, self._generation, peer.rank, f"{direction}: {detail}")
+        self._fail_with(peer.rank, f"{direction}: {detail}")
         self._duplex.shut_down()
         if self._on_broken is not None:
             self._on_broken(peer.worker, direction, f"{op}: {detail}")
+
+    def _fail_with(self, rank: int, detail: str) -> None:
+        generation = self._generation  # not self: in a cycle, the sockets would outlive the last reference
+        self._failure = lambda later_op: PeerLost(later_op, generation, rank, detail)
 
     def _end_by_mismatch(self, text: str) -> None:
         """No shutting down here: the word travels against the ring, from rank to rank, and end-of-file
@@ -305,8 +308,8 @@ class RingTransport:
         self._duplex.say_why(text)
 
     def _end_by_interruption(self, error: BaseException) -> None:
-        reason = f"a collective was interrupted by {type(error).__name__}"
-        self._failure = lambda later_op: GenerationEnded(later_op, self._generation, reason)
+        generation, reason = self._generation, f"a collective was interrupted by {type(error).__name__}"
+        self._failure = lambda later_op: GenerationEnded(later_op, generation, reason)
         self._duplex.shut_down()
 
 

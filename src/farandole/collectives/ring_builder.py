@@ -106,6 +106,16 @@ class RingBuilder:
             if self._transport is not None:
                 self._transport.abort(reason)
 
+    @property
+    def has_built(self) -> bool:
+        """Whether there is a transport, which others may abort from now on."""
+        return self._transport is not None
+
+    def close(self) -> None:
+        """After build(): close the transport that it returned, if it did. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
     def _publish(self, transport: Transport) -> Transport:
         """From here an abort reaches the transport; one that came before ends it now."""
         with self._lock:

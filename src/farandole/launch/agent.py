@@ -29,7 +29,7 @@ from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedW
 from farandole.launch.beat_socket import BeatSocket
 from farandole.launch.sink import Sink
 from farandole.launch.spawner import make_spawner
-from farandole.launch.stopped import StoppedWatch, is_stopped
+from farandole.launch.stopped import StoppedWatch
 from farandole.launch.worker_pages import WorkerPages, written
 from farandole.launch.worker_processes import WorkerProcesses
 from farandole.launch.worker_server import WorkerServer
@@ -161,9 +161,11 @@ class Agent:
         )
         grace_s = config.grace_s
         try:
-            ends = (obedience, watch, self._processes.broken, lease)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends[:3]:
+            # The later ones end only by a fault of our own, which must not be silent: without its beats an agent is
+            # given up, and without the watch a worker that is stopped holds up the others.
+            ends = (obedience, self._processes.broken, watch, beats, sightings)
+            await asyncio.wait((*ends, lease), return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
                 if end.done():
                     end.result()
             service = obedience.result() if obedience.done() else lease.result()
@@ -329,8 +331,7 @@ class Agent:
         while True:
             await asyncio.sleep(every_s)
             self._processes.note_children()
-            looked = {worker: is_stopped(pid) for worker, pid in self._processes.pids().items()}
-            for worker in [] if self._is_stopping else watch.look(looked, now_s()):
+            for worker in [] if self._is_stopping else watch.look(self._processes.stopped(), now_s()):
                 self._on_event(StoppedWorkerKilled(worker, budget_s))
                 self._processes.kill(worker, grace_s=0.0)
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Awaitable
 from typing import Protocol
 
-from farandole.deadline import within
+from farandole.deadline import to_its_end, within
 from farandole.errors import ConfigError, FarandoleError
 from farandole.launch.hosts import HostSlots, parse_host
 
@@ -66,25 +66,31 @@ class ScriptDiscovery:
         return tuple(hosts.values())
 
     async def _run(self) -> str:
-        try:
-            process = await asyncio.create_subprocess_shell(
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_shell(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
+        )
+        try:
+            process = await to_its_end(starting)  # cancelled in the middle of it, asyncio may wait for ever
         except OSError as error:
             raise self._failed(f"could not be started: {error}") from None
+        except asyncio.CancelledError:
+            if starting.exception() is None:
+                await _end(starting.result())
+            raise
         try:
             out, err = await within(self._time_limit_s, process.communicate())
         except asyncio.TimeoutError:
+            await _end(process)
             raise self._failed(f"did not end within {self._time_limit_s:g} s and was killed") from None
-        finally:
-            if process.returncode is None:  # too late, or nobody wants to know any more
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+        except BaseException:  # nobody wants to know any more
+            await _end(process)
+            raise
         if process.returncode != 0:
             said = err.decode("utf-8", "backslashreplace").strip()[-_REPORTED_CHARACTERS:]
             raise self._failed(f"ended with exit code {process.returncode}" + (f": {said}" if said else ""))
@@ -92,3 +98,13 @@ class ScriptDiscovery:
 
     def _failed(self, how: str) -> DiscoveryFailed:
         return DiscoveryFailed(f"the host discovery script {self._command!r} {how}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill all that runs of it. The shell may be gone, and what it left in the background hold its output open: the
+    group's number stays taken by that."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # asyncio closes the pipes only when they end, which a process that has left the group can put off for ever.
+    process._transport.close()  # type: ignore[attr-defined]
+    await process.wait()

@@ -22,7 +22,7 @@ from farandole.deadline import within
 from farandole.launch.child import Child
 from farandole.launch.fork_server_process import SIZE
 from farandole.launch.python_command import PythonCommand
-from farandole.launch.subreaper import reap_group
+from farandole.launch.subreaper import adopting_orphans, reap_group
 
 _SCRIPT = Path(__file__).with_name("fork_server_process.py")
 _FORK_S = 4.0  # milliseconds, unless the machine does much else
@@ -58,15 +58,16 @@ class ForkServer:
         command, descriptor = self._command, theirs.fileno()
         words = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
         try:
-            self._process = subprocess.Popen(
-                [command.python, *command.options, *words],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(descriptor,),
-                start_new_session=True,
-            )
+            with adopting_orphans():  # before Linux 4.11 it goes by how this process was when it made its child
+                self._process = subprocess.Popen(
+                    [command.python, *command.options, *words],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(descriptor,),
+                    start_new_session=True,
+                )
         except OSError:
             self._channel.close()
             raise
@@ -82,9 +83,10 @@ class ForkServer:
         ours.setblocking(False)
         worker = _Forked()
         try:
-            socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
-            theirs.close()
-            await within(_FORK_S, self._give_place(ours, worker, environment))
+            with adopting_orphans():  # it says its number when this process is its parent
+                socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
+                theirs.close()
+                await within(_FORK_S, self._give_place(ours, worker, environment))
         except (OSError, asyncio.TimeoutError) as error:
             worker.close()
             self._drop(worker.pid)

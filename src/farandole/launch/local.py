@@ -53,8 +53,8 @@ async def run_local(
     extra_environment  what the workers' environment has beside this process's own
     origin             where the job's numbers begin; given when it writes checkpoints
     joining            whom else may offer slots; given when config.takes_agents
-    fork_server        whether replacements are forked by a process that has imported torch. It makes this process
-                       the parent of its descendants' orphans, from then on
+    fork_server        whether replacements are forked by a process that has imported torch. While it makes one, this
+                       process becomes the parent of its descendants' orphans
 
     Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
     than workers are asked for, and when they cannot be found out the first time.

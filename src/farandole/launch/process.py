@@ -18,6 +18,7 @@ from typing import IO
 
 from farandole.launch.child import Child, start, worker_variables
 from farandole.launch.lines import LineSplitter
+from farandole.launch.stopped import is_stopped
 
 LAST_LINES = 20
 """So many lines of the end of a worker's stderr are kept for the report of its exit."""
@@ -89,6 +90,12 @@ class WorkerProcess:
         else:
             self._signal_group(signal.SIGTERM)
         self._kill_within(grace_s)
+
+    def is_stopped(self, worker_pid: int | None = None) -> bool:
+        """Whether a signal has stopped it, or `worker_pid`, which is as in `terminate`."""
+        return is_stopped(self.pid) or (
+            worker_pid is not None and self._is_member(worker_pid) and is_stopped(worker_pid)
+        )
 
     def kill(self) -> None:
         """SIGKILL for the whole group. Idempotent."""

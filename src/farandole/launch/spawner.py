@@ -17,7 +17,7 @@ from farandole.launch.child import Child, start, worker_variables
 from farandole.launch.fork_server import ForkServer
 from farandole.launch.guard import Guard
 from farandole.launch.python_command import PythonCommand, python_command
-from farandole.launch.subreaper import adopt_orphans
+from farandole.launch.subreaper import can_adopt_orphans
 
 # The first workers have long imported all they need by then, and short jobs do without.
 WARM_UP_AFTER_S = 5.0
@@ -154,7 +154,7 @@ def make_spawner(
 ) -> Spawner:
     """The spawner of one agent, for workers whose environments begin with this one."""
     python = forkable(command) if use != "off" else None
-    if python is None or not adopt_orphans():
+    if python is None or not can_adopt_orphans():
         return PlainSpawner(command)
     return ForkingSpawner(command, python, environment, guard, on_event, at_once=use == "on")
 

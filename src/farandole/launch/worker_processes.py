@@ -73,6 +73,10 @@ class WorkerProcesses:
         """The processes that run and have not been asked to end, by worker."""
         return {name: process.pid for name, process in self._running.items() if name not in self._grace_s}
 
+    def stopped(self) -> dict[str, bool]:
+        """For the same workers: whether a signal has stopped that process, or the one below it that called init()."""
+        return {worker: self._running[worker].is_stopped(self._callers.get(worker)) for worker in self.pids()}
+
     def spawn(self, worker: str, environment: Mapping[str, str]) -> None:
         """Start the command in this environment. Its end, or that it could not start, is called back."""
         life = asyncio.create_task(self._live(worker, dict(environment)))

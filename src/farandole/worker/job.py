@@ -6,6 +6,7 @@ Two threads meet here. The main thread builds transports and runs collectives; t
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from farandole.clock import now_s
@@ -34,6 +35,8 @@ _ANSWER_S = 30.0  # for the coordinator to say whether a checkpoint counts; it i
 # For all members to call init() again after a shutdown(): scripts may do much in between.
 MEET_TIMEOUT_S = 120.0
 
+_Reference = Callable[[], Abortable | None]
+
 
 class Job:
     """From init() to shutdown() under `farandole run`."""
@@ -42,7 +45,8 @@ class Job:
         self._worker = env.worker
         self._listener = DataListener(env.data_host)
         self._lock = threading.Lock()
-        self._live: dict[int, list[Abortable]] = {}  # by number of the generation
+        self._live: dict[int, list[_Reference]] = {}  # by number of the generation
+        self._entered = 0  # the generation whose world holds what is in it: here the references are weak
         self._retired: list[World] = []
         self._agreed = 0
         self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
@@ -106,8 +110,8 @@ class Job:
             self._retired.append(here)
             world.enter(None)
         self._close_retired()
-        with self._lock:
-            self._live.clear()
+        self._close_all_but(0)
+        self._entered = 0
 
     def build(self, start: Start) -> Transport:
         """Open the data connections of a generation and enter its world.
@@ -130,10 +134,8 @@ class Job:
 
     def settle(self) -> None:
         """The new generation works: release what is left of the old ones. Not earlier: a peer may still read."""
-        number = world.current().id.number
-        with self._lock:
-            self._live = {number: self._live[number]}
         self._close_retired()
+        self._close_all_but(world.current().id.number)
 
     def close(self) -> None:
         self.leave()
@@ -146,6 +148,7 @@ class Job:
         if world.is_entered():
             self._retire(world.current())
         world.enter(built.world)
+        self._hold_no_longer(start.id.number)
         self._start, self._agreed = start, 0
         if built.has_process_sets:
             recreate(was_newcomer)
@@ -164,6 +167,29 @@ class Job:
             if old.mail is not None:
                 old.mail.close()
         self._retired.clear()
+
+    def _hold_no_longer(self, number: int) -> None:
+        """Its world does: process sets come and go in it. Of a world that never came to be everything is kept, since
+        the coordinator may ask who of its neighbours answers."""
+        with self._lock:
+            self._entered = number
+            self._live[number] = [weakref.ref(each) for each in self._living(number)]
+
+    def _close_all_but(self, number: int) -> None:
+        """Of all other generations: also what was built of a world that never came to be."""
+        with self._lock:
+            ended = [each for other in self._live if other != number for each in self._living(other)]
+            self._live = {other: live for other, live in self._live.items() if other == number}
+        for each in ended:
+            each.close()
+
+    def _refer(self, number: int, abortable: Abortable) -> _Reference:
+        is_held = number == self._entered and not isinstance(abortable, RingBuilder)
+        return weakref.ref(abortable) if is_held else lambda: abortable
+
+    def _living(self, number: int) -> list[Abortable]:
+        """With the lock held."""
+        return [each for reference in self._live.get(number, ()) if (each := reference()) is not None]
 
     def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
         self.link.send(LinkBroken(number, peer, direction, detail))
@@ -229,9 +255,9 @@ class Job:
     def _abort_below(self, number: int, reason: str) -> None:
         """An ABORT came: end whatever the main thread is in that belongs to an older generation."""
         with self._lock:
-            for other, abortables in self._live.items():
+            for other in self._live:
                 if other < number:
-                    for each in abortables:
+                    for each in self._living(other):
                         each.abort(reason)
 
     def _look(self) -> None:
@@ -242,7 +268,7 @@ class Job:
         """Of the newest generation, unless an ABORT has ended it."""
         with self._lock:
             number = max(self._live, default=0)
-            rings = [each for each in self._live.get(number, ()) if isinstance(each, RingTransport | RingBuilder)]
+            rings = [each for each in self._living(number) if isinstance(each, RingTransport | RingBuilder)]
         if not rings or self.link.ordered > number:
             return None
         still = [since_s for ring in rings if (since_s := ring.still_since_s) is not None]
@@ -252,7 +278,9 @@ class Job:
     def _watch(self, number: int, abortable: Abortable) -> None:
         """From now on an ABORT reaches it; one that came before does so here."""
         with self._lock:
-            self._live.setdefault(number, []).append(abortable)
+            # A builder that has built has its transport here instead; the peers of one that has not, it alone knows.
+            others = [each for each in self._living(number) if not (isinstance(each, RingBuilder) and each.has_built)]
+            self._live[number] = [self._refer(number, each) for each in (*others, abortable)]
         if self.link.ordered > number:
             abortable.abort(self.link.abort_reason)
             raise GenerationEnded("regroup", number, self.link.abort_reason)

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 from farandole import wire
@@ -184,6 +185,12 @@ class Link:
     # The link's thread -----------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        try:
+            self._follow_orders()
+        except BaseException:  # noqa: BLE001 - better lost than deaf: the others wait for who hears no ABORT
+            self._end_worker(f"its link to the agent failed; ending the worker\n{traceback.format_exc()}")
+
+    def _follow_orders(self) -> None:
         buffer = wire.FrameBuffer(_FRAME_LIMIT)
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
@@ -197,7 +204,8 @@ class Link:
                         continue
                     data = self._receive()
                     if not data:
-                        self._on_hangup()
+                        # Nobody is left to say who is in the job: no worker may outlive its agent.
+                        self._end_worker("the agent of this worker is gone; ending the worker")
                         return
                     for payload in buffer.feed(data):
                         self._obey(wire.decode(wire.TO_WORKER, payload))
@@ -238,11 +246,12 @@ class Link:
                 self._answers[message.name] = message.refusal
             self._changed.notify_all()
 
-    def _on_hangup(self) -> None:
-        """The agent is gone, and nobody is left to say who is in the job: no worker may outlive it."""
+    def _end_worker(self, why: str) -> None:
+        """Unless close() did this."""
         if self._closing or os.getpid() != self._pid:
             return
-        print("farandole: the agent of this worker is gone; ending the worker", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # whoever reads stderr may be gone, too
+            print(f"farandole: {why}", file=sys.stderr, flush=True)
         if os.getsid(0) == os.getpgrp():  # the agent gave this worker a session of its own
             os.killpg(os.getpgrp(), signal.SIGKILL)  # its loader workers too
         os._exit(1)

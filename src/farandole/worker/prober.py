@@ -70,7 +70,12 @@ class Prober:
             if self._is_probing or not now.peers:
                 return False
             self._is_probing = True
-        threading.Thread(target=self._probe, args=(now,), name="farandole-probe", daemon=True).start()
+        try:
+            threading.Thread(target=self._probe, args=(now,), name="farandole-probe", daemon=True).start()
+        except RuntimeError:  # as many threads as the system allows; the next look tries again
+            with self._lock:
+                self._is_probing = False
+            return False
         return True
 
     def _probe(self, now: Connections) -> None:

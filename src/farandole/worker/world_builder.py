@@ -45,6 +45,8 @@ class Abortable(Protocol):
 
     def abort(self, reason: str) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """What a worker tells all others when they have connected."""

@@ -66,7 +66,7 @@ class Group:
         self.place, self.size = place, len(pages)
         self._names, self._pages = names, pages
         self._look_around, self._end_by = look_around, end_by
-        self._meeting: Meeting[Interruption] = Meeting(place, pages, look_around)
+        self._meeting: Meeting[Interruption] | None = Meeting(place, pages, look_around)  # None: closed
         self._others = OtherTensors()
         self._stage = Stage(piece_bytes)
         self._piece_bytes, self._is_always_in_pieces = piece_bytes, is_always_in_pieces
@@ -89,8 +89,10 @@ class Group:
 
     def meet(self, header: Header) -> None:
         """Return when all ranks have come here, too; what they stored before is there then."""
-        self._meeting.arrive()
-        interruption = self._meeting.wait()
+        meeting = self._meeting
+        assert meeting is not None, "nothing is said in a closed group"
+        meeting.arrive()
+        interruption = meeting.wait()
         if interruption is not None:
             self._end_by(interruption, header)
 
@@ -143,9 +145,13 @@ class Group:
 
     def wake(self) -> None:
         """From any thread: have this rank look around now, if it waits."""
-        self._meeting.wake()
+        meeting = self._meeting  # held here: close() in another thread must not unmap what is being woken
+        if meeting is not None:
+            meeting.wake()
 
     def close(self) -> None:
+        """Only while nobody is in an operation. Gives the pages back, whoever still holds the group. Idempotent."""
+        self._pages, self._meeting = (), None
         self._others.close()
         self._stage.close()
 
