@@ -31,6 +31,7 @@ SAMPLES = [
     events.WorkersHung(7, ("w1",), 60.0),
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),
+    events.StopAsked("SIGINT", 5.0),
     events.JobEnds(1, "No worker is left."),
 ]
 

@@ -39,6 +39,7 @@ from farandole.events.job import (
     ScaleChanged,
     ScaleRefused,
     StateLost,
+    StopAsked,
     TrainingFinished,
 )
 from farandole.events.workers import (
@@ -99,6 +100,7 @@ __all__ = [
     "SparesMissing",
     "StallNoticed",
     "StateLost",
+    "StopAsked",
     "StoppedWorkerKilled",
     "TooFewWorkers",
     "TrainingFinished",

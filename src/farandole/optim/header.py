@@ -89,10 +89,10 @@ def check(headers: list[StepHeader]) -> None:
         whole, counted = first.stop - first.start, sum(held)
         if len(held) > 1 and all(samples == whole for samples in held):
             raise CollectiveMismatch(
-                f"step {first.step}: each of the {len(held)} workers has trained the whole global batch [{first.start}, "
+                f"step {first.step}: each of the {len(held)} workers trained the whole global batch [{first.start}, "
                 f"{first.stop}), as if it were alone: their loaders do not know of each other. Give the loader to the "
-                f"state, TorchState(model=..., optimizer=..., loader=loader), and pass that state to the function under "
-                f"elastic.run; nothing was applied"
+                "state, TorchState(model=..., optimizer=..., loader=loader), and pass that state to the function under "
+                "elastic.run; nothing was applied"
             )
         if counted != whole:
             raise CollectiveMismatch(
