@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.coordinator import AgentLost, AgentTold, ScaleRequested
-from farandole.events import SlotsMissing
+from farandole.events import SlotsMissing, WorkerLost
 from farandole.membership import Address
 from farandole.messages import (
     AgentHello,
@@ -171,3 +171,9 @@ def test_a_state_confirmed_for_another_generation_makes_no_holder() -> None:
     told = ToldJob(2).hello("w0", "w1")
     before = told.job
     assert told.says("w0", Synced(7)).says("w0", Synced(0)).job == before
+
+
+@pytest.mark.parametrize(("exit_code", "left"), [(3, None), (-9, 3)])
+def test_restarts_are_spoken_of_only_where_one_follows(exit_code: int, left: int | None) -> None:
+    (lost,) = ToldJob(2).exited("w1", exit_code).logged(WorkerLost)
+    assert lost.restarts_left == left
