@@ -185,3 +185,12 @@ def test_a_job_that_nobody_could_join_as_asked_is_refused(flags: list[str], said
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_refused_before_the_agent_joins(tmp_path: Path) -> None:
+    token = str(tmp_path / "token")
+    token_of_job(Path(token))
+    with listening(b"") as address:
+        done = agent("--join", address, "--token-file", token, "--folder", str(tmp_path / "missing"))
+    assert done.returncode == 2
+    assert f"--folder {tmp_path / 'missing'}: there is no such folder here" in done.stderr

@@ -103,6 +103,7 @@ def test_with_several_jobs_it_has_to_be_said_which_one_by_name_or_by_address(tmp
         assert all(job["job"] in text for job in jobs)
         for job in jobs:
             assert json.loads(said("status", "--json", "--job", job["job"][:8]))["job"] == job["job"]
+        assert "--json tells of one job, say which with --job" in refusal(1, "status", "--json")
         first = next(job for job in jobs if job["pid"] == one.process.pid)
         at = ("--address", first["coordinator"], "--token-file")
         assert json.loads(said("status", "--json", *at, str(token)))["job"] == first["job"]

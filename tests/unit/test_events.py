@@ -10,6 +10,8 @@ SAMPLES = [
     events.AgentJoined("a", "node1", 1),
     events.AgentWasLost("a", "silent", ()),
     events.WorkerSpawned("w4", 1, "node1", 1, 3),
+    events.SlotsMissing(1, 2, 120.0),
+    events.SlotsMissing(1, 3, None),
     events.WorkerLost("w1", 1, "exited with code 3", 1, ("Killed",)),
     events.WorkerEnded("w1", 1, "exited with code 0"),
     events.UserCodeFailed("w1", "ValueError: x", "Traceback\nValueError: x\n"),
@@ -31,6 +33,7 @@ SAMPLES = [
     events.WorkersHung(7, ("w1",), 60.0),
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),
+    events.StopAsked("SIGINT", 5.0),
     events.JobEnds(1, "No worker is left."),
 ]
 
@@ -44,4 +47,4 @@ def test_every_event_has_a_line_and_fields_for_json() -> None:
 
 def test_a_line_says_one_slot_and_two_workers() -> None:
     assert SAMPLES[0].line() == "agent a on node1 joined with 1 slot"
-    assert SAMPLES[8].line() == "generation 2 starts after 12 ms with 2 workers: w0, w2"
+    assert SAMPLES[10].line() == "generation 2 starts after 12 ms with 2 workers: w0, w2"

@@ -238,6 +238,7 @@ class Job:
                    there are slots, where the job fills them
     most           most workers where the job fills slots; None: any number
     spares         workers wanted beyond that, to wait (spares.py); missing_spares: those there were no slots for
+    missing_slots  for how many of the workers wanted there was no slot, as people were told
     offers         hosts that may be used, by name; None: all whose agents join
     may_get_hosts  other hosts may be offered, or join, later
     offered        hosts offered so far
@@ -268,6 +269,7 @@ class Job:
     most: int | None = None
     spares: int = 0
     missing_spares: int = 0
+    missing_slots: int = 0
     offers: Mapping[str, Offer] | None = None
     may_get_hosts: bool = False
     offered: int = 0

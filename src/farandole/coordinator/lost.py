@@ -151,7 +151,7 @@ def _static(draft: Draft, gone: list[Gone]) -> None:
             _log_end(draft, one)
             draft.change_slot(one.worker.slot, is_held_back=True)
         else:
-            _log_loss(draft, one)
+            _log_loss(draft, one, may_be_replaced=False)
             code = one.exit_code if one.exit_code and one.exit_code > 0 else 1
             draft.end(
                 code,
@@ -170,7 +170,8 @@ def _before_generation_1(draft: Draft, gone: list[Gone]) -> None:
             draft.change_slot(one.worker.slot, is_held_back=True)
             draft.change(plain_exits=(*draft.job.plain_exits, one.worker.name))
             continue
-        _log_loss(draft, one)
+        # What fails by itself at the start is not started again; what was killed is.
+        _log_loss(draft, one, may_be_replaced=one.exit_code is not None and one.exit_code < 0)
         when = "while it waited in init() for the other workers" if called else "before it called init()"
         if one.exit_code is not None and one.exit_code >= 0:
             draft.end(one.exit_code or 1, f"{sentence} {when}; a start that fails is not repeated.")
@@ -189,18 +190,18 @@ def _before_generation_1(draft: Draft, gone: list[Gone]) -> None:
 def _after_release(draft: Draft, gone: list[Gone]) -> None:
     for one in gone:
         if one.worker.is_dying:
-            _log_loss(draft, one)
+            _log_loss(draft, one, may_be_replaced=False)
         elif one.exit_code == 0 or not draft.job.is_member(one.worker.name):
             _log_end(draft, one)
         else:
-            _log_loss(draft, one)
+            _log_loss(draft, one, may_be_replaced=False)
             draft.change(losses=(*draft.job.losses, Loss(one.sentence(draft.job), one.worker.raised)))
 
 
-def _log_loss(draft: Draft, one: Gone) -> None:
+def _log_loss(draft: Draft, one: Gone, may_be_replaced: bool = True) -> None:
     worker = one.worker
     is_agent_there = draft.job.agents[worker.slot.agent].is_connected  # else its slot is gone, too
-    budget_counts = draft.job.config.on_failure == "slot" and is_agent_there
+    budget_counts = draft.job.config.on_failure == "slot" and is_agent_there and may_be_replaced
     left = slots.restarts_left(draft.job, worker.slot) if budget_counts else None
     draft.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
     if worker.is_dying or draft.job.is_member(worker.name):

@@ -158,7 +158,11 @@ def _plan(draft: Draft) -> None:
     leaving = _missing_from(wanted, members)
     if not joining and not leaving:
         return
-    does = [f"{words.listed(who)} {verb}" for who, verb in ((joining, "join"), (leaving, "leave")) if who]
+    does = [
+        f"{words.listed(who)} {verb}{'s' if len(who) == 1 else ''}"
+        for who, verb in ((joining, "join"), (leaving, "leave"))
+        if who
+    ]
     number, reason = job.number + 1, ", ".join(does)
     draft.change(number=number, change=Change(number, is_planned=True, began_s=draft.now_s, reason=reason))
     update = (_REMOVED if leaving else 0) | (_ADDED if joining else 0)

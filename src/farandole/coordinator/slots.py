@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from farandole.coordinator import rooms, spares
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Job, Slot, SlotUse, Worker
-from farandole.events import ScaleChanged, ScaleRefused, WorkerSpawned
+from farandole.events import ScaleChanged, ScaleRefused, SlotsMissing, WorkerSpawned
 from farandole.messages import Left, Spawn
 
 
@@ -76,6 +76,20 @@ def release_held_back(draft: Draft) -> None:
         if use.is_held_back:
             draft.change_slot(slot, is_held_back=False)
     fill(draft)
+
+
+def warn_of_missing(draft: Draft) -> None:
+    """Tell people, once, that there are fewer slots than workers wanted: the job waits, or goes on with fewer."""
+    job = draft.job
+    if job.is_finishing or job.is_released or not (job.agents or job.offers):
+        return
+    is_start = job.generation is None
+    wanted = max(job.target, job.config.num_proc) if job.config.fills_slots and is_start else job.target
+    missing = max(0, wanted - rooms.capacity(job))
+    if missing > job.missing_slots:
+        ends_in_s = job.start_deadline_s - draft.now_s if is_start and job.start_deadline_s is not None else None
+        draft.log(SlotsMissing(missing, wanted, ends_in_s))
+    draft.change(missing_slots=missing)
 
 
 def restarts_left(job: Job, slot: Slot) -> int:

@@ -148,7 +148,9 @@ def _settle(draft: Draft) -> None:
             finish.advance(draft)
         elif draft.job.is_elastic:
             _settle_elastic(draft)
-    if draft.job.ending is not None:
+    if draft.job.ending is None:
+        slots.warn_of_missing(draft)
+    else:
         ending.advance(draft)
 
 

@@ -378,6 +378,13 @@ def _advice(ticket: Ticket, phase: str) -> str:
             f"the step for {what} was made, but the loader was not told: give it to TorchState(loader=...), "
             f"or call loader.commit(loader.ticket) after the step"
         )
+    if phase == "open" and not step.is_noticed():
+        return (
+            f"the next batch was asked for, and no DistributedOptimizer has done anything for {what}: an optimizer of "
+            f"torch's trains this worker's share only. Write optimizer = fd.DistributedOptimizer(optimizer) and give "
+            f"that one to TorchState(optimizer=...), or give TorchState a DistributedDataParallel as its model. Where "
+            f"the loop body was left early, as by `continue` for a bad batch, multiply the loss by 0 instead"
+        )
     missing = "optimizer.step()" if phase == "reduced" else "backward() and optimizer.step()"
     return (
         f"the next batch was asked for without {missing} for {what}: every run of the loop body has to make "

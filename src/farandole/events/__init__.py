@@ -39,6 +39,7 @@ from farandole.events.job import (
     ScaleChanged,
     ScaleRefused,
     StateLost,
+    StopAsked,
     TrainingFinished,
 )
 from farandole.events.workers import (
@@ -46,6 +47,7 @@ from farandole.events.workers import (
     ForkServerLost,
     ForkServerReady,
     SlotRests,
+    SlotsMissing,
     SparesMissing,
     SpareWaits,
     StallNoticed,
@@ -95,10 +97,12 @@ __all__ = [
     "ScaleChanged",
     "ScaleRefused",
     "SlotRests",
+    "SlotsMissing",
     "SpareWaits",
     "SparesMissing",
     "StallNoticed",
     "StateLost",
+    "StopAsked",
     "StoppedWorkerKilled",
     "TooFewWorkers",
     "TrainingFinished",

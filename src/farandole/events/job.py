@@ -79,6 +79,20 @@ class StateLost(Event):
 
 
 @dataclass(frozen=True)
+class StopAsked(Event):
+    """A signal asked for the end of the job. `grace_s`: how long workers may take."""
+
+    signal: str
+    grace_s: float
+
+    def line(self) -> str:
+        return (
+            f"{self.signal}: the workers are told to end, and are killed after {self.grace_s:g} s (--grace); "
+            f"once more ends them at once"
+        )
+
+
+@dataclass(frozen=True)
 class JobEnds(Event):
     exit_code: int
     reason: str

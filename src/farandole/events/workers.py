@@ -70,6 +70,22 @@ class SparesMissing(Event):
 
 
 @dataclass(frozen=True)
+class SlotsMissing(Event):
+    """The hosts have fewer slots than the job wants workers. `ends_in_s`: until the start is given up; None once there
+    is a generation, where those that are there go on."""
+
+    missing: int
+    wanted: int
+    ends_in_s: float | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        there = self.wanted - self.missing
+        said = f"waiting for {count(self.missing, 'more slot')} ({there} of {self.wanted} are there)"
+        return said if self.ends_in_s is None else f"{said}; the job ends in {self.ends_in_s:.0f} s (--start-timeout)"
+
+
+@dataclass(frozen=True)
 class SlotRests(Event):
     """`failures` workers in a row failed soon after their start: no other one is started there for `pause_s`."""
 

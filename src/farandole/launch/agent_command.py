@@ -95,6 +95,9 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     else:
         raise ConfigError("the job's token is needed: --token-file FILE, a copy of the one of `farandole run`")
     folder = None if given.folder is None else os.path.abspath(given.folder)
+    if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.X_OK)):
+        # Seen before the job counts on this agent.
+        raise ConfigError(f"--folder {given.folder}: there is no such folder here, or it cannot be entered")
     return JoinOptions(address, token, host.name, host.slots, given.retry, folder, given.grace)
 
 

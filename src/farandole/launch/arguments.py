@@ -21,10 +21,10 @@ from farandole.launch.alias import alias_environment
 from farandole.launch.checkpoint_settings import checkpoint_settings
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
-from farandole.launch.horovod_settings import SETTINGS, Given, check, variables, without_effect
+from farandole.launch.horovod_settings import SETTINGS, Given, check, check_stall_times, variables, without_effect
 from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.join_settings import Joining, check_address, joining, local_hosts
-from farandole.launch.run_parser import run_parser, unused_options
+from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
             "--max-np has no effect: the size of the job is fixed, as under Horovod, without --min-np or "
             "--host-discovery-script"
         )
+    notes += _in_vain(options)
     environment = variables(settings)
     if options.tcp_flag:
         environment["NCCL_IB_DISABLE"] = "1"
@@ -139,6 +140,22 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         notes=tuple(notes),
         fork_server=options.fork_server,
     )
+
+
+def _in_vain(options: argparse.Namespace) -> list[str]:
+    """Options of ours that change nothing without another one."""
+    notes = []
+    schedule = [(options.checkpoint_every, "--checkpoint-every"), (options.checkpoint_keep, "--checkpoint-keep")]
+    given = [flag for value, flag in schedule if value not in CHECKPOINT_DEFAULTS]
+    if given and options.checkpoint is None:
+        have = "has" if len(given) == 1 else "have"
+        notes.append(f"{' and '.join(given)} {have} no effect: nothing is saved without --checkpoint DIR")
+    if options.slots is not None and options.hosts is None and options.host_discovery_script is None:
+        notes.append(
+            f"--slots-per-host {options.slots} has no effect: it is for hosts without a number of slots, in --hosts or "
+            "from --host-discovery-script"
+        )
+    return notes
 
 
 def _without_fork_server(command: Sequence[str]) -> list[str]:
@@ -245,6 +262,7 @@ def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]
         if value is not None:
             given[setting.name] = Given(value, setting.flag)
             check(setting, given[setting.name])
+    check_stall_times(given)
     reasons += without_effect(given)
     by_reason: dict[str, list[str]] = {}
     for label, reason in reasons:

@@ -47,7 +47,9 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
         if command == "jobs":
             return _jobs(options.json)
         if command == "status" and not (options.job or options.address) and len(running()) != 1:
-            return _jobs(options.json)
+            if options.json:  # always one job's status, or nothing
+                return _say_error(command, _not_one(running()), NOT_DONE)
+            return _jobs(as_json=False)
         return asyncio.run(_ask(command, options, _chosen(options)))
     except ConfigError as error:
         return _say_error(command, error, USAGE_ERROR)
@@ -125,6 +127,10 @@ def _jobs(as_json: bool) -> int:
     else:
         print("\n".join(_line(job) for job in jobs) if jobs else "no job of this user runs here")
     return DONE
+
+
+def _not_one(jobs: Sequence[JobFile]) -> str:
+    return f"--json tells of one job, say which with --job (farandole jobs --json lists them); {_which(jobs)}"
 
 
 def _which(jobs: Sequence[JobFile]) -> str:

@@ -68,6 +68,17 @@ def check(setting: Setting, given: Given) -> None:
             raise ConfigError(f"{label} must be {limits}, got {value}")
 
 
+def check_stall_times(given: Mapping[str, Given]) -> None:
+    """Raises ConfigError where a stalled operation is given up before anybody is warned of it."""
+    warning, shutdown = (given.get(f"stall_check_{name}_time_seconds") for name in ("warning", "shutdown"))
+    if warning is None or shutdown is None or not shutdown.value:
+        return
+    if float(shutdown.value) <= float(warning.value):
+        raise ConfigError(
+            f"{shutdown.label} must be more than the {warning.value} s of {warning.label}, got {shutdown.value}"
+        )
+
+
 def variables(given: Mapping[str, Given]) -> dict[str, str]:
     """What the workers' environment says of these settings, by name."""
     said = {}

@@ -15,7 +15,7 @@ from farandole.config import ForkServerUse, JobConfig
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import carried_environment, inherited_environment
 from farandole.errors import ConfigError
-from farandole.events import AgentsAwaited, Event, JobNotAnnounced
+from farandole.events import AgentsAwaited, Event, JobNotAnnounced, StopAsked
 from farandole.launch.agent import Agent, AgentConfig
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.host_watch import HostWatch
@@ -112,7 +112,10 @@ async def run_local(
 
     agents = LocalAgents(make_agent, is_over=lambda: coordinator.has_ended)
     try:
-        with _ending_on_signals(coordinator, agents), announced(job_id, coordinator.address, token, command) as problem:
+        with (
+            _ending_on_signals(coordinator, agents, on_event, config.grace_s),
+            announced(job_id, coordinator.address, token, command) as problem,
+        ):
             if problem:
                 on_event(JobNotAnnounced(problem))
             return await _run_all(coordinator, agents, first, watch, config.takes_agents)
@@ -184,7 +187,9 @@ async def _run_all(
 
 
 @contextlib.contextmanager
-def _ending_on_signals(coordinator: Coordinator, agents: LocalAgents) -> Iterator[None]:
+def _ending_on_signals(
+    coordinator: Coordinator, agents: LocalAgents, on_event: Callable[[Event], None], grace_s: float
+) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # farandole.run(): signals are the business of the program that called it
         return
@@ -192,6 +197,8 @@ def _ending_on_signals(coordinator: Coordinator, agents: LocalAgents) -> Iterato
 
     def end(number: signal.Signals) -> None:
         nonlocal asked
+        if not asked and not coordinator.has_ended:
+            on_event(StopAsked(number.name, grace_s))
         coordinator.request_stop(now=asked, reason=f"{number.name} was received")
         if asked:
             agents.kill_workers()

@@ -28,6 +28,7 @@ from farandole.events import (
 from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 
 _LAST_LINES = 5  # of a lost worker's stderr; all that there are when verbose
+_NO_HOROVOD = "ModuleNotFoundError: No module named 'horovod'"
 _TRACEBACK = "Traceback (most recent call last):"
 # Only when verbose; of the end, `ended` tells.
 _DETAILS = (
@@ -63,6 +64,7 @@ class Report:
         self._started_s = clock()
         self._generations = self._losses = self._replacements = 0
         self._raised: set[str] = set()
+        self._lacks_horovod = False
 
     def started(self, config: JobConfig, command: Sequence[str]) -> None:
         """The job is about to begin."""
@@ -96,6 +98,8 @@ class Report:
         self._say(", ".join(counts))
         verdict = "success" if exit_code == 0 else f"failed (exit code {exit_code})"
         self._say(f"{verdict}. {reason}")
+        if self._lacks_horovod and exit_code != 0:
+            self._say("a script written for Horovod: start it with farandole run --horovod")
 
     def note(self, text: str) -> None:
         """Something that the person who started the job should know; also when quiet."""
@@ -114,6 +118,7 @@ class Report:
             self._generations += 1
         elif isinstance(event, WorkerLost):
             self._losses += 1
+            self._lacks_horovod = self._lacks_horovod or _NO_HOROVOD in event.last_lines
         elif isinstance(event, WorkerSpawned):
             self._replacements += event.restart > 0
         elif isinstance(event, UserCodeFailed):

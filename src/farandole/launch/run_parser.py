@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +14,13 @@ from farandole.config import JobConfig
 from farandole.launch.horovod_settings import SETTINGS, Setting
 
 USAGE_ERROR = 2
+
+CHECKPOINT_DEFAULTS: tuple[str, int] = ("10m", 2)
+"""How often a checkpoint is written, and how many are kept."""
+
+# How argparse begins to say so.
+_UNKNOWN_FLAGS = "unrecognized arguments: "
+_UNKNOWN_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 # Options of horovodrun's that are taken and change nothing: flags, the option's name, what its value is called,
 # why. A value "," may be given several times, and is a list with commas.
@@ -75,10 +84,21 @@ def unused_options(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, not below a page of usage."""
+    """Says what is wrong in one line, not below a page of usage, and what may have been meant."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"{self.prog}: {message}\nTry '{self.prog} --help'.\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}{self._meant(message)}\nTry '{self.prog} --help'.\n")
+
+    def _meant(self, message: str) -> str:
+        """The name that is most like one which is not known."""
+        if message.startswith(_UNKNOWN_FLAGS):
+            unknown, known = message.removeprefix(_UNKNOWN_FLAGS).split()[0], [*self._option_string_actions]
+        elif found := _UNKNOWN_CHOICE.search(message):
+            unknown, known = found[1], re.findall(r"[\w-]+", found[2])
+        else:
+            return ""
+        close = difflib.get_close_matches(unknown.partition("=")[0], known, n=1)
+        return f"; did you mean {close[0]}?" if close else ""
 
 
 class _CheckBuild(argparse.Action):
@@ -225,10 +245,16 @@ def _checkpoints(parser: argparse.ArgumentParser) -> None:
     add(
         "--checkpoint-every",
         metavar="TIME",
-        default="10m",
+        default=CHECKPOINT_DEFAULTS[0],
         help="30s, 10m, 1h, or 500steps (default: %(default)s)",
     )
-    add("--checkpoint-keep", type=int, metavar="N", default=2, help="keep the newest N (default: %(default)s)")
+    add(
+        "--checkpoint-keep",
+        type=int,
+        metavar="N",
+        default=CHECKPOINT_DEFAULTS[1],
+        help="keep the newest N (default: %(default)s)",
+    )
 
 
 def _output(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,12 @@ def in_words(status: Status) -> list[str]:
         lines += ["", *_workers((*status.members, *status.newcomers))]
     if status.hosts:
         lines += ["", *_hosts(status.hosts)]
+    there = sum(each.slots for each in status.hosts if not (each.is_drained or each.out_for_s))
+    if there < status.wanted:
+        missing = status.wanted - there
+        lines.append(
+            f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are there)"
+        )
     lines += [
         f"slot {each.slot} on {each.host} sits out for {each.for_s:.1f} s more, after {each.failures} failures in a row"
         for each in status.resting

@@ -85,9 +85,17 @@ def check(headers: list[StepHeader]) -> None:
                 f"run the loop body once for each batch it gets, with the same model; nothing was applied"
             )
     if first.epoch >= 0:
-        counted = sum(header.samples for header in headers)
-        if counted != first.stop - first.start:
+        held = [header.samples for header in headers]
+        whole, counted = first.stop - first.start, sum(held)
+        if len(held) > 1 and all(samples == whole for samples in held):
+            raise CollectiveMismatch(
+                f"step {first.step}: each of the {len(held)} workers trained the whole global batch [{first.start}, "
+                f"{first.stop}), as if it were alone: their loaders do not know of each other. Give the loader to the "
+                "state, TorchState(model=..., optimizer=..., loader=loader), and pass that state to the function under "
+                "elastic.run; nothing was applied"
+            )
+        if counted != whole:
             raise CollectiveMismatch(
                 f"step {first.step}: the workers' shares hold {counted} samples, the global batch "
-                f"[{first.start}, {first.stop}) holds {first.stop - first.start}; nothing was applied"
+                f"[{first.start}, {first.stop}) holds {whole}; nothing was applied"
             )

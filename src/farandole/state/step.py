@@ -128,6 +128,11 @@ def take_part(participant: Participant) -> None:
     _step.participants.append(participant)
 
 
+def is_noticed() -> bool:
+    """Whether any optimizer of ours has done something for the batch that is out."""
+    return bool(_step.participants)
+
+
 def is_shared() -> bool:
     """Whether several optimizers decide a step together."""
     return len(_step.tracked) > 1

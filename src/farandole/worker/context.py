@@ -34,6 +34,7 @@ from farandole.process_group.registration import open_default_group, register
 from farandole.state import save_once
 from farandole.worker import logs, scratch
 from farandole.worker.children import end_stubborn_at_exit
+from farandole.worker.exiting import shorten_exit
 from farandole.worker.fixed_job import FixedJob
 from farandole.worker.heap import keep_freed_memory
 from farandole.worker.job import Job
@@ -153,6 +154,7 @@ def _end() -> None:
         if each is not None:
             each.close()
     _job = _fixed = None
+    shorten_exit()
 
 
 def is_initialized() -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator import AgentLost, AgentTold
+from farandole.coordinator import AgentLost, AgentTold, ScaleRequested
+from farandole.events import SlotsMissing, WorkerLost
 from farandole.membership import Address
 from farandole.messages import (
     AgentHello,
@@ -63,6 +64,24 @@ def test_too_few_slots_end_the_job_after_the_start_timeout() -> None:
     told = ToldJob(3, slots=2, start_timeout_s=60)
     assert told.deadline_in_s == 60
     assert "offer only 2 slots for 3 workers" in told.passes(60).ending[1]
+
+
+def test_people_are_told_once_for_how_many_slots_the_start_waits_and_how_long() -> None:
+    told = ToldJob(3, slots=1, start_timeout_s=60)
+    line = "waiting for 2 more slots (1 of 3 are there); the job ends in 60 s (--start-timeout)"
+    assert [event.line() for event in told.logged(SlotsMissing)] == [line]
+    assert told.passes(1).logged(SlotsMissing) == []
+    assert told.connect("b", 1).logged(SlotsMissing) == []
+    assert told.connect("c", 1).logged(SlotsMissing) == []
+
+
+def test_a_job_that_is_scaled_beyond_its_slots_says_so_and_goes_on() -> None:
+    told = ToldJob(2, max_np=4).training()
+    assert told.logged(SlotsMissing) == []
+    told.feed(ScaleRequested(3))
+    assert [event.line() for event in told.logged(SlotsMissing)] == ["waiting for 1 more slot (2 of 3 are there)"]
+    assert told.feed(ScaleRequested(3)).logged(SlotsMissing) == []
+    assert told.job.ending is None
 
 
 def test_slots_that_come_in_time_stop_that_clock() -> None:
@@ -152,3 +171,9 @@ def test_a_state_confirmed_for_another_generation_makes_no_holder() -> None:
     told = ToldJob(2).hello("w0", "w1")
     before = told.job
     assert told.says("w0", Synced(7)).says("w0", Synced(0)).job == before
+
+
+@pytest.mark.parametrize(("exit_code", "left"), [(3, None), (-9, 3)])
+def test_restarts_are_spoken_of_only_where_one_follows(exit_code: int, left: int | None) -> None:
+    (lost,) = ToldJob(2).exited("w1", exit_code).logged(WorkerLost)
+    assert lost.restarts_left == left

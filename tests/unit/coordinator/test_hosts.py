@@ -80,7 +80,7 @@ def test_workers_of_a_removed_host_leave_at_a_boundary_and_then_its_agent_goes()
 
 def test_a_removed_slot_is_left_and_the_others_of_its_host_go_on() -> None:
     told = hosts_job().offer(x=3).training().offer(x=2)
-    assert prepared(told).reason == "w2 leave"
+    assert prepared(told).reason == "w2 leaves"
     assert told.ready(2, "w0", "w1", "w2").members == ("w0", "w1")
     assert told.exited("w2", 0).sent(Dismissed) == []
 

@@ -66,7 +66,7 @@ def test_a_newcomer_is_reported_as_a_change() -> None:
     assert told.stepped("w0").logged(Recovered) == []
     (report,) = told.stepped("w2", synced_s=0.02).logged(Recovered)
     assert report.is_planned
-    assert report.line().startswith("changed in 20 ms (w2 join): ready 0, ")
+    assert report.line().startswith("changed in 20 ms (w2 joins): ready 0, ")
 
 
 def test_old_news_of_a_first_step_do_not_count() -> None:

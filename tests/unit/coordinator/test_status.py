@@ -86,3 +86,9 @@ def test_steps_are_those_that_agents_see() -> None:
     now = describe(ToldJob(2).training().job, 0.0, {"w0": 7, "w1": 8, "gone": 99})
     assert [worker.step for worker in now.members] == [7, 8]
     assert now.step == 8
+
+
+def test_slots_that_are_missing_are_shown() -> None:
+    text = "\n".join(in_words(status(ToldJob(3, slots=2))))
+    assert "waiting for 1 more slot (2 of 3 are there)" in text
+    assert "more slot" not in "\n".join(in_words(status(ToldJob(2, slots=2))))

@@ -62,7 +62,7 @@ def test_what_comes_and_what_goes_are_told_together() -> None:
     told = ToldJob(2, slots=0, fills_slots=True, waits_for_newcomers=True).offer(x=1, y=1).training()
     told.feed_hosts(y=1, z=1)
     # The agent of z is not there yet.
-    assert {message.message for message in told.sent(TellWorkers)} == {Prepare(2, "w0 leave", update=1)}
+    assert {message.message for message in told.sent(TellWorkers)} == {Prepare(2, "w0 leaves", update=1)}
     told.connect("z", 1, "z").ready(2, "w0", "w1")
     assert told.number == 1
     assert told.hello("w2").elastic("w2").members == ("w1", "w2")

@@ -225,10 +225,26 @@ def test_a_fault_between_micro_batches_starts_the_global_batch_again() -> None:
     assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
 
 
+class Trains:
+    """A DistributedOptimizer, as the open step sees one."""
+
+    def begin_padding(self) -> None: ...
+
+    def end_flight(self, reason: str) -> None: ...
+
+
 def test_a_loop_body_without_a_step_is_an_error_that_says_what_to_do() -> None:
     feed = iter(make())
     next(feed)
+    step.take_part(Trains())
     with pytest.raises(StepError, match=r"without backward\(\) and optimizer.step\(\) for samples \[0, 4\)"):
+        next(feed)
+
+
+def test_a_loop_body_with_an_optimizer_of_torchs_alone_is_told_to_wrap_it() -> None:
+    feed = iter(make())
+    next(feed)
+    with pytest.raises(StepError, match=r"no DistributedOptimizer .* samples \[0, 4\).*fd.DistributedOptimizer\("):
         next(feed)
 
 

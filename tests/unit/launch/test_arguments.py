@@ -134,3 +134,48 @@ def test_checkpoints_that_cannot_be_meant_are_refused(
     with pytest.raises(SystemExit):
         parse_run(["-np", "1", "--checkpoint", str(tmp_path), *flags, "sh"])
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["--checkpoint-every", "5m"], "--checkpoint-every has"),
+        (["--checkpoint-every", "5m", "--checkpoint-keep", "3"], "--checkpoint-every and --checkpoint-keep have"),
+        (["--slots-per-host", "3"], "--slots-per-host 3 has"),
+    ],
+)
+def test_what_has_no_effect_without_another_option_is_said(words: list[str], flags: str) -> None:
+    (note,) = parse_run(["-np", "2", *words, "sh"]).notes
+    assert note.startswith(f"{flags} no effect: ")
+
+
+def test_what_has_an_effect_is_not_said_to_have_none(tmp_path: Path) -> None:
+    words = ["--checkpoint", str(tmp_path), "--checkpoint-every", "5m", "-H", "localhost", "--slots-per-host", "3"]
+    assert parse_run(["-np", "2", *words, "sh"]).notes == ()
+
+
+@pytest.mark.parametrize("shutdown", ["10", "9"])
+def test_a_stalled_operation_is_not_given_up_before_anybody_is_warned(
+    shutdown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-time-seconds", shutdown]
+    with pytest.raises(SystemExit):
+        parse_run(["-np", "2", *words, "sh"])
+    assert "--stall-check-shutdown-time-seconds must be more than the 10 s of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["run", "-np", "2", "--chekpoint=x", "sh"], "--checkpoint"),
+        (["rnu", "-np", "2", "sh"], "run"),
+        (["statsu"], "status"),
+        (["run", "-np", "2", "--transport", "smh", "sh"], "shm"),
+    ],
+)
+def test_a_slip_of_the_fingers_is_answered_by_what_was_meant(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"did you mean {meant}?" in capsys.readouterr().err

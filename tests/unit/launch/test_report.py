@@ -74,3 +74,9 @@ def test_a_traceback_is_not_told_again() -> None:
         f"[farandole] {lost().line()}",
     ]
     assert told(lost(*TRACEBACK))[2:-2] == ["[farandole]     | ValueError: no good"]
+
+
+def test_a_script_for_horovod_that_does_not_find_it_is_told_how_to_start_it() -> None:
+    missing = "ModuleNotFoundError: No module named 'horovod'"
+    assert told(lost(*TRACEBACK[:2], missing), exit_code=1)[-1].endswith("start it with farandole run --horovod")
+    assert not told(lost(*TRACEBACK), exit_code=1)[-1].endswith("--horovod")

@@ -38,3 +38,16 @@ def test_a_header_comes_back_as_it_was_and_always_has_the_same_size(values: list
     header = StepHeader(*values)
     assert StepHeader.unpack(header.pack()) == header
     assert len(header.pack()) == SIZE
+
+
+def test_workers_whose_loaders_do_not_know_of_each_other_are_told_to_give_them_to_the_state() -> None:
+    with pytest.raises(CollectiveMismatch, match=r"each of the 2 workers .* whole global batch \[24, 36\).*TorchState"):
+        check([msgspec.structs.replace(HEADER, samples=12)] * 2)
+
+
+def test_one_worker_alone_trains_the_whole_global_batch() -> None:
+    check([msgspec.structs.replace(HEADER, samples=12)])
+
+
+def test_a_global_batch_of_which_others_trained_nothing_is_one() -> None:
+    check([msgspec.structs.replace(HEADER, samples=12), msgspec.structs.replace(HEADER, samples=0)])
