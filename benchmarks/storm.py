@@ -162,11 +162,8 @@ def presence(storm: Storm) -> dict[int, float]:
 
 def longest_stall_s(proof: Proof) -> float:
     """Of a worker that trained before and after it."""
-    by_worker: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for record in proof.records:
-        if "after" in record:
-            by_worker[record["host"], record["pid"]].append(record["ns"])
-    return max(b - a for times in by_worker.values() for a, b in itertools.pairwise(times)) / 1e9
+    gaps = (b["ns"] - a["ns"] for steps in proof.applied().values() for a, b in itertools.pairwise(steps))
+    return max(gaps) / 1e9
 
 
 def violations(storm: Storm) -> list[str]:

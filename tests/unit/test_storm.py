@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.storm import Storm, longest_stall_s, presence, violations
 from benchmarks.storm_job import BATCH, SAMPLES, SEED
 from farandole.testing.proof import Proof
+from farandole.testing.running_job import RunningJob
 from tests.pure_order import global_batches
 
 SECOND = 10**9
@@ -51,3 +52,24 @@ def test_a_good_storm_violates_nothing_and_a_sample_in_the_wrong_step_is_found(t
     said = " ".join(violations(storm))
     assert "samples lost" in said
     assert "in peace: [7]" in said
+
+
+def test_a_worker_with_the_number_of_one_that_has_ended_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "worker-7-here.jsonl"
+    old = {"before": 1, "pid": 7, "host": "here", "rank": 0, "generation": 1, "since": 1}
+    path.write_text(f"{json.dumps(old)}\n{json.dumps(old)}\n")
+    with RunningJob([], Path("script"), [], tmp_path, program=["true"]) as job:
+        assert set(job.latest()) == {0}
+        job.forget(old)
+        assert job.latest() == {}
+        with path.open("a") as file:
+            file.write(json.dumps({**old, "generation": 9, "rank": 2, "since": 5}) + "\n")
+        assert set(job.latest()) == {2}
+
+
+def test_between_two_workers_of_one_number_there_is_no_stall(tmp_path: Path) -> None:
+    common = {"pid": 7, "host": "here", "rank": 0, "size": 1}
+    lines = [{"after": n, "generation": 1, "ns": n * SECOND, "since": 1, **common} for n in range(3)]
+    lines += [{"after": n, "generation": 5, "ns": (n + 500) * SECOND, "since": 2, **common} for n in range(3, 6)]
+    (tmp_path / "worker-7-here.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert longest_stall_s(Proof(tmp_path)) == 1.0

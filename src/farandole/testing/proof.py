@@ -94,7 +94,7 @@ class Proof:
         """Milliseconds between the last applied step before a generation and the first one in it, for each
         process that took part in both."""
         pauses = []
-        for after in self._applied().values():
+        for after in self.applied().values():
             before = [r["ns"] for r in after if r["generation"] < generation]
             since = [r["ns"] for r in after if r["generation"] >= generation]
             if before and since:
@@ -105,7 +105,7 @@ class Proof:
         """Between two applied steps of one process in one generation."""
         gaps: list[float] = [
             (b["ns"] - a["ns"]) / 1e6
-            for after in self._applied().values()
+            for after in self.applied().values()
             for a, b in itertools.pairwise(after)
             if a["generation"] == b["generation"]
         ]
@@ -118,10 +118,10 @@ class Proof:
     def ends(self) -> list[Record]:
         return [record for record in self.records if "end" in record]
 
-    def _applied(self) -> dict[tuple[str, int], list[Record]]:
-        """By worker: two hosts may have processes of the same number."""
-        by_worker: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    def applied(self) -> dict[tuple[str, int, int], list[Record]]:
+        """Records of applied steps by worker: its host, its number there, and since when it has had that."""
+        by_worker: dict[tuple[str, int, int], list[Record]] = defaultdict(list)
         for record in self.records:
             if "after" in record:
-                by_worker[record.get("host", ""), record["pid"]].append(record)
+                by_worker[record.get("host", ""), record["pid"], record.get("since", 0)].append(record)
         return by_worker

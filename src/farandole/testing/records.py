@@ -21,11 +21,13 @@ class Records:
     {"after": step, ...}                                  the optimizer step is applied
     {"end": step, "parameters": hash, ...}                the elastic function has returned
 
-    Every line has the process and its host, rank and size, and the monotonic clock of the machine in nanoseconds.
+    Every line has the process and its host, rank and size, and the monotonic clock of the machine in nanoseconds: "ns"
+    now, and "since" when this object was made, since numbers of processes come again after a while.
     """
 
     def __init__(self, folder: str | None) -> None:
         self._file: int | None = None
+        self._since = time.monotonic_ns()
         if folder is not None:
             path = Path(folder) / f"worker-{os.getpid()}-{socket.gethostname()}.jsonl"
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -56,5 +58,6 @@ class Records:
             "size": fd.size(),
             "generation": fd.generation(),
             "ns": time.monotonic_ns(),
+            "since": self._since,
         }
         os.write(self._file, json.dumps(record).encode() + b"\n")

@@ -43,7 +43,7 @@ class RunningJob:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
-        self._ended: set[str] = set()
+        self._ended: dict[str, int] = {}  # size of the records of a worker that has ended
         command = [*program, *flags, sys.executable, str(script), *arguments]
         with contextlib.ExitStack() as files:
             sink = files.enter_context(output.open("wb")) if output is not None else None
@@ -76,7 +76,7 @@ class RunningJob:
         """The newest complete record of each worker process of the newest generation, by rank."""
         records = []
         for path in self.folder.glob("worker-*.jsonl"):
-            if path.name in self._ended:
+            if path.stat().st_size == self._ended.get(path.name):
                 continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - 8192))
@@ -99,8 +99,9 @@ class RunningJob:
         raise TimeoutError(f"not reached; exit code {self.process.poll()}, latest records: {self.latest()}")
 
     def forget(self, record: dict[str, Any]) -> None:
-        """This worker has ended: latest() has nothing of it any more, and need not look for it."""
-        self._ended.add(f"worker-{record['pid']}-{record['host']}.jsonl")
+        """This worker has ended: latest() has nothing of it any more, unless another one gets the same number."""
+        name = f"worker-{record['pid']}-{record['host']}.jsonl"
+        self._ended[name] = (self.folder / name).stat().st_size
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> int:
         """Send a signal to a worker; the monotonic clock in nanoseconds right before."""
