@@ -4,13 +4,17 @@ interface, two ways; worker_processes.py does not know which one it has."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from farandole.config import ForkServerUse
+from farandole.deadline import to_its_end
 from farandole.env import differs_for_all
 from farandole.events import Event, ForkServerLost, ForkServerReady
 from farandole.launch.child import Child, start, worker_variables
@@ -55,7 +59,19 @@ class PlainSpawner:
         self._command = list(command)
 
     async def spawn(self, environment: Mapping[str, str]) -> Child:
-        return start(self._command, worker_variables(environment))
+        # Not on the loop's thread, which has beats to say: where cores are scarce, a program takes long to begin.
+        starting = asyncio.ensure_future(asyncio.to_thread(start, self._command, worker_variables(environment)))
+        try:
+            return await to_its_end(starting)
+        except asyncio.CancelledError:
+            if starting.exception() is None:  # nobody has the child
+                child = starting.result()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                await asyncio.to_thread(child.wait)
+                child.stdout.close()
+                child.stderr.close()
+            raise
 
     def training_begins(self) -> None:
         pass
