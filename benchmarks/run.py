@@ -85,6 +85,7 @@ def _parse() -> argparse.Namespace:
         "recovery",
         *_ON_A_LAB,
         "step-time",
+        "small-batches",
         "all-reduce",
         "commit",
         "memory",
