@@ -12,7 +12,8 @@ from collections import deque
 LONGEST_BEAT_S = 0.5
 
 _REMEMBERED = 1000
-"""Beats that were not heard yet: they are a hundred budgets old by then."""
+"""Beats that nobody has heard yet. Of older ones it is of no use to know when they were sent: who hears anything hears
+newer ones, too, and who hears nothing for so long, minutes, counts as silent since the last one that was heard."""
 
 
 def beat_period_s(budget_s: float) -> float:

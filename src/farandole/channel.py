@@ -134,9 +134,8 @@ async def _dial(
 
 async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: Handshake) -> Session:
     sock = writer.get_extra_info("socket")
-    sock.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # no waiting for the acknowledgement of the message before
+    # A message must not wait for the acknowledgement of the one before it.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock)
     said = handshake.begin()
     while True:
