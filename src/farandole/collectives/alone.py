@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from farandole.collectives.buffers import combiner, flat_on_its_device
 from farandole.collectives.reduction import Reduction
 from farandole.errors import GenerationEnded
+from farandole.readiness import can_read
 
 
 class AloneTransport:
@@ -52,9 +52,7 @@ class AloneTransport:
 
     def wait_until_called(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
-        poll = select.poll()  # which takes any descriptor, unlike select()
-        poll.register(wake, select.POLLIN)
-        poll.poll()
+        can_read(wake, within_s=None)
         return False
 
     def abort(self, reason: str) -> None:

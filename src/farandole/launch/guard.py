@@ -8,10 +8,11 @@ that started the worker ends.
 from __future__ import annotations
 
 import contextlib
-import select
 import subprocess
 import sys
 from pathlib import Path
+
+from farandole.readiness import can_write
 
 _SCRIPT = Path(__file__).with_name("guard_process.py")
 _STOP_S = 1.0
@@ -58,9 +59,7 @@ class Guard:
         process = self._process
         if self._silence_limit_s is None or process is None or process.stdin is None:
             return
-        poll = select.poll()  # which takes any descriptor, unlike select()
-        poll.register(process.stdin, select.POLLOUT)
-        if poll.poll(0):  # else the guard itself is stopped: nobody waits for it
+        if can_write(process.stdin, within_s=0):  # else the guard itself is stopped: nobody waits for it
             self._say("beat\n")
 
     def release(self, pgid: int) -> None:

@@ -4,10 +4,11 @@ slow disk. Used by output.py and report.py.
 
 from __future__ import annotations
 
-import select
 import threading
 from collections.abc import Callable
 from typing import BinaryIO, Generic, TextIO, TypeVar, cast
+
+from farandole.readiness import can_write
 
 BACKLOG_BYTES = 64 << 20
 """So much may wait to be written. What comes on top is dropped: training does not stop for its output."""
@@ -111,9 +112,7 @@ def write_all(raw: BinaryIO, data: bytes) -> None:
     while rest:
         written: int | None = raw.write(rest)
         if written is None:  # some other process has made our terminal non-blocking
-            poll = select.poll()  # which takes any descriptor, unlike select()
-            poll.register(raw, select.POLLOUT)
-            poll.poll(1000)
+            can_write(raw, within_s=1.0)
         else:
             rest = rest[written:]
 

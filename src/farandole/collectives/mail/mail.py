@@ -8,7 +8,6 @@ way; it is dialed when the first one is sent.
 from __future__ import annotations
 
 import contextlib
-import select
 import selectors
 import socket
 import threading
@@ -24,6 +23,7 @@ from farandole.collectives.mail.letters import Expected, Letter, Letters
 from farandole.collectives.ring import OnBroken
 from farandole.errors import FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Address, GenerationId
+from farandole.readiness import can_write
 from farandole.whereabouts import Waiting
 
 _SLICE_S = 1.0
@@ -232,9 +232,7 @@ class Mail:
             try:
                 view = view[sock.send(view) :]
             except BlockingIOError:
-                poll = select.poll()  # which takes any descriptor, unlike select()
-                poll.register(sock, select.POLLOUT)
-                if not poll.poll(_SLICE_S * 1000) and self._check is not None:
+                if not can_write(sock, _SLICE_S) and self._check is not None:
                     self._check()
 
     def _end_by_loss(self, op: str, rank: int, detail: str) -> None:
