@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_a_program_that_cannot_begin_is_an_error_as_before() -> None:
 
 def test_what_is_being_started_for_nobody_ends(tmp_path: Path) -> None:
     async def test() -> None:
-        spawning = asyncio.create_task(PlainSpawner(["sh", "-c", f"sleep 60; : {tmp_path}"]).spawn(os.environ))
+        # One process: only a group's leader is waited for, and its children take a moment to die.
+        command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)", str(tmp_path)]
+        spawning = asyncio.create_task(PlainSpawner(command).spawn(os.environ))
         await asyncio.sleep(0)
         spawning.cancel()
         with pytest.raises(asyncio.CancelledError):
