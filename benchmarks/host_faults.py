@@ -7,7 +7,6 @@ import signal
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ def table(times: int, budget_s: float) -> list[dict[str, Any]]:
         folder = Path(name)
         with _job(folder, budget_s) as (job, site):
             done = [(fault, [_bring(job, site, fault, turn, budget_s) for turn in range(times)]) for fault in FAULTS]
-        applied = _applied(Proof(folder))
+        applied = {(host, pid): steps for (host, pid, _), steps in Proof(folder).applied().items()}
     rows = []
     for fault, hits in done:
         found = [hit.recovery_ms(applied) for hit in hits]
@@ -141,11 +140,3 @@ def _bring(job: RunningJob, site: Site, fault: str, turn: int, budget_s: float) 
     job.wait_until(has_come, _DEADLINE_S)
     job.forget(victim)
     return hit
-
-
-def _applied(proof: Proof) -> dict[Worker, list[Record]]:
-    by_worker: dict[Worker, list[Record]] = defaultdict(list)
-    for record in proof.records:
-        if "after" in record:
-            by_worker[record["host"], record["pid"]].append(record)
-    return by_worker
