@@ -70,6 +70,9 @@ class StepState(TorchState):
     Large state is parameters and optimizer tensors, small state all the rest (design: words).
     """
 
+    is_equal_by_rule = True
+    """A step is applied whole, from the same gradients, or not at all: replicas at the same step are equal."""
+
     def __init__(
         self,
         model: torch.nn.Module | None = None,

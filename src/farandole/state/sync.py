@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from farandole.collectives.transport import Transport
-from farandole.errors import FatalError, PeerLost
+from farandole.errors import FatalError
 from farandole.membership import Progress
 from farandole.state import packing, streaming
 
@@ -20,6 +20,8 @@ class Shared(Protocol):
     """A state as a sync sees it: StepState, or the one of commit_sync.py."""
 
     is_holder: bool
+    is_equal_by_rule: bool
+    """Whether holders at the same step cannot differ in their large state: it is compared only where it is copied."""
 
     @property
     def progress(self) -> Progress: ...
@@ -48,14 +50,12 @@ class Standing(msgspec.Struct, frozen=True):
 
     is_holder   whether its state may be anybody's source
     progress    how far it is
-    digest      of its large state: tensors, names, shapes
     small       bytes of its small state: (skeleton, tensors)
     large       bytes of its large state: (skeleton, tensors)
     """
 
     is_holder: bool
     progress: Progress
-    digest: bytes
     small: tuple[int, int]
     large: tuple[int, int]
 
@@ -80,8 +80,8 @@ def choose_source(standings: list[Standing], founding: bool) -> int:
 
 
 def is_behind(standing: Standing, source: Standing) -> bool:
-    """Whether a rank has to copy the large state."""
-    return not standing.is_holder or standing.progress.step != source.progress.step or standing.digest != source.digest
+    """Whether a rank has to copy the large state, whatever is in it."""
+    return not standing.is_holder or standing.progress.step != source.progress.step
 
 
 def synchronize(state: Shared, transport: Transport, founding: bool) -> SyncReport:
@@ -89,13 +89,13 @@ def synchronize(state: Shared, transport: Transport, founding: bool) -> SyncRepo
 
     The small state has been captured (state.capture()). Copies arrive in staging memory, are checked, and only
     then take the place of the old state: a source that dies in the middle leaves everyone as they were.
-    Raises PeerLost or GenerationEnded for that, with this rank's state unharmed.
+    Raises PeerLost or GenerationEnded for that, with this rank's state unharmed; FatalError on a rank whose copy is
+    not what the source has.
     """
     small, large = state.captured(), packing.pack(state.large())
     mine = Standing(
         is_holder=state.is_holder,
         progress=state.progress,
-        digest=_digest(state.large(), large.tensors),
         small=(len(small.skeleton), streaming.total_bytes(small.tensors)),
         large=(len(large.skeleton), streaming.total_bytes(large.tensors)),
     )
@@ -103,20 +103,36 @@ def synchronize(state: Shared, transport: Transport, founding: bool) -> SyncRepo
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
     source = choose_source(standings, founding)
     wanted = standings[source]
-    behind = tuple(rank for rank, each in enumerate(standings) if rank != source and is_behind(each, wanted))
     new_small = _receive(transport, source, small, wanted.small, needed=True)
     new_large = None
-    if behind:
-        new_large = _receive(transport, source, large, wanted.large, needed=transport.rank in behind)
+    behind = {rank for rank, each in enumerate(standings) if rank != source and is_behind(each, wanted)}
+    if not behind and not state.is_equal_by_rule:
+        behind = _differing(state.large(), transport, source)
+    copied = set[int]()
+    while behind:
+        received = _receive(transport, source, large, wanted.large, needed=transport.rank in behind)
+        new_large = received or new_large
+        copied |= behind
+        behind = _differing(new_large or state.large(), transport, source)
+        if transport.rank in behind & copied:
+            raise FatalError(
+                f"the state of rank {source} arrived as another one: its digest differs. Does anything change "
+                "parameters or the optimizer's state while workers regroup, for example another thread?"
+            )
     if transport.rank != source:
         if new_large is not None:
-            _check(new_large, wanted, transport, source)
             state.is_holder = False  # torn from the first byte until the last
             state.load_large(new_large)
         state.load_small(new_small)
         state.capture()
     state.is_holder = True
-    return SyncReport(source, behind, sum(wanted.large) if behind else 0)
+    return SyncReport(source, tuple(sorted(copied)), sum(wanted.large) if copied else 0)
+
+
+def _differing(large: dict[str, Any], transport: Transport, source: int) -> set[int]:
+    """The ranks whose large state is not the source's. All read theirs at the same time."""
+    digests = transport.all_gather(_digest(large, packing.pack(large).tensors))
+    return {rank for rank, digest in enumerate(digests) if digest != digests[source]}
 
 
 def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool) -> Any:
@@ -134,11 +150,6 @@ def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tup
     value, room = packing.make_room(skeleton.numpy().tobytes())
     streaming.broadcast_all(transport, room, sizes[1], source)
     return value
-
-
-def _check(received: dict[str, Any], wanted: Standing, transport: Transport, source: int) -> None:
-    if _digest(received, packing.pack(received).tensors) != wanted.digest:
-        raise PeerLost("sync", 0, source, "the state arrived damaged: its digest differs from the source's")
 
 
 def _digest(large: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:

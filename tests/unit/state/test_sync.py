@@ -10,6 +10,7 @@ import torch
 from farandole.errors import FatalError, PeerLost
 from farandole.membership import Progress
 from farandole.state import streaming
+from farandole.state.step_state import StepState
 from farandole.state.sync import Standing, choose_source, synchronize
 from farandole.state.torch_state import TorchState
 from farandole.testing.thread_world import ThreadTransport, ThreadWorld
@@ -112,28 +113,79 @@ def test_equal_workers_copy_only_the_small_state() -> None:
     assert content(states[1]) == wanted
 
 
-def test_equal_counters_with_different_weights_are_noticed() -> None:
+def two_that_differ_in_one_weight() -> list[TorchState]:
     states = [trained_state(5, 2), trained_state(5, 2)]
     for state in states:
         state.is_holder = True
     with torch.no_grad():
         states[1].model[0].weight[0, 0] += 1e-3
+    return states
+
+
+def test_equal_counters_with_different_weights_are_noticed_where_no_rule_forbids_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepState, "is_equal_by_rule", False)
+    states = two_that_differ_in_one_weight()
     wanted = content(states[0])
     reports = sync_all(states, ThreadWorld(2), founding=False)
     assert reports[0].behind == (1,)
     assert content(states[1]) == wanted
 
 
-@pytest.mark.parametrize("collective", range(6))
+def test_different_weights_are_noticed_when_somebody_copies() -> None:
+    states = [*two_that_differ_in_one_weight(), trained_state(6, 0)]
+    wanted = content(states[0])
+    reports = sync_all(states, ThreadWorld(3), founding=False)
+    assert [report.behind for report in reports] == [(1, 2)] * 3
+    assert [content(state) for state in states] == [wanted] * 3
+
+
+def test_under_the_step_rule_a_loss_reads_no_weight() -> None:
+    """Survivors wait for the next step: reading gigabytes is not worth it, where nothing can have changed them."""
+    states = [trained_state(5, 2), trained_state(5, 2)]
+    for state in states:
+        state.is_holder = True
+    read = list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "digest", lambda tensors: read.append(len(tensors)) or b"")
+        reports = sync_all(states, ThreadWorld(2), founding=False)
+    assert reports[0].behind == ()
+    assert not read
+
+
+def test_a_copy_that_is_not_what_the_source_has_is_refused() -> None:
+    """E.g. a thread of the script that changes a parameter of the source meanwhile."""
+    source, newcomer = trained_state(1, 4), trained_state(2, 0)
+    source.is_holder = True
+    before = content(newcomer)
+    move = streaming.broadcast_all
+
+    def and_change(transport: ThreadTransport, *args: Any) -> None:
+        move(transport, *args)
+        if transport.rank == 0:
+            with torch.no_grad():
+                source.model[0].weight[0, 0] += 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "broadcast_all", and_change)
+        results = sync_all([source, newcomer], ThreadWorld(2), founding=False)
+    assert isinstance(results[1], FatalError)
+    assert "another thread" in str(results[1])
+    assert content(newcomer) == before
+    assert not newcomer.is_holder
+
+
+@pytest.mark.parametrize("collective", range(7))
 def test_a_source_that_dies_in_the_middle_leaves_the_others_as_they_were(collective: int) -> None:
-    """Collectives of a sync: standings, small skeleton, small data, large skeleton, large data."""
+    """Collectives of a sync: standings, small skeleton, small data, large skeleton, large data, digests."""
     ahead, behind, newcomer = trained_state(1, 4), trained_state(2, 3), trained_state(3, 0)
     ahead.is_holder = behind.is_holder = True
     world = ThreadWorld(3)
     world.kill(rank=0, before=collective)
     before, target = content(behind), content(ahead)
     results = sync_all([ahead, behind, newcomer], world, founding=False)
-    if collective < 5:
+    if collective < 6:
         assert isinstance(results[1], PeerLost)
         assert content(behind) == before
         assert behind.is_holder
@@ -141,7 +193,7 @@ def test_a_source_that_dies_in_the_middle_leaves_the_others_as_they_were(collect
         again = sync_all([behind, newcomer], ThreadWorld(2), founding=False)
         assert again[0].source == 0
         assert content(newcomer) == content(behind) == before
-    else:  # a sync has no sixth collective: it was through
+    else:  # a sync has no seventh collective: it was through
         assert content(behind) == content(newcomer) == target
 
 
@@ -153,7 +205,7 @@ def test_a_different_model_is_refused_by_name_and_nothing_changes() -> None:
 
 
 def standing(step: int, is_holder: bool = True, epoch: int = 0) -> Standing:
-    return Standing(is_holder, Progress(step=step, epoch=epoch), b"", (0, 0), (0, 0))
+    return Standing(is_holder, Progress(step=step, epoch=epoch), (0, 0), (0, 0))
 
 
 def test_the_source_is_the_lowest_rank_among_the_highest() -> None:
