@@ -63,6 +63,7 @@ def random_config(dice: random.Random) -> JobConfig:
         elastic_timeout_s=30.0,
         start_timeout_s=20.0,
         step_timeout_s=5.0,
+        survivors_first_s=dice.choice([0.0, 0.05, 1.0]),
     )
 
 
@@ -323,7 +324,7 @@ def test_the_schedules_with_spares_reach_the_cases_they_are_meant_for() -> None:
 
 
 def test_the_schedules_of_hosts_reach_the_cases_they_are_meant_for() -> None:
-    worlds = [check_schedule(seed, random_hosts_world) for seed in range(300)]
+    worlds = [check_schedule(seed, random_hosts_world) for seed in range(600)]
     ends = [world.end for world in worlds if world.end is not None]
     reasons = " ".join(end.reason for end in ends)
     assert sum(end.exit_code == 0 for end in ends) > 60

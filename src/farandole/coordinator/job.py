@@ -259,6 +259,7 @@ class Job:
     losses         members lost since the last START
     lease_end_s    until then workers of hosts that were lost may go on where nobody sees them
     victims        members lost of whom no recovery has been told yet
+    survivors_first_until_s  replacements of lost workers are not started before, or until the survivors train again
     plain_exits    workers that exited with code 0 and never called init()
     """
 
@@ -294,6 +295,7 @@ class Job:
     lease_end_s: float | None = None
     victims: tuple[Victim, ...] = ()
     recovery: Recovery | None = None
+    survivors_first_until_s: float | None = None
     plain_exits: tuple[str, ...] = ()
     links: LinkTrouble = LinkTrouble()
     stall: Stall | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from farandole.coordinator import survivors_first
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Change, Recovery, Victim, Worker
 from farandole.events import Recovered
@@ -53,6 +54,7 @@ def tell_when_over(draft: Draft) -> None:
     if not all(worker.name in recovery.steps or job.has_finished(worker) for worker in job.survivors()):
         return
     draft.change(recovery=None, victims=())
+    survivors_first.end(draft)
     if recovery.steps:
         draft.log(_report(recovery, job.victims))
 

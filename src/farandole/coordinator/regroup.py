@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import assignment, recovery, rooms, slots, spares, words
+from farandole.coordinator import assignment, recovery, rooms, slots, spares, survivors_first, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
 from farandole.coordinator.resuming import is_state_lost, resume
@@ -31,6 +31,7 @@ def abort(draft: Draft, reason: str) -> None:
         reasons = f"{old.reason}; {reason}"
         change = replace(change, began_s=old.began_s, reason=reasons, short_since_s=old.short_since_s)
     draft.change(number=number, change=change)
+    survivors_first.begin(draft)
     draft.change(links=LinkTrouble(retries=draft.job.links.retries))
     survivors = tuple(worker.name for worker in draft.job.survivors())
     draft.tell(survivors, Abort(number, reason))

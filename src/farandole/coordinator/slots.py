@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farandole.coordinator import rooms, spares
+from farandole.coordinator import rooms, spares, survivors_first
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Job, Slot, SlotUse, Worker
 from farandole.events import ScaleChanged, ScaleRefused, SlotsMissing, WorkerSpawned
@@ -110,6 +110,8 @@ def fill(draft: Draft) -> None:
 def _refill(draft: Draft) -> list[str]:
     """Replace lost workers within their slots' budgets."""
     new, occupied = [], _occupants(draft.job)
+    if survivors_first.is_on(draft.job):
+        return new
     for slot, use in draft.job.slots.items():
         vacant = use.is_open and not use.is_held_back and use.rests_until_s is None and slot not in occupied
         if vacant and use.restarts < draft.job.config.restarts and _admits(draft.job):

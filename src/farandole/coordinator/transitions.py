@@ -10,6 +10,7 @@ Each theme has a file. What happens when a worker dies is lost.py, then regroup.
     recovery.py  what a regroup has cost           watchdog.py when nobody gets on any more
     finish.py    from the first Finished on        ending.py   from the decision to end to the last exit
     probes.py    which links are proved to be broken
+    survivors_first.py  a replacement is started when the survivors train again
 
 An input first changes what is known (`_note`); then `_settle` draws the conclusions from what is known now.
 So no rule depends on which input came last, and old, repeated or contradictory ones change nothing.
@@ -30,6 +31,7 @@ from farandole.coordinator import (
     resting,
     slots,
     spares,
+    survivors_first,
     talk,
     watchdog,
 )
@@ -81,6 +83,7 @@ def next_deadline(job: Job) -> float | None:
         *(() if regroup.awaits_exits(job) else of_regroup),
         quarantine.deadline(job),
         resting.deadline(job),
+        job.survivors_first_until_s,
         *(worker.kill_at_s for worker in job.workers.values()),
     ]
     return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -137,14 +140,15 @@ def _settle(draft: Draft) -> None:
         talk.kill_overdue(draft)
         quarantine.let_back(draft)
         resting.let_back(draft)
+        survivors_first.end_in_time(draft)
         hosts.dismiss_idle(draft)
+        recovery.tell_when_over(draft)
         slots.follow_hosts(draft)
         slots.fill(draft)
         spares.warn_of_missing(draft)
         if draft.job.generation is None:
             founding.advance(draft)
         elif draft.job.is_released:
-            recovery.tell_when_over(draft)
             finish.advance(draft)
         elif draft.job.is_elastic:
             _settle_elastic(draft)
@@ -155,7 +159,6 @@ def _settle(draft: Draft) -> None:
 
 
 def _settle_elastic(draft: Draft) -> None:
-    recovery.tell_when_over(draft)
     if regroup.awaits_exits(draft.job):
         return
     for rule in (regroup.end_if_hopeless, links.judge, finish.release_if_all_finished, regroup.advance):

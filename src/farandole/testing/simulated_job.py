@@ -114,14 +114,18 @@ class SimulatedJob:
 
     def after(self, delay_s: float, do: Callable[[], None]) -> None:
         """Schedule something."""
+        self._at(self.now_s + delay_s, do)
+
+    def _at(self, time_s: float, do: Callable[[], None]) -> None:
+        """Things of the same time happen in the order in which they were scheduled."""
         self._sequence += 1
-        heapq.heappush(self._events, (self.now_s + delay_s, self._sequence, do))
+        heapq.heappush(self._events, (time_s, self._sequence, do))
 
     def in_order(self, connection: tuple[str, str], do: Callable[[], None]) -> None:
         """Schedule an arrival: after a random delay, never before an earlier one on the same connection."""
         arrival_s = max(self.now_s + self.delay_s(), self._last_arrival.get(connection, 0.0))
         self._last_arrival[connection] = arrival_s
-        self.after(arrival_s - self.now_s, do)
+        self._at(arrival_s, do)
 
     def delay_s(self) -> float:
         """Mostly under a millisecond, sometimes a tenth of a second."""
