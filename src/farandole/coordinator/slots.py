@@ -109,7 +109,7 @@ def fill(draft: Draft) -> None:
 
 def _refill(draft: Draft) -> list[str]:
     """Replace lost workers within their slots' budgets."""
-    new, occupied = [], _occupants(draft.job)
+    new, occupied = list[str](), _occupants(draft.job)
     if survivors_first.is_on(draft.job):
         return new
     for slot, use in draft.job.slots.items():

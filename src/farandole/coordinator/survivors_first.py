@@ -11,6 +11,7 @@ from __future__ import annotations
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Job
 
+
 def begin(draft: Draft) -> None:
     """A fault. Further ones before the survivors train again make it no longer: they may never stop."""
     if draft.job.survivors_first_until_s is None and draft.job.config.survivors_first_s:
