@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 from farandole import events
 
@@ -48,3 +50,32 @@ def test_every_event_has_a_line_and_fields_for_json() -> None:
 def test_a_line_says_one_slot_and_two_workers() -> None:
     assert SAMPLES[0].line() == "agent a on node1 joined with 1 slot"
     assert SAMPLES[10].line() == "generation 2 starts after 12 ms with 2 workers: w0, w2"
+
+
+def test_of_a_stopped_worker_s_threads_the_main_thread_comes_first() -> None:
+    stacks = 'Thread 0x1f (most recent call first):\n  File "queues.py", line 3 in get\n\n'
+    stacks += 'Current thread 0x2e (most recent call first):\n  File "train.py", line 9 in step\n'
+    assert events.WorkerStacks("w1", stacks).line().splitlines() == [
+        "the threads of w1 when it was stopped:",
+        "The main thread (most recent call first):",
+        '  File "train.py", line 9 in step',
+        "",
+        "Thread 0x1f (most recent call first):",
+        '  File "queues.py", line 3 in get',
+    ]
+
+
+def test_the_main_thread_is_the_last_one_that_faulthandler_writes() -> None:
+    """What the order of the stacks in a WorkerStacks rests on."""
+    script = (
+        "import faulthandler, threading, sys\n"
+        "release = threading.Event()\n"
+        "threads = [threading.Thread(target=release.wait, daemon=True) for _ in range(3)]\n"
+        "for thread in threads: thread.start()\n"
+        "def of_the_main_thread(): faulthandler.dump_traceback(all_threads=True)\n"
+        "of_the_main_thread()\n"
+    )
+    written = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60).stderr
+    blocks = written.rstrip().split("\n\n")
+    assert len(blocks) == 4
+    assert "of_the_main_thread" in blocks[-1]

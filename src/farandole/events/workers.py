@@ -192,7 +192,14 @@ class WorkerStacks(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        return f"the threads of {self.worker} when it was stopped:\n{self.stacks}".rstrip()
+        return f"the threads of {self.worker} when it was stopped:\n{_main_first(self.stacks)}".rstrip()
+
+
+def _main_first(stacks: str) -> str:
+    """People look for the script first. faulthandler writes the newest thread first, and so the main thread last."""
+    *others, main = stacks.rstrip().split("\n\n")
+    _, *frames = main.split("\n")
+    return "\n\n".join(["\n".join(["The main thread (most recent call first):", *frames]), *others])
 
 
 @dataclass(frozen=True)

@@ -210,8 +210,8 @@ def _times(parser: argparse.ArgumentParser) -> None:
         "--step-timeout",
         type=float,
         metavar="S",
-        help="how long no worker may come any further: then those for whom all others wait are stopped, and their "
-        "stacks are shown (default: for ever)",
+        help="how long no worker may come any further in an elastic function: then those for whom all others wait are "
+        "stopped, and their stacks are shown (default: for ever)",
     )
     group.add_argument(
         "--start-timeout",
