@@ -4,7 +4,6 @@ the data set and the batch sampler."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
 import struct
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from farandole.data.dealer import Dealer
+from farandole.data.generators import DrawWatch, generators_kept
 from farandole.data.rows import innermost
 
 
@@ -64,11 +64,11 @@ class SeededDataset:
 
     def __getitems__(self, keyed: Keyed) -> list[Any]:
         if not self._draws:
-            before = _Generators()
+            watch = DrawWatch()
             try:
                 items = self._fetch(keyed.indices)
             finally:
-                self._draws = before.put_back()
+                self._draws = watch.undo()
             if not self._draws:
                 return items
         with generators_kept():
@@ -108,36 +108,3 @@ def seed_item(seed: int, epoch: int, position: int) -> None:
     torch.default_generator.manual_seed(value >> 1)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the generators of torch, numpy and Python back afterwards: in the training process the step owns them."""
-    before = _Generators()
-    try:
-        yield
-    finally:
-        before.put_back()
-
-
-class _Generators:
-    """Those of torch, numpy and Python, as they were when this was made."""
-
-    def __init__(self) -> None:
-        self._torch, self._random, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-    def put_back(self) -> bool:
-        """Whether somebody has drawn from them since; that is undone."""
-        _, key, *place = self._numpy
-        _, key_now, *place_now = np.random.get_state()
-        has_drawn = (
-            place_now != place
-            or not np.array_equal(key_now, key)
-            or not torch.equal(torch.get_rng_state(), self._torch)
-            or random.getstate() != self._random
-        )
-        if has_drawn:
-            torch.set_rng_state(self._torch)
-            random.setstate(self._random)
-            np.random.set_state(self._numpy)
-        return has_drawn

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from farandole.data.augmentation import generators_kept, seed_item
+from farandole.data.augmentation import seed_item
+from farandole.data.generators import generators_kept
 from farandole.data.partition import batches, delivered, micro_batches, share
 from farandole.data.stream_order import Place, walk
 from farandole.data.stream_requests import Deal, Request
