@@ -65,7 +65,7 @@ def test_segfault_in_the_last_step_of_an_epoch_stop_and_two_deaths_at_once_are_s
         said = finish(running, 3)
     assert "SIGSEGV (signal 11)" in said
     assert f"was stopped by a signal for {BUDGET_S:g} s; it is killed" in said
-    assert "4 replaced" in said
+    assert "4 joined" in said
     assert Proof(tmp_path).redone() <= 4
 
 

@@ -46,7 +46,7 @@ def test_each_of_two_kills_costs_one_regroup_and_no_worker(tmp_path: Path) -> No
     check_job(proof, samples=SAMPLES, workers_at_end=2)
     assert proof.generations() == {1: 2, 2: 2, 3: 2}
     assert proof.redone() <= 2
-    assert "3 generations, 2 workers lost, 2 replaced" in output
+    assert "3 generations, 2 workers lost, 2 joined" in output
 
 
 def test_the_loss_of_a_spare_disturbs_nobody_and_those_that_wait_at_the_end_go_in_peace(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_spares_serve_scripts_written_for_horovod(tmp_path: Path) -> None:
         running.wait_until(lambda _: "w3 (slot 0) waits as a spare" in output.read_text(), 60)
         (tmp_path / "stop").touch()
         assert running.wait(60) == 0, output.read_text()
-    assert "2 generations, 1 worker lost, 1 replaced" in output.read_text()
+    assert "2 generations, 1 worker lost, 1 joined" in output.read_text()
 
 
 def test_too_few_slots_for_the_spares_are_told_of(tmp_path: Path) -> None:

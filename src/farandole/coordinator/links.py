@@ -93,12 +93,12 @@ def _judge_hints(draft: Draft) -> None:
     if proof_s is not None and draft.now_s < proof_s:
         draft.change(links=replace(job.links, deadline_s=proof_s))  # the other end's word is better than a new trial
         return
-    ending = _ending(job)
-    hints = frozenset(link for link in job.links.hints if ending.isdisjoint(link))
+    if _ending(job):  # its exit leads to a regroup, and makes all others fail, one after the other
+        draft.change(links=replace(job.links, deadline_s=draft.now_s + EXIT_EXPLAINS_S))
+        return
+    hints = job.links.hints
     named = tuple(f"{one}-{other}" for one, other in sorted(hints))
-    if not hints:
-        draft.change(links=LinkTrouble(retries=job.links.retries))
-    elif job.links.retries < MOST_RETRIES:
+    if job.links.retries < MOST_RETRIES:
         draft.change(links=LinkTrouble(retries=job.links.retries + 1))
         regroup.abort(draft, f"connections failed between living workers ({', '.join(named)})")
     else:

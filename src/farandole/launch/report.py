@@ -62,7 +62,9 @@ class Report:
         self._raw = unbuffered(stream)
         self._writer = BackgroundWriter("report", self._write, lambda dropped_bytes: None)
         self._started_s = clock()
-        self._generations = self._losses = self._replacements = 0
+        self._generations = self._losses = 0
+        self._members = set[str]()  # of all generations
+        self._newcomers = set[str]()  # those that came after the first one
         self._raised: set[str] = set()
         self._lacks_horovod = False
 
@@ -92,7 +94,7 @@ class Report:
         counts = (
             _count(self._generations, "generation"),
             f"{_count(self._losses, 'worker')} lost",
-            f"{self._replacements} replaced",
+            f"{len(self._newcomers)} joined",
             f"{self._clock() - self._started_s:.1f} s",
         )
         self._say(", ".join(counts))
@@ -115,12 +117,13 @@ class Report:
 
     def _remember(self, event: Event) -> None:
         if isinstance(event, GenerationStarted):
+            if self._generations:
+                self._newcomers.update(set(event.workers) - self._members)
             self._generations += 1
+            self._members.update(event.workers)
         elif isinstance(event, WorkerLost):
             self._losses += 1
             self._lacks_horovod = self._lacks_horovod or _NO_HOROVOD in event.last_lines
-        elif isinstance(event, WorkerSpawned):
-            self._replacements += event.restart > 0
         elif isinstance(event, UserCodeFailed):
             self._raised.add(event.worker)
 

@@ -101,7 +101,8 @@ class TracebackFolder:
             del self._shown[next(iter(self._shown))]
         if shown_by == worker:
             return block.lines
-        return [b"the same traceback as %s: %s" % (shown_as.encode(), block.summary), *rest]
+        by = shown_as if shown_as != label else shown_by  # that was another worker's rank then
+        return [b"the same traceback as %s: %s" % (by.encode(), block.summary), *rest]
 
     def _whole_of(self, worker: str, block: _Block) -> str | None:
         """Who has shown a traceback that begins with this one and is longer: the first worker's exit may end the

@@ -45,9 +45,14 @@ def test_a_report_during_a_regroup_is_ignored() -> None:
     assert told.deadline_in_s is None
 
 
-def test_a_worker_whose_code_raised_explains_its_links() -> None:
-    told = ToldJob(3).training().raised("w1", "ValueError: x", exits=False).link_broken("w0", "w1").passes(0.5)
-    assert told.job.change is None
+@pytest.mark.parametrize(("reporter", "peer"), [("w0", "w1"), ("w0", "w2")])
+def test_a_worker_whose_code_raised_explains_links_until_it_is_gone(reporter: str, peer: str) -> None:
+    told = ToldJob(3).training().raised("w1", "ValueError: x", exits=False).link_broken(reporter, peer)
+    for _ in range(9):
+        assert told.deadline_in_s == 0.5
+        assert told.passes(0.5).job.change is None
+    assert [kill.worker for kill in told.passes(0.5).sent(Kill)] == ["w1"]
+    assert told.exited("w1").ready(2, "w0", "w2").members == ("w0", "w2")
 
 
 def test_after_two_such_generations_in_a_row_the_newest_of_the_two_is_stopped() -> None:

@@ -19,6 +19,7 @@ from farandole.launch.report import Loudness, Report
 STARTED = GenerationStarted(1, ("w0", "w1", "w2"), True, 0.0)
 SPAWNED = WorkerSpawned("w3", 1, "localhost", 1, 3)
 REGROUP = RegroupBegan(2, "w1 was lost", ("w0", "w2"))
+AGAIN = GenerationStarted(2, ("w0", "w3", "w2"), False, 0.1)
 TRACEBACK = ("Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no good")
 
 
@@ -38,13 +39,14 @@ def told(*events: Event, loudness: Loudness = Loudness.NORMAL, exit_code: int = 
 
 
 def test_a_job_with_one_loss_is_told_from_its_start_to_its_end() -> None:
-    assert told(STARTED, lost("Killed?"), SPAWNED, REGROUP, JobEnds(0, "x")) == [
+    assert told(STARTED, lost("Killed?"), SPAWNED, REGROUP, AGAIN, JobEnds(0, "x")) == [
         "[farandole] 3 workers (at least 2) to run python 'my train.py'",
         f"[farandole] {STARTED.line()}",
         f"[farandole] {lost().line()}",
         "[farandole]     | Killed?",
         f"[farandole] {REGROUP.line()}",
-        "[farandole] 1 generation, 1 worker lost, 1 replaced, 12.3 s",
+        f"[farandole] {AGAIN.line()}",
+        "[farandole] 2 generations, 1 worker lost, 1 joined, 12.3 s",
         "[farandole] success. This is why.",
     ]
 

@@ -82,6 +82,12 @@ def test_workers_that_print_at_the_same_moment_are_told_apart() -> None:
     assert folder.release("w0", "[0]") == [b"the same traceback as [1]: " + SIMPLE[-1]]
 
 
+def test_one_that_was_shown_by_another_worker_of_the_same_rank_is_told_by_its_name() -> None:
+    folder = TracebackFolder()
+    feed_all(folder, "w1", "[1]", SIMPLE)
+    assert feed_all(folder, "w2", "[1]", SIMPLE) == [b"the same traceback as w1: " + SIMPLE[-1]]
+
+
 def test_different_tracebacks_are_all_shown() -> None:
     folder = TracebackFolder()
     assert feed_all(folder, "w0", "[0]", SIMPLE) == SIMPLE
