@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from farandole.events import Event, ForkServerLost, ForkServerReady
+from farandole.launch.fork_server import ForkServer
 from farandole.launch.guard import Guard
 from farandole.launch.process import WorkerProcess
 from farandole.launch.spawner import Spawner, make_spawner
@@ -268,3 +272,62 @@ def wait_until_gone(needle: str) -> None:
             await asyncio.sleep(0.02)
 
     asyncio.run(asyncio.wait_for(gone(), DEADLINE_S))
+
+
+@pytest.fixture
+def slow_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take long to begin, as where cores are scarce."""
+    begin = ForkServer._begin
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return begin(*arguments)
+
+    monkeypatch.setattr(ForkServer, "_begin", late)
+
+
+@pytest.mark.usefixtures("slow_programs")
+def test_an_agent_can_say_its_beats_while_its_server_begins(tmp_path: Path) -> None:
+    async def say(beats: list[float]) -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    async def test() -> None:
+        beats: list[float] = []
+        async with Served(tmp_path, [sys.executable, SCRIPT]) as served:
+            saying = asyncio.create_task(say(beats))
+            assert (await served.forked.run("0")).was_forked
+            saying.cancel()
+        assert sum(later - sooner > 0.25 for sooner, later in itertools.pairwise(beats)) == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("slow_programs")
+def test_a_server_that_is_just_beginning_ends_with_its_agent(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with Served(tmp_path, [sys.executable, SCRIPT, str(tmp_path)]) as served:
+            spawning = asyncio.create_task(served.forked.run("0"))
+            await asyncio.sleep(0.05)
+        with pytest.raises(OSError, match="the agent ends its workers"):
+            await spawning
+        assert processes_with(str(tmp_path)) == []
+
+    asyncio.run(test())
+
+
+def test_without_a_server_that_can_begin_workers_are_started_in_the_plain_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("no more processes")
+
+    async def test() -> None:
+        async with Served(tmp_path, [sys.executable, SCRIPT]) as served:
+            monkeypatch.setattr(ForkServer, "_begin", fail)
+            ended = await served.forked.run("3")
+        assert (ended.was_forked, ended.exit_code) == (False, 3)
+        assert [event.line() for event in served.events if isinstance(event, ForkServerLost)]
+
+    asyncio.run(test())

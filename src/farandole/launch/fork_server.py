@@ -30,7 +30,7 @@ _STOP_S = 1.0
 
 
 class ForkServer:
-    """Made and used on one event loop: `start()`, then `fork()` while `is_ready`, `stop()` in any case.
+    """Made and used on one event loop: `start()`, then `fork()` while `is_ready`, `stop()` once that has ended.
 
     on_end(reason)  the server is of no use any more, though nobody stopped it
     """
@@ -47,35 +47,45 @@ class ForkServer:
         self._dropped: list[int] = []  # processes that were forked and got no place
 
     @property
+    def is_started(self) -> bool:
+        """Whether there is a process to stop."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """Of the server, and of its process group."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
-    def start(self, nice: int) -> None:
-        """Start to import; `nice` says how much that yields to others. Raises OSError."""
+    async def start(self, nice: int) -> None:
+        """Start to import; `nice` says how much that yields to others. Raises OSError. Not to be cancelled."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command, descriptor = self._command, theirs.fileno()
-        words = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
         try:
-            with adopting_orphans():  # before Linux 4.11 it goes by how this process was when it made its child
-                self._process = subprocess.Popen(
-                    [command.python, *command.options, *words],
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(descriptor,),
-                    start_new_session=True,
-                )
+            # Not on the loop's thread, which has beats to say: where cores are scarce, a program takes long to begin.
+            self._process = await asyncio.to_thread(self._begin, theirs.fileno(), nice)
         except OSError:
             self._channel.close()
+            self._settle()
             raise
         finally:
             theirs.close()
         self._is_open = True
         self._channel.setblocking(False)
         self._loop.add_reader(self._channel, self._hear)
+
+    def _begin(self, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
+        command = self._command
+        words = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
+        with adopting_orphans():  # before Linux 4.11 it goes by how this process was when it made its child
+            return subprocess.Popen(
+                [command.python, *command.options, *words],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+            )
 
     async def fork(self, environment: Mapping[str, str]) -> Child | None:
         """A new worker with this environment; None when the server had to be given up."""

@@ -104,6 +104,7 @@ class ForkingSpawner:
         self._guard, self._on_event, self._at_once = guard, on_event, at_once
         self._loop = asyncio.get_running_loop()
         self._servers: list[ForkServer] = []  # the last one may be of use, the others were lost
+        self._starting = set[asyncio.Task[None]]()
         self._warm_up: asyncio.TimerHandle | None = None
         self._patience: asyncio.Future[None] = self._loop.create_future()  # done when it is over
         self._is_closed = False
@@ -137,21 +138,29 @@ class ForkingSpawner:
         self.wait_no_longer()
         if self._warm_up is not None:
             self._warm_up.cancel()
+        if self._starting:
+            await asyncio.wait(self._starting)
         for server in self._servers:
-            self._guard.release(server.pid)
-            await server.stop()
+            if server.is_started:
+                self._guard.release(server.pid)
+                await server.stop()
 
     def _start_server(self, nice: int) -> None:
         self._warm_up = None
         server = ForkServer(self._python, self._environment, self._on_end)
+        self._servers.append(server)
+        server.settled.add_done_callback(lambda _: self._on_settled(server))
+        starting = self._loop.create_task(self._start(server, nice))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+
+    async def _start(self, server: ForkServer, nice: int) -> None:
         try:
-            server.start(nice)
+            await server.start(nice)
         except OSError as error:
             self._on_end(str(error))
-            return
-        self._servers.append(server)
-        self._guard.watch(server.pid)
-        server.settled.add_done_callback(lambda _: self._on_settled(server))
+        else:
+            self._guard.watch(server.pid)
 
     def _on_settled(self, server: ForkServer) -> None:
         if server.is_ready:
