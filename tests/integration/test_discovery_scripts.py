@@ -26,10 +26,15 @@ def descriptors() -> int:
 
 def are_gone() -> bool:
     """Whether nothing is left, at the latest when the kernel has freed what was killed."""
+    return are_left(0)
+
+
+def are_left(number: int) -> bool:
+    """Whether so many are. One that is just becoming another program has no words at all for a moment."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while processes_with(MARK) and time.monotonic() < deadline_s:
+    while len(processes_with(MARK)) != number and time.monotonic() < deadline_s:
         Event().wait(0.01)
-    return not processes_with(MARK)
+    return len(processes_with(MARK)) == number
 
 
 async def fails_by_time(command: str) -> None:
@@ -74,7 +79,7 @@ def test_what_a_script_leaves_in_the_background_with_an_output_of_its_own_may_li
     try:
         found = run(ScriptDiscovery(f"{LIVES_ON} >/dev/null 2>&1 & echo localhost:2").find())
         assert found == (HostSlots("localhost", 2),)
-        assert len(processes_with(MARK)) == 1
+        assert are_left(1)
     finally:
         for pid in processes_with(MARK):
             os.kill(pid, signal.SIGKILL)
