@@ -51,6 +51,7 @@ class RingTransport:
     on_broken  called once, before PeerLost is raised for the first time
     check      called once a second while nothing moves; may raise, which ends this transport. There is no
                other limit: who is alive is the coordinator's business.
+    may_spin   there is a core for waiting without sleeping, for a moment (cores.py)
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class RingTransport:
         previous_peer: Peer,
         on_broken: OnBroken | None = None,
         check: Callable[[], None] | None = None,
+        may_spin: bool = False,
     ) -> None:
         self._rank, self._size, self._generation = rank, size, generation
         self._names: Sequence[int] = range(size)
-        self._duplex = Duplex(to_next, from_previous, check)
+        self._duplex = Duplex(to_next, from_previous, check, may_spin)
         self._check, self._next_check_s = check, now_s() + _CHECK_EVERY_S
         self._peers = {"send": next_peer, "receive": previous_peer}
         self._on_broken = on_broken

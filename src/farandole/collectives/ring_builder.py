@@ -11,6 +11,7 @@ from collections.abc import Callable
 from farandole.clock import now_s
 from farandole.collectives.acceptor import Acceptor
 from farandole.collectives.alone import AloneTransport
+from farandole.collectives.cores import may_spin
 from farandole.collectives.dialer import Dialer
 from farandole.collectives.handshake import Introduction
 from farandole.collectives.listener import DataListener
@@ -87,6 +88,7 @@ class RingBuilder:
                 self._start.previous,
                 self._on_broken,
                 self._check,
+                may_spin(placement.local_size),
             )
         )
 

@@ -17,7 +17,7 @@ from farandole.collectives.chunks import blocks, chunk_bounds
 from farandole.collectives.ring_header import HEADER_BYTES, Header, describe_packed
 from farandole.errors import CollectiveMismatch
 
-BLOCK_BYTES = 256 * 1024
+BLOCK_BYTES = 1 << 20
 """A block is added, or passed on, as soon as it is there: while it is hot in the cache. A multiple of every
 dtype's size."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 
 import torch
 
+from farandole.collectives.cores import own_cores
 from farandole.collectives.shared_memory.transport import SharedMemoryTransport
 from farandole.collectives.staging import host_transport
 from farandole.collectives.world import World
@@ -38,7 +38,7 @@ def agree_on_buckets(
     digest; and what transports raise.
     """
     around = Surroundings(
-        cores=_cores(),
+        cores=own_cores(),
         local_size=here.placement.local_size,
         threads=torch.get_num_threads(),
         is_by_network=not isinstance(host_transport(here.transport), SharedMemoryTransport),
@@ -82,10 +82,3 @@ def _kind(text: str) -> str:
 
 def _on(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

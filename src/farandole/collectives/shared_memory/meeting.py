@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from farandole.collectives.cores import may_spin
 from farandole.collectives.shared_memory.page import Page
 from farandole.whereabouts import Waiting
 
@@ -26,8 +26,7 @@ class Meeting(Generic[TroubleT]):
         self._mine = pages[rank]
         self._others = [page for other, page in enumerate(pages) if other != rank]
         self._look_around = look_around
-        # Spinning pays only while nobody needs the core that it takes.
-        self._spins = _SPINS if len(os.sched_getaffinity(0)) >= len(pages) else 0
+        self._spins = _SPINS if may_spin(len(pages)) else 0
         self._times = 0
 
     def arrive(self) -> None:
