@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,17 +29,16 @@ class Snapshot:
     def take(self, value: Any, is_later: Callable[[torch.Tensor], bool] | None = None) -> list[TensorPair]:
         """Remember `value`: containers and objects now; tensors for which `is_later` holds as soon as somebody
         carries out the returned copies, all others now."""
-        sources = tensors_in(value)
-        targets = [self._target(place, source) for place, source in enumerate(sources)]
-        memo: dict[int, Any] = {id(source): target for source, target in zip(sources, targets, strict=True)}
-        self._value = copy.deepcopy(value, memo)  # first, since it may raise
-        self._targets = targets
+        walk = _Walk(self._targets, self._device)
+        self._value = walk.copied(value)  # first, since it may raise
+        self._targets = walk.targets
         later = []
-        for source, target in zip(sources, targets, strict=True):
+        for source, target in zip(walk.sources, walk.targets, strict=True):
+            detached = source.detach() if source.requires_grad else source
             if is_later is not None and is_later(source):
-                later.append((source.detach(), target))
+                later.append((detached, target))
             else:
-                target.copy_(source.detach())
+                target.copy_(detached)
         return later
 
     def view(self) -> Any:
@@ -50,18 +50,70 @@ class Snapshot:
         """The value; nothing in it is shared with the snapshot."""
         return copy.deepcopy(self._value)
 
-    def _target(self, place: int, source: torch.Tensor) -> torch.Tensor:
-        if place < len(self._targets):
-            kept = self._targets[place]
-            if _layout(kept) == _layout(source) and kept.device == self._device(source):
-                return kept
-        device = self._device(source)
-        # Pinned, so that the device copies by itself, at its full speed.
-        is_pinned = source.is_cuda and device.type == "cpu"
-        return torch.empty_like(source, device=device, pin_memory=is_pinned, requires_grad=False)
-
     def _device(self, source: torch.Tensor) -> torch.device:
-        return torch.device("cpu") if self._is_on_host else source.device
+        return _CPU if self._is_on_host else source.device
+
+
+class _Walk:
+    """Through one value, once: copies containers and objects as copy.deepcopy() does, several times as fast for what
+    states are made of, and puts tensors into the copy that are still to be filled in.
+
+    kept       such tensors of an earlier walk, which are used again where they have the layout
+    device_of  where that of a tensor is to be
+    sources    tensors in the order in which they are found, each once; `targets` are those in their places
+    """
+
+    def __init__(self, kept: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]) -> None:
+        self._kept, self._device_of = kept, device_of
+        self._memo: dict[int, Any] = {}
+        self.sources: list[torch.Tensor] = []
+        self.targets: list[torch.Tensor] = []
+
+    def copied(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _LEAVES:
+            return value
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known
+        if kind in _TENSORS:
+            return self._remember(value, self._target(value))
+        if kind is dict or kind is OrderedDict:
+            made = self._remember(value, kind())
+            for key, each in value.items():
+                made[key if type(key) in _LEAVES else self._otherwise(key)] = self.copied(each)
+            if kind is OrderedDict and value.__dict__:  # the versions of a module's parts
+                made.__dict__.update(self.copied(value.__dict__))
+            return made
+        if kind is list:
+            made = self._remember(value, [])
+            made.extend(map(self.copied, value))
+            return made
+        return self._otherwise(value)
+
+    def _otherwise(self, value: Any) -> Any:
+        """Of any other type. Tensors in it are not cloned, either, where a walk finds them."""
+        for tensor in tensors_in(value):
+            self.copied(tensor)
+        return copy.deepcopy(value, self._memo)
+
+    def _target(self, source: torch.Tensor) -> torch.Tensor:
+        place, device = len(self.targets), self._device_of(source)
+        target = self._kept[place] if place < len(self._kept) else None
+        if target is None or target.device != device or _layout(target) != _layout(source):
+            # Pinned, so that the device copies by itself, at its full speed.
+            is_pinned = source.is_cuda and device.type == "cpu"
+            target = torch.empty_like(source, device=device, pin_memory=is_pinned, requires_grad=False)
+        self.sources.append(source)
+        self.targets.append(target)
+        return target
+
+    def _remember(self, value: Any, made: Any) -> Any:
+        self._memo[id(value)] = made
+        return made
+
+
+_CPU = torch.device("cpu")
 
 
 def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:

@@ -109,8 +109,8 @@ class OptimizerStateHandler(SnapshotHandler):
     def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
         state = self.value.state_dict()
         # Not what is in the groups: a scheduler changes a learning rate that is a tensor, outside of step().
-        moved_by_step = {id(tensor) for tensor in tensors_in(state["state"])}
-        return self._snapshot.take(state, (lambda tensor: id(tensor) in moved_by_step) if optimized else None)
+        others = {id(tensor) for tensor in tensors_in([each for key, each in state.items() if key != "state"])}
+        return self._snapshot.take(state, (lambda tensor: id(tensor) not in others) if optimized else None)
 
     def sync(self) -> None:
         finish_all()
