@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 
@@ -16,25 +19,39 @@ from farandole.launch.hosts import HostSlots
 from tests.jobs import processes_with
 from tests.waiting import DEADLINE_S, run
 
-MARK = f"farandole-test-{os.getpid()}"
-LIVES_ON = f"env MARK={MARK} sleep 60"
+
+class Lasting:
+    """A command for scripts, `sleep` with a mark in its environment that nobody else has, and what is left of it."""
+
+    def __init__(self) -> None:
+        self._mark = f"farandole-test-{uuid.uuid4().hex}"
+        self.command = f"env MARK={self._mark} sleep 60"
+
+    def comes_to(self, number: int) -> bool:
+        """Whether so many processes are left, at the latest when the kernel has freed what was killed. One that is
+        just becoming another program has no words at all for a moment."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline_s:
+            if len(processes_with(self._mark)) == number:
+                return True
+            Event().wait(0.01)
+        return False
+
+    def kill(self) -> None:
+        for pid in processes_with(self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def lasting() -> Iterator[Lasting]:
+    made = Lasting()
+    yield made
+    made.kill()
 
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def are_gone() -> bool:
-    """Whether nothing is left, at the latest when the kernel has freed what was killed."""
-    return are_left(0)
-
-
-def are_left(number: int) -> bool:
-    """Whether so many are. One that is just becoming another program has no words at all for a moment."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while len(processes_with(MARK)) != number and time.monotonic() < deadline_s:
-        Event().wait(0.01)
-    return len(processes_with(MARK)) == number
 
 
 async def fails_by_time(command: str) -> None:
@@ -47,39 +64,31 @@ async def fails_by_time(command: str) -> None:
         before = descriptors()
 
 
-@pytest.mark.parametrize("command", [LIVES_ON, f"{LIVES_ON} & echo localhost:2", f"{LIVES_ON} & wait"])
-def test_a_script_that_is_late_is_killed_with_all_that_it_has_started(command: str) -> None:
-    run(fails_by_time(command))
-    assert are_gone()
+@pytest.mark.parametrize("command", ["{}", "{} & echo localhost:2", "{} & wait"])
+def test_a_script_that_is_late_is_killed_with_all_that_it_has_started(command: str, lasting: Lasting) -> None:
+    run(fails_by_time(command.format(lasting.command)))
+    assert lasting.comes_to(0)
 
 
-def test_a_process_that_has_left_the_scripts_group_costs_no_descriptors() -> None:
-    try:
-        run(fails_by_time(f"setsid {LIVES_ON} & echo localhost:2"))
-    finally:
-        for pid in processes_with(MARK):
-            os.kill(pid, signal.SIGKILL)
+def test_a_process_that_has_left_the_scripts_group_costs_no_descriptors(lasting: Lasting) -> None:
+    run(fails_by_time(f"setsid {lasting.command} & echo localhost:2"))
 
 
-def test_a_script_is_killed_when_nobody_wants_to_know_any_more(tmp_path: Path) -> None:
+def test_a_script_is_killed_when_nobody_wants_to_know_any_more(tmp_path: Path, lasting: Lasting) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
 
     async def test() -> None:
-        asking = asyncio.ensure_future(ScriptDiscovery(f"{LIVES_ON} & echo runs > {fifo}").find())
+        asking = asyncio.ensure_future(ScriptDiscovery(f"{lasting.command} & echo runs > {fifo}").find())
         assert await asyncio.to_thread(fifo.read_text) == "runs\n"
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert asking.cancelled()
 
     run(test())
-    assert are_gone()
+    assert lasting.comes_to(0)
 
 
-def test_what_a_script_leaves_in_the_background_with_an_output_of_its_own_may_live_on() -> None:
-    try:
-        found = run(ScriptDiscovery(f"{LIVES_ON} >/dev/null 2>&1 & echo localhost:2").find())
-        assert found == (HostSlots("localhost", 2),)
-        assert are_left(1)
-    finally:
-        for pid in processes_with(MARK):
-            os.kill(pid, signal.SIGKILL)
+def test_what_a_script_leaves_in_the_background_with_an_output_of_its_own_may_live_on(lasting: Lasting) -> None:
+    found = run(ScriptDiscovery(f"{lasting.command} >/dev/null 2>&1 & echo localhost:2").find())
+    assert found == (HostSlots("localhost", 2),)
+    assert lasting.comes_to(1)

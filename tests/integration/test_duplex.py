@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from farandole.collectives.duplex import Duplex
+from farandole.collectives import duplex
+from farandole.collectives.duplex import Broken, Duplex
 from farandole.errors import CollectiveMismatch
 
 
 class Neighbours:
     """The far ends: where the next rank would read, and where the previous one would write."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_spin: bool = False) -> None:
         to_next, self.next = socket.socketpair()
         from_previous, self.previous = socket.socketpair()
-        self.duplex = Duplex(to_next, from_previous, None)
+        self.duplex = Duplex(to_next, from_previous, None, may_spin)
 
     def close(self) -> None:
         self.duplex.close()
@@ -107,3 +110,41 @@ def test_a_word_reaches_the_previous_rank_even_when_everything_is_closed_at_once
     neighbours.duplex.say_why("rank 3 is elsewhere")
     neighbours.duplex.close()
     assert neighbours.previous.recv(100) == b"rank 3 is elsewhere"
+
+
+@pytest.mark.parametrize("may_spin", [True, False])
+def test_who_may_spin_sleeps_only_when_nothing_came_for_a_while(
+    may_spin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the main thread: any other would take the interpreter from it."""
+    monkeypatch.setattr(duplex, "_SPINS", 10**9)
+    sleeps: list[threading.Thread] = []
+    sleep = Duplex._wait
+
+    def noted(self: Duplex, **what: bool) -> None:
+        sleeps.append(threading.current_thread())
+        sleep(self, **what)
+
+    monkeypatch.setattr(Duplex, "_wait", noted)
+    neighbours = Neighbours(may_spin)
+
+    def receive() -> None:
+        threading.Timer(0.05, neighbours.previous.send, [b"hello"]).start()
+        assert neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True) is None
+
+    receive()
+    assert bool(sleeps) is not may_spin
+    sleeps.clear()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(receive).result()
+    assert sleeps
+    neighbours.close()
+
+
+def test_a_neighbour_that_goes_while_one_spins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplex, "_SPINS", 10**9)
+    neighbours = Neighbours(may_spin=True)
+    threading.Timer(0.05, neighbours.previous.close).start()
+    broken = neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
+    assert broken == Broken("receive", "end of file")
+    neighbours.close()
