@@ -80,8 +80,8 @@ def reduce_around(
     size = len(notes)
     data, item_bytes = byte_view(flat), flat.element_size()
     chunks = chunk_bounds(flat.numel(), size)
-    staging = bytearray(min(BLOCK_BYTES, flat.numel() * item_bytes))
-    arrived = torch.frombuffer(staging, dtype=flat.dtype)
+    arrived = torch.empty(min(BLOCK_BYTES // item_bytes, flat.numel()), dtype=flat.dtype)
+    staging = byte_view(arrived)
 
     def runs(owner: int) -> Iterator[tuple[int, int]]:
         return blocks(*chunks[owner % size], BLOCK_BYTES // item_bytes)
@@ -101,7 +101,7 @@ def reduce_around(
         if step < size - 2:
             outgoing.append(note)
         for start, stop in runs(owner):
-            yield memoryview(staging)[: (stop - start) * item_bytes]
+            yield staging[: (stop - start) * item_bytes]
             mine = flat[start:stop]
             combine(mine, arrived[: stop - start], out=mine)
             outgoing.append(part(start, stop))
