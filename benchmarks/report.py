@@ -149,16 +149,15 @@ def _against_ddp(rows: Sequence[Row]) -> Iterator[str]:
         )
     yield ""
     for transport, use, workers in dict.fromkeys((row["transport"], row["use"], row["workers"]) for row in rows):
-        chosen = [
-            row["ratio"] for row in rows if (row["transport"], row["use"], row["workers"]) == (transport, use, workers)
-        ]
-        mean, over_plain = (
-            statistics.geometric_mean(ratio[way][1] for ratio in chosen) for way in ("ddp", "plain_ddp")
+        chosen = [row for row in rows if (row["transport"], row["use"], row["workers"]) == (transport, use, workers)]
+        mean, over_plain, over_none = (
+            statistics.geometric_mean(row["ratio"][way][1] for row in chosen) for way in ("ddp", "plain_ddp", "none")
         )
+        floor = statistics.geometric_mean(row["floor_over_ddp"][1] for row in chosen)
         yield (
             f"- {TRANSPORTS[transport]}, {_USES[use]}, {workers} workers: geometric mean over {len(chosen)} models "
-            f"**{mean:.2f}** of DDP, worst {max(ratio['ddp'][1] for ratio in chosen):.2f}; "
-            f"{over_plain:.2f} of plain DDP"
+            f"**{mean:.2f}** of DDP, worst {max(row['ratio']['ddp'][1] for row in chosen):.2f}; "
+            f"{over_plain:.2f} of plain DDP; {over_none:.2f} times no communication, which is {floor:.2f} of DDP"
         )
     yield ""
 
