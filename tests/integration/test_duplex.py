@@ -112,33 +112,53 @@ def test_a_word_reaches_the_previous_rank_even_when_everything_is_closed_at_once
     assert neighbours.previous.recv(100) == b"rank 3 is elsewhere"
 
 
-@pytest.mark.parametrize("may_spin", [True, False])
-def test_who_may_spin_sleeps_only_when_nothing_came_for_a_while(
-    may_spin: bool, monkeypatch: pytest.MonkeyPatch
+class Looks:
+    """Counts how often a rank looks for bytes and finds none, and how often it sleeps. The bytes are sent when it has
+    looked a thousand times, or is about to sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, neighbours: Neighbours) -> None:
+        self.in_vain = self.sleeps = 0
+        receive, wait = Duplex._receive, Duplex._wait
+
+        def looked(duplex: Duplex, wanted: memoryview) -> int | str:
+            received = receive(duplex, wanted)
+            self.in_vain += received == 0
+            if self.in_vain == 1000:
+                neighbours.previous.send(b"hello")
+            return received
+
+        def slept(duplex: Duplex, **what: bool) -> None:
+            self.sleeps += 1
+            neighbours.previous.send(b"hello")
+            wait(duplex, **what)
+
+        monkeypatch.setattr(Duplex, "_receive", looked)
+        monkeypatch.setattr(Duplex, "_wait", slept)
+
+
+@pytest.mark.parametrize(("may_spin", "is_main", "sleeps"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_who_may_spin_looks_before_it_sleeps(
+    may_spin: bool, is_main: bool, sleeps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the main thread: any other would take the interpreter from it."""
     monkeypatch.setattr(duplex, "_SPINS", 10**9)
-    sleeps: list[threading.Thread] = []
-    sleep = Duplex._wait
-
-    def noted(self: Duplex, **what: bool) -> None:
-        sleeps.append(threading.current_thread())
-        sleep(self, **what)
-
-    monkeypatch.setattr(Duplex, "_wait", noted)
     neighbours = Neighbours(may_spin)
+    looks = Looks(monkeypatch, neighbours)
 
-    def receive() -> None:
-        threading.Timer(0.05, neighbours.previous.send, [b"hello"]).start()
-        assert neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True) is None
+    def receive() -> Broken | None:
+        return neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
 
-    receive()
-    assert bool(sleeps) is not may_spin
-    sleeps.clear()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(receive).result()
-    assert sleeps
+        assert (receive() if is_main else pool.submit(receive).result()) is None
+    assert looks.sleeps == sleeps
     neighbours.close()
+
+
+def test_spinning_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch, spinning := Neighbours(may_spin=True))
+    assert spinning.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True) is None
+    assert (looks.in_vain, looks.sleeps) == (duplex._SPINS + 1, 1)
+    spinning.close()
 
 
 def test_a_neighbour_that_goes_while_one_spins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

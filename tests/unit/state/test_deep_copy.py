@@ -90,3 +90,26 @@ def test_what_a_snapshot_gives_out_is_not_its_own() -> None:
     snapshot.view()["trail"].append(3)
     assert snapshot.copy()["trail"] == [1]
     assert snapshot.copy()["weights"].tolist() == [1, 1]
+
+
+def test_a_snapshot_of_a_module_keeps_the_versions_of_its_parts() -> None:
+    """Without them, load_state_dict() takes it for one of an old torch, and sets counters to zero."""
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    snapshot = Snapshot(is_on_host=True)
+    snapshot.take(state)
+    for taken in (snapshot.copy(), snapshot.view()):
+        assert type(taken) is type(state)
+        assert taken._metadata == state._metadata
+        assert taken._metadata["0"] is not state._metadata["0"]
+
+
+def test_what_is_shared_within_a_value_is_shared_in_its_snapshot() -> None:
+    shared = [1, torch.ones(2)]
+    itself: dict[str, object] = {"a": shared, "b": (shared, {3: shared})}
+    itself["itself"] = itself
+    snapshot = Snapshot()
+    snapshot.take(itself)
+    shared.append("later")
+    taken = snapshot.copy()
+    assert taken["a"] is taken["b"][0] is taken["b"][1][3]
+    assert (len(taken["a"]), taken["itself"] is taken) == (2, True)
