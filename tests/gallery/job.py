@@ -1,0 +1,190 @@
+"""Runs one body with one case of faults, and says what of the contract was broken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gallery import verdict
+from tests.gallery.catalogue import Body
+from tests.gallery.jobs import ROOT, Ended, JobServer
+from tests.gallery.plan import Case, Hits
+from tests.gallery.worker import COUNTED, FAULTS, HERE
+
+DEADLINE_S = 40.0
+_SLOW_S = 180.0
+_BUDGET_S, _STEP_TIMEOUT_S = 0.5, 2.0
+_SHARED_MEMORY = Path("/dev/shm")
+_ERROR = re.compile(r"^(?:\[\w+\] )?(?:[\w.]*(?:Error|Lost|Ended|Mismatch|Exception|Interrupt|Outdated)\b.*)$", re.MULTILINE)
+_SAID = re.compile(r"^\[farandole\] .*(?:failed|violat|diverge|differ|hung|ends).*$", re.MULTILINE)
+
+
+@dataclass
+class Outcome:
+    """violations  in words; none: all is well
+    happened    the faults that came about
+    """
+
+    violations: list[str] = field(default_factory=list)
+    happened: int = 0
+    seconds: float = 0.0
+    generations: int = 0
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Peace:
+    """What a body does when nothing happens to it.
+
+    record   of a worker at its end; None: it was refused
+    hits     how often each worker reaches each line
+    problems what is wrong with it already
+    """
+
+    record: Mapping[str, Any] | None
+    hits: Hits
+    problems: list[str]
+
+
+class Gallery:
+    """Runs jobs on one server."""
+
+    def __init__(self, server: JobServer) -> None:
+        self._server = server
+        self._known: dict[str, Peace] = {}
+        self._cache = Path(tempfile.gettempdir()) / f"farandole-gallery-{_version()}"
+
+    def peace(self, body: Body) -> Peace:
+        """How it is with three workers, and that one worker does the same."""
+        if body.name not in self._known:
+            path = self._cache / f"{body.name}.json"
+            if path.exists():
+                self._known[body.name] = Peace(**json.loads(path.read_text()))
+            else:
+                found = self._known[body.name] = self._peace(body)
+                self._cache.mkdir(exist_ok=True)
+                new = path.with_suffix(f".{os.getpid()}")
+                new.write_text(json.dumps({"record": found.record, "hits": found.hits, "problems": found.problems}))
+                new.rename(path)
+        return self._known[body.name]
+
+    def _peace(self, body: Body) -> Peace:
+        nothing = Case(3, "shm", 0, ())
+        folder, ended = self._start(body, nothing, {COUNTED: "library"})
+        try:
+            said = (folder / "output").read_text(errors="replace")
+            if body.refused:
+                is_right = ended.code != 0 and not ended.late and re.search(body.refused, said)
+                return Peace(None, {}, [] if is_right else [f"it was not refused with {body.refused!r}: {_reason(ended, said)}"])
+            if ended.code != 0:
+                return Peace(None, {}, [f"undisturbed: {_reason(ended, said)}"])
+            records = _records(folder)
+            hits = {path.stem.removeprefix("hits-"): json.loads(path.read_text()) for path in folder.glob("hits-*")}
+            problems = [f"undisturbed: {each}" for each in _findings(body, records, None)]
+        finally:
+            shutil.rmtree(folder)
+        if body.is_exact and body.alone:
+            folder, ended = self._start(body, Case(1, "tcp", 0, ()), {})
+            try:
+                if ended.code != 0:
+                    problems.append(f"alone: {_reason(ended, (folder / 'output').read_text(errors='replace'))}")
+                else:
+                    alone = next(iter(_records(folder).values()))
+                    problems += [f"3 workers and 1: {each}" for each in verdict.unlike(records, alone, _without(body))]
+            finally:
+                shutil.rmtree(folder)
+        return Peace(records["w0"], hits, problems)
+
+    def run(self, body: Body, case: Case) -> Outcome:
+        """What the job wrote is kept in outcome.folder if it broke the contract."""
+        peace = self.peace(body)
+        outcome = Outcome(list(peace.problems))
+        if peace.record is None:
+            return outcome
+        faults = json.dumps([fault.as_json() for fault in case.faults])
+        folder, ended = self._start(body, case, {FAULTS: faults})
+        said = (folder / "output").read_text(errors="replace")
+        outcome.seconds = ended.seconds
+        outcome.happened = len(list(folder.glob("did-*")))
+        outcome.generations = len(re.findall(r"generation \d+ starts", said))
+        outcome.violations += [f"a process is left: {each}" for each in ended.left]
+        outcome.violations += [f"left in shared memory: {each}" for each in _left_in_memory(folder)]
+        if left := sorted(path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")):
+            outcome.violations.append(f"temporary files are left: {left}")
+        if ended.code != 0 or ended.late:
+            outcome.violations.append(_reason(ended, said))
+        else:
+            outcome.violations += _findings(body, _records(folder), peace.record)
+        if outcome.violations:
+            outcome.folder = folder
+        else:
+            shutil.rmtree(folder)
+        return outcome
+
+    def _start(self, body: Body, case: Case, environment: Mapping[str, str]) -> tuple[Path, Ended]:
+        folder = Path(tempfile.mkdtemp(prefix="gallery-"))
+        for name in ("tmp", "out"):
+            (folder / name).mkdir()
+        most = max([case.workers, *(int(f.kind.split()[1]) for f in case.faults if f.kind.startswith("join"))])
+        flags = ["-np", str(case.workers), "--max-np", str(most), "--restarts", str(case.restarts)]
+        flags += ["-H", f"localhost:{most}", "--transport", case.transport, "--fork-server", "on", "--verbose"]
+        flags += ["--detection-budget", str(_BUDGET_S), "--events", str(folder / "events")]
+        if any(fault.kind == "hang" for fault in case.faults):
+            flags += ["--step-timeout", str(_STEP_TIMEOUT_S)]
+        script = [sys.executable, str(HERE / "worker.py"), body.path, *body.arguments]
+        deadline_s = _SLOW_S if body.is_slow else DEADLINE_S
+        variables = {"TMPDIR": str(folder / "tmp"), **environment}
+        horovod = ["--horovod"] if body.horovod else []
+        return folder, self._server.run(["run", *flags, *horovod, *script], folder, variables, deadline_s)
+
+
+def _records(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem.removeprefix("record-"): json.loads(path.read_text()) for path in folder.glob("record-*.json")}
+
+
+def _findings(body: Body, records: Mapping[str, Any], undisturbed: Mapping[str, Any] | None) -> Iterator[str]:
+    if not records:
+        yield "no worker came to its end"
+        return
+    yield from verdict.unequal(records, body.local)
+    if body.witness is not None:
+        yield from verdict.miscounted(records, body.witness)
+    if undisturbed is not None and body.is_exact:
+        yield from verdict.unlike(records, undisturbed, _without(body))
+    elif undisturbed is not None:
+        counters = {name: {"steps": each["steps"]} for name, each in records.items() if "steps" in each}
+        yield from verdict.unlike(counters, {"steps": undisturbed.get("steps")})
+
+
+def _without(body: Body) -> tuple[str, ...]:
+    return (*body.own, *body.local)
+
+
+def _reason(ended: Ended, said: str) -> str:
+    how = "it did not end" if ended.late else f"exit code {ended.code}"
+    errors = list(dict.fromkeys(re.sub(r"^\[\w+\] ", "", found[0]) for found in _ERROR.finditer(said)))
+    errors = errors[:2] or [found[0] for found in _SAID.finditer(said)][-2:]
+    return f"{how}: {' | '.join(errors)[:700]}"
+
+
+def _left_in_memory(folder: Path) -> list[str]:
+    pids = {path.name.removeprefix("pid-") for path in folder.glob("pid-*")}
+    found = (re.match(r"(?:torch_|farandole-)(\d+)", path.name) for path in _SHARED_MEMORY.iterdir())
+    return [match.string for match in found if match is not None and match[1] in pids]
+
+
+def _version() -> str:
+    """Of the library and of the gallery: what was found with another one means nothing."""
+    digest = hashlib.sha256()
+    for path in sorted([*(ROOT / "src" / "farandole").rglob("*.py"), *HERE.rglob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

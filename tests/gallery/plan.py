@@ -1,0 +1,102 @@
+"""Faults at lines of a loop body, as text and drawn from a seed: "w1 kill at amp.py:37#5; w2 pause 0.1 at amp.py:40#4".
+`#5`: the fifth time that the worker reaches the line."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_FAULT = re.compile(r"(w\d+) ([a-z]+(?: [\d.]+)?) at (\S+:\d+)#(\d+)")
+LETHAL = ("kill", "stop", "hang", "exit", "raise")
+_KINDS = {"kill": 60, "leave": 8, "scale": 8, "join": 8, "stop": 5, "hang": 4, "exit": 3, "raise": 4}
+_INSIDE_LIBRARY = 0.2
+_SECOND = 0.2
+_LAG = 0.4
+_LAG_S = 0.15
+Hits = Mapping[str, Mapping[str, int]]
+"""By worker: how often it reaches each line in a job that nothing happens to."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind  kill, stop, hang, leave, exit, raise; or pause S, scale N, join N"""
+
+    worker: str
+    kind: str
+    place: str
+    hit: int
+
+    def __str__(self) -> str:
+        return f"{self.worker} {self.kind} at {self.place}#{self.hit}"
+
+    def as_json(self) -> dict[str, str | int]:
+        return {"worker": self.worker, "kind": self.kind, "place": self.place, "hit": self.hit}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job: how many workers it begins with, how they talk, how often a lost one is replaced, what happens."""
+
+    workers: int
+    transport: str
+    restarts: int
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        replaced = f", {self.restarts} restarts" if self.restarts else ""
+        return f"{self.workers} workers, {self.transport}{replaced}: {'; '.join(map(str, self.faults)) or 'nothing'}"
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults of a text. Raises ValueError for any other text."""
+    found = []
+    for part in filter(None, map(str.strip, text.split(";"))):
+        match = _FAULT.fullmatch(part)
+        if match is None:
+            raise ValueError(f"not a fault: {part!r}; write: w1 kill at amp.py:37#5")
+        found.append(Fault(match[1], match[2], match[3], int(match[4])))
+    return tuple(found)
+
+
+def draw(seed: str, hits: Hits, can_join: bool, collects: bool = False) -> Case:
+    """A job for a body whose lines are reached so often."""
+    chance = random.Random(seed)
+    workers = chance.choice([2, 3, 3, 3, 4])
+    kind = chance.choices([*_KINDS], [*_KINDS.values()])[0]
+    if kind == "join" and not can_join:
+        kind = "kill"
+    names = [f"w{number}" for number in range(workers)]
+    worker = chance.choice(names)
+    lines = hits.get(worker, hits["w0"])
+    fault = _at(chance, worker, {"scale": f"scale {workers - 1}", "join": f"join {workers + 1}"}.get(kind, kind), lines)
+    faults = [fault]
+    if kind in LETHAL and chance.random() < _LAG:
+        other = chance.choice([name for name in names if name != worker])
+        faults.append(_beside(chance, fault, other, f"pause {_LAG_S}", lines))
+    if workers > 2 and chance.random() < _SECOND:
+        other = chance.choice([name for name in names if name != worker])
+        faults.append(_at(chance, other, "kill", lines))
+    return Case(workers, chance.choice(["tcp", "shm"]), chance.choice([0, 0, 3]) if can_join else 0, tuple(faults))
+
+
+def every_line(hits: Hits, worker: str, of_library: bool) -> list[Fault]:
+    """A kill at each line, the middle one of the times that it is reached."""
+    lines = [place for place in sorted(hits[worker]) if ("/" in place) == of_library]
+    return [Fault(worker, "kill", place, (hits[worker][place] + 2) // 2) for place in lines]
+
+
+def _at(chance: random.Random, worker: str, kind: str, lines: Mapping[str, int]) -> Fault:
+    inside = [place for place in lines if "/" in place]
+    own = [place for place in lines if "/" not in place]
+    places: Sequence[str] = inside if inside and chance.random() < _INSIDE_LIBRARY else own
+    place = chance.choice(sorted(places))
+    return Fault(worker, kind, place, chance.randint(1, lines[place]))
+
+
+def _beside(chance: random.Random, fault: Fault, worker: str, kind: str, lines: Mapping[str, int]) -> Fault:
+    """At a line of the same body of the loop, or of the one before."""
+    alike = [place for place, count in lines.items() if count == lines[fault.place] and "/" not in place]
+    place = chance.choice(sorted(alike) or [fault.place])
+    return Fault(worker, kind, place, max(1, fault.hit - chance.randint(0, 1)))
