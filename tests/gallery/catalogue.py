@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from tests.gallery.record import STATISTICS
 from tests.gallery.worker import BODIES as FOLDER
 
 
@@ -41,11 +43,61 @@ class Body:
 
 _ONCE = -0.1 * 2 / 12  # plain SGD with lr 0.1, batches of 12, two epochs
 
+
+def _bodies(file: str, *kinds: str, **options: Any) -> list[Body]:
+    return [Body(f"{file}-{kind}", f"{file}.py", (kind,), **options) for kind in kinds]
+
+
 _ALL = [
-    *(Body(f"plain-{kind}", "plain.py", (kind,), witness=_ONCE)
-      for kind in ("readme", "none", "enumerate", "zip", "tqdm", "chain")),
-    *(Body(f"amp-{kind}", "amp.py", (kind,), is_exact=kind not in ("autocast", "bfloat16"))
-      for kind in ("plain", "unscale", "if", "if-unscale", "inf", "autocast", "bfloat16")),
+    *_bodies("plain", "readme", "none", "enumerate", "zip", "tqdm", "chain", witness=_ONCE),
+    *_bodies("amp", "plain", "unscale", "if", "if-unscale", "inf"),
+    *_bodies("amp", "autocast", "bfloat16", is_exact=False),
+    *_bodies("accumulation", "chunks", own=("model.seen",)),
+    *_bodies("accumulation", "micro", "micro-if", "local", "micro-clip", own=("applied",)),
+    *_bodies("clipping", "norm", "strict", "value", "noise", "log", "adaptive", "skip", "data", "centralize"),
+    *_bodies("passes", "two-passes", "retain", "losses", "penalty", "checkpoint-reentrant", "checkpoint"),
+    *_bodies("passes", "checkpoint-sequential", "grad", "inputs", "hooks", "unused"),
+    *_bodies(
+        "averages", "before", "after", "if-applied", "callback", "averaged", "swa", "swa-epoch", "teacher", "byol"
+    ),
+    *_bodies("averages", "swapped", "tensors", "new-tensors", own=("scores",)),
+    *_bodies("averages", "moco", own=("queue",)),
+    *_bodies("averages", "swa-norm", is_exact=False, local=STATISTICS),
+    *_bodies("gan", "one", witness=_ONCE),
+    *_bodies("gan", "two", "wgan"),
+    *_bodies("schedules", "body", "applied", "callback", "chained", "sequential", "onecycle", "by-hand"),
+    *_bodies("schedules", "epoch", "mean", "callback-mean", "plateau-callback", "plateau-body", "plateau-epoch"),
+    *_bodies("evaluation", "end", "middle", "once", "best", own=("scores", "best")),
+    *_bodies("evaluation", "save-rank-0", "save-once", "stop", "any", "barrier", "gather"),
+    *_bodies("evaluation", "metrics", own=("scores",)),
+    *_bodies(
+        "around", "finally", "except-own", "with", "thread", "signal", "random", "closure", "anomaly", witness=_ONCE
+    ),
+    *_bodies("around", "zero-after", "model-zero", "generator", "subprocess", "fork", witness=_ONCE),
+    *_bodies("data", "sequential", "stratified", "bucketed", "workers", "collate", "stream", "growing", witness=_ONCE),
+    *_bodies("data", "augmented", "layernorm", "syncbn", witness=_ONCE),
+    *_bodies("data", "weighted", "short", "carry", "drop"),
+    *_bodies("data", "dropout", "batchnorm", is_exact=False, witness=_ONCE),
+    *_bodies("parts", "weight-norm", "old-weight-norm", "orthogonal", "frozen", "groups", "unfreeze", "tied"),
+    *_bodies("parts", "extra", "spectral-norm", "values-before", "values-between", "values-after"),
+    *_bodies("parts", "tensor-before", "tensor-after", "unconditional"),
+    *_bodies("optimizers", "adamw", "adamw-fused", "adam-foreach", "rmsprop", "adagrad", "nadam", "radam", "adadelta"),
+    *_bodies("optimizers", "asgd", "rprop", "nesterov", "sam", "lookahead", "project"),
+    *_bodies("optimizers", "lbfgs", refused="closure"),
+    *_bodies("rl", "plain", "returns"),
+    *_bodies(
+        "ddp", "plain", "view", "no-sync", "micro", "log", "ema", "scheduler", "metrics", "all-reduce", witness=_ONCE
+    ),
+    *_bodies("ddp", "clip", "scaler", "scaler-clip"),
+    *_bodies("hvd", "each", "plain", "clip", "schedule", horovod=True, is_exact=False),
+    *_bodies("hvd", "metrics", horovod=True, is_exact=False, own=("losses",)),
+    *_bodies("compiled", "eager", "inductor", is_slow=True),
+    *_bodies("bad", "swallow", "swallow-collective", "replace-grad", "requires-grad", "re-enter", "untracked"),
+    *_bodies("bad", "fork-train"),
+    *_bodies("bad", "twice", refused="StepError"),
+    *_bodies("bad", "continue", refused="StepError"),
+    *_bodies("bad", "no-step", refused="StepError"),
+    *_bodies("bad", "one-rank", refused="fd.mean|mean"),
 ]
 
 BODIES = {body.name: body for body in _ALL}

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from tests.gallery.worker import COUNTED, FAULTS, HERE
 
 DEADLINE_S = 40.0
 _SLOW_S = 180.0
-_BUDGET_S, _STEP_TIMEOUT_S = 0.5, 2.0
+_BUDGET_S, _BUDGET_OF_STOPS_S, _STEP_TIMEOUT_S = 2.0, 0.7, 4.0
 _SHARED_MEMORY = Path("/dev/shm")
-_ERROR = re.compile(r"^(?:\[\w+\] )?(?:[\w.]*(?:Error|Lost|Ended|Mismatch|Exception|Interrupt|Outdated)\b.*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?:\[\w+\] )?(?:[\w.]*(?:Error|Lost|Ended|Mismatch|Exception|Interrupt|Outdated)\b.*)$", re.MULTILINE
+)
 _SAID = re.compile(r"^\[farandole\] .*(?:failed|violat|diverge|differ|hung|ends).*$", re.MULTILINE)
 
 
@@ -61,12 +63,16 @@ class Gallery:
     def __init__(self, server: JobServer) -> None:
         self._server = server
         self._known: dict[str, Peace] = {}
-        self._cache = Path(tempfile.gettempdir()) / f"farandole-gallery-{_version()}"
+        self._cache = Path(tempfile.gettempdir()) / "farandole-gallery"
+        self._library = _digest((ROOT / "src" / "farandole").rglob("*.py"))
 
     def peace(self, body: Body) -> Peace:
         """How it is with three workers, and that one worker does the same."""
         if body.name not in self._known:
-            path = self._cache / f"{body.name}.json"
+            gallery = _digest(
+                map(Path, (body.path, HERE / "bodies" / "problem.py", HERE / "worker.py", HERE / "record.py"))
+            )
+            path = self._cache / f"{body.name}-{self._library}-{gallery}.json"
             if path.exists():
                 self._known[body.name] = Peace(**json.loads(path.read_text()))
             else:
@@ -84,7 +90,9 @@ class Gallery:
             said = (folder / "output").read_text(errors="replace")
             if body.refused:
                 is_right = ended.code != 0 and not ended.late and re.search(body.refused, said)
-                return Peace(None, {}, [] if is_right else [f"it was not refused with {body.refused!r}: {_reason(ended, said)}"])
+                return Peace(
+                    None, {}, [] if is_right else [f"it was not refused with {body.refused!r}: {_reason(ended, said)}"]
+                )
             if ended.code != 0:
                 return Peace(None, {}, [f"undisturbed: {_reason(ended, said)}"])
             records = _records(folder)
@@ -93,7 +101,7 @@ class Gallery:
         finally:
             shutil.rmtree(folder)
         if body.is_exact and body.alone:
-            folder, ended = self._start(body, Case(1, "tcp", 0, ()), {})
+            folder, ended = self._start(body, Case(1, "tcp", 1, ()), {})
             try:
                 if ended.code != 0:
                     problems.append(f"alone: {_reason(ended, (folder / 'output').read_text(errors='replace'))}")
@@ -118,7 +126,9 @@ class Gallery:
         outcome.generations = len(re.findall(r"generation \d+ starts", said))
         outcome.violations += [f"a process is left: {each}" for each in ended.left]
         outcome.violations += [f"left in shared memory: {each}" for each in _left_in_memory(folder)]
-        if left := sorted(path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")):
+        if left := sorted(
+            path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")
+        ):
             outcome.violations.append(f"temporary files are left: {left}")
         if ended.code != 0 or ended.late:
             outcome.violations.append(_reason(ended, said))
@@ -137,8 +147,10 @@ class Gallery:
         most = max([case.workers, *(int(f.kind.split()[1]) for f in case.faults if f.kind.startswith("join"))])
         flags = ["-np", str(case.workers), "--max-np", str(most), "--restarts", str(case.restarts)]
         flags += ["-H", f"localhost:{most}", "--transport", case.transport, "--fork-server", "on", "--verbose"]
-        flags += ["--detection-budget", str(_BUDGET_S), "--events", str(folder / "events")]
-        if any(fault.kind == "hang" for fault in case.faults):
+        kinds = {fault.kind for fault in case.faults}
+        budget_s = _BUDGET_OF_STOPS_S if "stop" in kinds else _BUDGET_S
+        flags += ["--detection-budget", str(budget_s), "--events", str(folder / "events")]
+        if "hang" in kinds:
             flags += ["--step-timeout", str(_STEP_TIMEOUT_S)]
         script = [sys.executable, str(HERE / "worker.py"), body.path, *body.arguments]
         deadline_s = _SLOW_S if body.is_slow else DEADLINE_S
@@ -182,9 +194,9 @@ def _left_in_memory(folder: Path) -> list[str]:
     return [match.string for match in found if match is not None and match[1] in pids]
 
 
-def _version() -> str:
-    """Of the library and of the gallery: what was found with another one means nothing."""
+def _digest(paths: Iterable[Path]) -> str:
+    """Of the library or of the gallery: what was found with another one means nothing."""
     digest = hashlib.sha256()
-    for path in sorted([*(ROOT / "src" / "farandole").rglob("*.py"), *HERE.rglob("*.py")]):
+    for path in sorted(paths):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

@@ -8,8 +8,10 @@ of a job become children of this process, so that whatever a job leaves is seen.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -19,10 +21,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.003
@@ -31,7 +34,7 @@ _GONE_S = 6.0  # until what a job has killed is gone, and its guard has cleaned 
 
 
 def main() -> None:
-    """Serve until standard input ends. Returns, in a launcher or in a fork server, when that one has ended."""
+    """Serve until standard input ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _import_all()
     gc.collect()
@@ -47,10 +50,9 @@ def main() -> None:
                 ours.close()
                 message, descriptors, _, _ = socket.recv_fds(theirs, 65536, 1)
                 theirs.detach()  # its number is another file's soon
-                _become_fork_server(message, descriptors)
-                return
+                _end_quickly(lambda: _become_fork_server(message, descriptors))
             theirs.close()
-            sys.exit(_launch(asked["arguments"], _Handover(server, ours)))
+            _end_quickly(lambda: _launch(asked["arguments"], _Handover(server, ours)))
         answer = _watch(launcher, asked)
         os.write(1, json.dumps(answer).encode() + b"\n")
 
@@ -65,6 +67,23 @@ def _import_all() -> None:
             for each in module.__all__:
                 with contextlib.suppress(ImportError):
                     getattr(module, each)
+
+
+def _end_quickly(program: Callable[[], int]) -> NoReturn:
+    """What Python does at its end, but for taking all modules apart: that would copy most of the memory that this process
+    shares with the server, and take longer than the job."""
+    try:
+        code: Any = program()
+    except SystemExit as exit:
+        code = exit.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    threading._shutdown()  # type: ignore[attr-defined] # waits for the threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
 
 
 # The launcher and its fork server -------------------------------------------------------------------------------
@@ -95,6 +114,7 @@ def _launch(arguments: Sequence[str], handover: _Handover) -> int:
     from farandole.launch.fork_server import ForkServer
 
     sys.argv = ["farandole", *arguments]
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     start = ForkServer._begin
     waiting = [handover]
 
@@ -109,21 +129,15 @@ def _launch(arguments: Sequence[str], handover: _Handover) -> int:
         process = subprocess.Popen.__new__(subprocess.Popen)  # a child like any other, which is already there
         process.args, process.pid, process.returncode = words, prepared.pid, None
         process.stdin = process.stdout = process.stderr = None
-        process._waitpid_lock, process._child_created = _Lock(), True
+        process._waitpid_lock, process._child_created = threading.Lock(), True  # type: ignore[attr-defined]
         return process
 
     ForkServer._begin = begin  # type: ignore[method-assign]
     return cli.main(arguments)
 
 
-def _Lock() -> Any:  # noqa: N802
-    import threading
-
-    return threading.Lock()
-
-
-def _become_fork_server(message: bytes, descriptors: Sequence[int]) -> None:
-    """Returns in a worker that has come to its end, by SystemExit."""
+def _become_fork_server(message: bytes, descriptors: Sequence[int]) -> int:
+    """Comes back in a worker that has come to its end, by SystemExit."""
     if not message:  # the launcher needed none
         os._exit(0)
     from farandole.launch import fork_server_process
@@ -145,6 +159,7 @@ def _become_fork_server(message: bytes, descriptors: Sequence[int]) -> None:
     sys.orig_argv = [sys.executable, *place["options"], script, *place["words"]]
     sys.argv = [script, *place["words"]]
     fork_server_process.main()
+    raise AssertionError("a fork server does not return")
 
 
 # Beside the job -------------------------------------------------------------------------------------------------
@@ -167,7 +182,7 @@ def _watch(launcher: int, asked: Mapping[str, Any]) -> dict[str, Any]:
             helpers.pop(pid).write_text(str(ended[pid]))
         if time.monotonic() - began > asked["deadline_s"] and not is_late:
             is_late = True
-            _show_stacks(folder)
+            _show_stacks(launcher, folder)
             for number in (signal.SIGINT, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(launcher, number)
@@ -206,10 +221,10 @@ def _scale(launcher: int, size: str, asked: Mapping[str, Any]) -> int:
     return pid
 
 
-def _show_stacks(folder: Path) -> None:
-    for path in folder.glob("pid-*"):
+def _show_stacks(launcher: int, folder: Path) -> None:
+    for pid in (launcher, *(int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*"))):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(path.name.removeprefix("pid-")), signal.SIGUSR2)
+            os.kill(pid, signal.SIGUSR2)
     time.sleep(_STACKS_S)
 
 

@@ -50,9 +50,7 @@ class JobServer:
         self._process.stdin.close()
         self._process.wait(30.0)
 
-    def run(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], deadline_s: float
-    ) -> Ended:
+    def run(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], deadline_s: float) -> Ended:
         """`farandole ARGUMENTS` with this environment added to ours; what it prints is appended to `folder`/output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

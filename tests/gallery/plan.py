@@ -60,13 +60,11 @@ def parse(text: str) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-def draw(seed: str, hits: Hits, can_join: bool, collects: bool = False) -> Case:
+def draw(seed: str, hits: Hits) -> Case:
     """A job for a body whose lines are reached so often."""
     chance = random.Random(seed)
     workers = chance.choice([2, 3, 3, 3, 4])
     kind = chance.choices([*_KINDS], [*_KINDS.values()])[0]
-    if kind == "join" and not can_join:
-        kind = "kill"
     names = [f"w{number}" for number in range(workers)]
     worker = chance.choice(names)
     lines = hits.get(worker, hits["w0"])
@@ -78,7 +76,7 @@ def draw(seed: str, hits: Hits, can_join: bool, collects: bool = False) -> Case:
     if workers > 2 and chance.random() < _SECOND:
         other = chance.choice([name for name in names if name != worker])
         faults.append(_at(chance, other, "kill", lines))
-    return Case(workers, chance.choice(["tcp", "shm"]), chance.choice([0, 0, 3]) if can_join else 0, tuple(faults))
+    return Case(workers, chance.choice(["tcp", "shm"]), chance.choice([0, 0, 3]), tuple(faults))
 
 
 def every_line(hits: Hits, worker: str, of_library: bool) -> list[Fault]:

@@ -31,7 +31,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="of the first job; each has the next one")
     parser.add_argument("--jobs", type=int, default=100)
-    parser.add_argument("--body", nargs="+", default=[], metavar="NAME", help="only these; a name ending in - is a prefix")
+    parser.add_argument(
+        "--body", nargs="+", default=[], metavar="NAME", help="only these; a name ending in - is a prefix"
+    )
     parser.add_argument("--plan", type=parse, help="this in place of what follows from the seed")
     parser.add_argument("--workers", type=int, default=3, help="with --plan")
     parser.add_argument("--transport", default="tcp", help="with --plan")
@@ -71,14 +73,18 @@ def main() -> int:
 def _chosen(names: list[str], slow: bool) -> list[Body]:
     found = []
     for name in names:
-        matching = [body for key, body in BODIES.items() if key == name or (name.endswith("-") and key.startswith(name))]
+        matching = [
+            body for key, body in BODIES.items() if key == name or (name.endswith("-") and key.startswith(name))
+        ]
         if not matching:
             raise SystemExit(f"no body is called {name!r}; --list shows them")
         found += matching
     return found or [body for body in BODIES.values() if slow or not body.is_slow]
 
 
-def _cases(options: argparse.Namespace, bodies: list[Body], gallery: Gallery) -> Iterator[tuple[Body, int | None, object]]:
+def _cases(
+    options: argparse.Namespace, bodies: list[Body], gallery: Gallery
+) -> Iterator[tuple[Body, int | None, object]]:
     if options.plan is not None:
         for body in bodies:
             yield body, None, Case(options.workers, options.transport, options.restarts, options.plan)
@@ -95,7 +101,7 @@ def _cases(options: argparse.Namespace, bodies: list[Body], gallery: Gallery) ->
 def drawn(gallery: Gallery, body: Body, seed: int) -> Case:
     """The job of a body and a seed."""
     hits = gallery.peace(body).hits
-    return draw(f"{body.name} {seed}", hits, can_join=True) if hits else Case(3, "shm", 0, ())
+    return draw(f"{body.name} {seed}", hits) if hits else Case(3, "shm", 0, ())
 
 
 def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, results: Path) -> None:
@@ -125,7 +131,9 @@ def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, results: P
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=9"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=os.path.dirname(__file__)).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=os.path.dirname(__file__)
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

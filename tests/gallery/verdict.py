@@ -12,9 +12,7 @@ TOLERANCE = 1e-10
 Record = Mapping[str, Any]
 
 
-def differences(
-    one: Record, other: Record, tolerance: float, without: Sequence[str] = ()
-) -> Iterator[str]:
+def differences(one: Record, other: Record, tolerance: float, without: Sequence[str] = ()) -> Iterator[str]:
     """Each name at which two records differ. Names that begin or end with one of `without` are left out."""
     for name in sorted(one.keys() | other.keys()):
         if any(name.startswith(each) or name.endswith(each) for each in without):

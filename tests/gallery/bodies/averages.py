@@ -12,12 +12,12 @@ import farandole as fd
 
 kind = sys.argv[1]
 fd.init()
-model = Net(*([torch.nn.SyncBatchNorm(8)] if kind == "none" else []))
+model = Net(*([torch.nn.BatchNorm1d(8)] if kind == "swa-norm" else []))
 ema = copy.deepcopy(model).requires_grad_(False)
-if kind in ("averaged", "swa", "swa-epoch"):
+if kind.startswith(("averaged", "swa")):
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if kind == "averaged" else None)
 optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-loader = fd.elastic.DataLoader(Samples(), BATCH, seed=5)
+loader = fd.elastic.DataLoader(Samples(), BATCH, seed=5, min_share=2 if kind == "swa-norm" else 1)
 evaluation = fd.elastic.EvalLoader(Samples(30), 5)
 
 
@@ -76,22 +76,20 @@ def train(state):
             if kind == "teacher":
                 loss = loss + 0.1 * F.mse_loss(out, ema(x))
             elif kind == "byol":
-                loss = loss - 0.1 * F.cosine_similarity(out.T, ema(x.flip(1)).T).mean()
+                loss = loss + 0.1 * F.mse_loss(out, ema(x.flip(1)))
             elif kind == "moco":
                 with torch.no_grad():
-                    keys = fd.allgather(ema(x), name=f"keys.{state.step}") if "gather" in sys.argv else ema(y @ torch.ones(1, 6).double())
-                loss = loss + 0.1 * (out @ state.queue.keys.T).square().mean()
-                if "gather" not in sys.argv:
-                    keys = torch.full((4, 1), float(state.step), dtype=torch.float64) / 16
+                    keys = fd.allgather(ema(x), name="keys")
+                loss = loss + 0.1 * (out * queue.keys.T).square().mean()
             loss.backward()
             applied = optimizer.step()
-            if kind == "moco":
-                state.queue.push(keys)
+            if kind == "moco" and applied:
+                queue.push(keys)
             if kind in ("after", "teacher", "byol", "swapped"):
                 follow()
             elif kind == "if-applied" and applied:
                 follow()
-            elif kind in ("averaged", "swa"):
+            elif kind in ("averaged", "swa", "swa-norm"):
                 ema.update_parameters(model)
             elif kind == "tensors":
                 for mine, theirs in zip(state.shadow, model.parameters(), strict=True):
@@ -111,8 +109,8 @@ def train(state):
         elif kind == "swa-epoch":
             ema.update_parameters(model)
             swa.step()
-    if kind == "swa":
-        update_bn(((x, y) for x, y, _ in evaluation), ema)
+    if kind == "swa-norm":
+        update_bn(torch.utils.data.DataLoader(Samples(30), 10), ema)
 
 
 train(state)

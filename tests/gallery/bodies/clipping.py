@@ -39,7 +39,7 @@ def train(state):
                 norms.append([parameter.grad.norm().item() for parameter in model.parameters()])
             elif kind == "adaptive":
                 for parameter in model.parameters():
-                    limit = 0.1 * parameter.norm().clamp(min=0.01)
+                    limit = 0.1 * parameter.detach().norm().clamp(min=0.01)
                     parameter.grad.mul_((limit / parameter.grad.norm().clamp(min=1e-12)).clamp(max=1.0))
             elif kind == "skip":  # a spike: no step, but a gradient of zeros
                 if sum(parameter.grad.square().sum() for parameter in model.parameters()) > 1.0:

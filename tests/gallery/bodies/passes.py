@@ -59,10 +59,12 @@ def train(state):
                 F.mse_loss(model(x, index), y).backward(inputs=list(model.parameters()))
             elif kind == "hooks":
                 out = model(x, index)
-                out.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+                out.register_hook(lambda gradient: 0.5 * gradient.sign() * gradient.abs())
                 F.mse_loss(out, y).backward()
             elif kind == "unused":  # only some of the parameters get a gradient
-                F.mse_loss(model(x, index) if state.step % 2 else model.last(torch.zeros(len(x), 8).double()), y).backward()
+                F.mse_loss(
+                    model(x, index) if state.step % 2 else model.last(torch.zeros(len(x), 8).double()), y
+                ).backward()
             optimizer.step()
 
 
