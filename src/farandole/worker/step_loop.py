@@ -184,9 +184,9 @@ class StepLoop:
         rehearsal, self._rehearsal = self._rehearsal, None
         if rehearsal is not None:
             rehearsal.end()
-        elif step.is_rehearsal():
+        elif step.is_rehearsal() or self._job is None:
             self._state.put_back()
-        if has_to_regroup or not step.is_rehearsal():
+        if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
             self._regroup()
         step.close()
         self._pass_boundary()
