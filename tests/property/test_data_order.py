@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farandole.data.boundary import SoloBoundary
 from farandole.data.dealer import Dealer
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
@@ -222,7 +223,7 @@ class Numbers:
         return index
 
 
-class Worker:
+class Worker(SoloBoundary):
     """A training loop as a user writes it, which stops for the simulation at every batch and after every
     epoch. It is the Boundary of its own loader."""
 
@@ -248,11 +249,12 @@ class Worker:
                 assert batch is not None
                 assert samples
                 assert self.loader.indices == ([] if batch.is_ghost else samples)
+                if step.is_rehearsal():  # behind the last batch, where workers have regrouped
+                    assert self.loader.is_over
+                    step.close()  # it is one for all of these workers
+                    continue
                 yield "batch"
             yield "tail"
-
-    def reach(self) -> None:
-        pass
 
     def reach_epoch_end(self) -> bool:
         return self.all_advance

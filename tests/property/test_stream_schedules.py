@@ -120,6 +120,9 @@ def batch_of(loaders: list[StreamLoader], decided: bool) -> list[int] | None:
                 break
             assert loader.batch is not None
             assert data, "an empty batch"
+            if step.is_rehearsal():  # behind the last batch, where workers have regrouped
+                step.close()
+                continue
             if not loader.batch.is_ghost:
                 assert data == loader.indices
                 samples += data

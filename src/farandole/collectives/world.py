@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farandole.collectives.transport import Transport
-from farandole.errors import NotInitialized, StepError
+from farandole.errors import GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class World:
 
 _current: World | None = None
 _refusal: str | None = None
+_interruption: str | None = None
 _on_enter: list[Callable[[World | None], None]] = []
 
 
@@ -69,11 +70,20 @@ def refuse_collectives(why: str | None) -> None:
     _refusal = why
 
 
+def interrupt_collectives(why: str | None) -> None:
+    """Make every collective raise GenerationEnded from now on, because other ranks do not take part in it; with None
+    collectives are carried out again. fd.mean and fd.any have a way of their own (agreement.py)."""
+    global _interruption
+    _interruption = why
+
+
 def are_refused() -> bool:
     return _refusal is not None
 
 
 def raise_if_refused(op: str) -> None:
-    """Raises StepError where collectives are refused."""
+    """Raise StepError where collectives are refused, and GenerationEnded where they are interrupted."""
     if _refusal is not None:
         raise StepError(f"{op} {_refusal}")
+    if _interruption is not None:
+        raise GenerationEnded(op, current().id.number, _interruption)

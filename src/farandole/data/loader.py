@@ -65,9 +65,10 @@ class DataLoader:
                        does nothing. A body need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it
                        does so after the last micro-batch, bodies follow that do not count. Losses are means over the
                        micro-batch: no `loss / 4`
-    max_local_batch    most samples of one loop body; larger shares come as several micro-batches, and only
-                       the last of them makes the optimizer step. In an elastic function the share at the
-                       start of the job unless given
+    max_local_batch    most samples of one loop body, where memory is short: a share that has grown beyond it, because
+                       workers were lost, comes as several micro-batches, and only the last of them makes the
+                       optimizer step; in the others step() returns False and gradients are zeros. Without it the loop
+                       body runs once for each step, however large the share is
     min_share          fewest samples of one loop body where that is possible; 2 for models with BatchNorm
 
     The other arguments are those of torch's DataLoader. Its loader workers are started once and live on when
@@ -76,6 +77,10 @@ class DataLoader:
 
     A worker that gets no sample of a global batch is handed a *ghost*: real samples, whose gradient does not
     count, so that the loop body runs equally often everywhere.
+
+    In an elastic function a batch may be handed out whose step is aborted, so that optimizer.step() returns False:
+    after a fault, as the first batch of the job (TorchState(rehearse=...)), and behind the last batch of an epoch when
+    workers have regrouped there, so that the loop is never empty for a worker that comes in then.
 
     epoch, cursor  where training is. They move with decided steps only, through commit(); fetching ahead and
                    handing out changes nothing that is saved.
@@ -131,6 +136,8 @@ class DataLoader:
         self.batch: Batch | None = None
         self.indices: list[int] = []
         self._is_pending = False  # a batch is out whose ticket is not committed
+        self._has_regrouped = False  # since a batch was handed out
+        self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
         self._rank, self._world = 0, 1
         self._dealer = Dealer(self._layout, self.order.bind(self._layout, seed))
         inner_dataset: Any = dataset
@@ -183,9 +190,15 @@ class DataLoader:
             epoch = self.epoch
             yield Epoch.at(epoch, self.boundary)
             step.end_body()  # after `break`
+            if step.state() == "aborted":
+                self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
+                continue
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
+            if self._has_to_leave and not self._leave():
+                continue
             if self.boundary.reach_epoch_end():
                 self._advance()
+                self.boundary.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
@@ -205,25 +218,62 @@ class DataLoader:
             return data
         self.boundary.reach()
         goes_on = self._settle()
-        if not goes_on and (self._is_ended or self.cursor >= self._layout.end):
-            self._put_away()
-            raise StopIteration
+        while not goes_on and self.is_over:
+            if self._has_regrouped:
+                return self._hand_out_again()
+            if self._leave():
+                raise StopIteration
+            goes_on = self._settle()
+        return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.boundary.rehearses())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no batch of the current epoch is left."""
+        return self._is_ended or self.cursor >= self._layout.end
+
+    def _hand_out(self, is_rehearsal: bool) -> Any:
+        if is_rehearsal and not step.is_rehearsal():
+            self._rehearse_splitting()
         dealt, data = self._take()
         self.batch = dealt.batch
         self.indices = [] if dealt.batch.is_ghost else dealt.indices
-        self._is_pending = True
-        step.open(dealt.batch)
+        self._is_pending, self._has_regrouped, self._has_to_leave = True, False, True
+        step.open(dealt.batch, is_rehearsal)
         self._padding.keep(data)
-        recording.delivered(dealt.batch, self.indices)
+        if not is_rehearsal:
+            recording.delivered(dealt.batch, self.indices)
         return data
+
+    def _hand_out_again(self) -> Any:
+        """The first batch of an epoch whose batches are through: its step is aborted."""
+        self._dealer.restart(self._layout, self.epoch, 0, self._rank, self._world)
+        return self._hand_out(is_rehearsal=True)
+
+    def _rehearse_splitting(self) -> None:
+        """With max_local_batch the loop body may once have to run several times for one step: let it show that it can,
+        in the rehearsal of the first step."""
+        layout, largest = self._layout, -(-self._layout.global_batch_size // self._world)
+        half = max(-(-largest // 2), 2 * layout.min_share - 1)
+        if layout.max_local_batch is not None and half < largest <= layout.max_local_batch:
+            layout = dataclasses.replace(layout, max_local_batch=half)
+            self._dealer.restart(layout, self.epoch, self.cursor, self._rank, self._world)
+
+    def _leave(self) -> bool:
+        """The loop over the batches ends. False: workers have regrouped, and it may go on."""
+        if not self.boundary.leave_batches():
+            return False
+        self._has_to_leave = False
+        self.batch, self.indices, self._is_pending = None, [], False
+        step.close()
+        return True
 
     def _settle(self) -> bool:
         """Find out what became of the batch that is out. True: another micro-batch of its ticket follows."""
         if self.batch is None or not self._is_pending:
             return False
-        phase = step.state()
-        if phase == "open" and not self.batch.is_last:
+        if step.expects_micro_batch():
             return True
+        phase = step.state()
         if phase not in ("none", "aborted"):
             raise StepError(_advice(self.batch.ticket, phase))
         self._deal()
@@ -243,11 +293,6 @@ class DataLoader:
         self.epoch, self.cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
         if not is_whole:
             self._deal()
-        self._put_away()
-
-    def _put_away(self) -> None:
-        self.batch, self.indices, self._is_pending = None, [], False
-        step.close()
 
     # The batch that is out -------------------------------------------------------------------------------
 
@@ -279,16 +324,8 @@ class DataLoader:
         """This worker is rank `rank` of `size` from the next batch on. What was fetched ahead is dropped."""
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
-        self._rank, self._world = rank, size
+        self._rank, self._world, self._has_regrouped = rank, size, True
         self._deal()
-
-    def limit_local_batch(self, world: int) -> None:
-        """Unless max_local_batch was given: no worker computes more samples at once than its share is in a world
-        of this size, the first one. Else the death of one worker could become out-of-memory deaths of the others.
-        """
-        if self._layout.max_local_batch is None:
-            largest = -(-self._layout.global_batch_size // world)
-            self._split_above(max(largest, 2 * self._layout.min_share - 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: a few numbers, the same on every worker, for any number of workers."""
@@ -314,7 +351,9 @@ class DataLoader:
         if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
             raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
         self.epoch, self.cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
-        self._split_above(state.get("max_local_batch", 0))
+        if self._layout.max_local_batch is not None and "max_local_batch" in state:  # every rank has to split alike
+            self._layout = dataclasses.replace(self._layout, max_local_batch=state["max_local_batch"])
+        self._deal()
 
     @cached_property
     def _identity(self) -> dict[str, int | str]:
@@ -328,12 +367,6 @@ class DataLoader:
             "tail": self._layout.tail,
         }
         return {name: value for name, value in identity.items() if _UNSAID.get(name) != value}
-
-    def _split_above(self, samples: int) -> None:
-        """Every rank has to split alike; 0 keeps what is."""
-        if samples:
-            self._layout = dataclasses.replace(self._layout, max_local_batch=samples)
-        self._deal()
 
     def warm_up(self) -> None:
         """Start the loader workers and wait until each has fetched a sample, which nobody trains: what a worker does

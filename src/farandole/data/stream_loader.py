@@ -118,6 +118,8 @@ class StreamLoader:
         self._marks: list[Mark | None] = [None] * streams
         self._marks_behind: dict[int, Mark] = {}
         self._is_pending = False  # a batch is out whose ticket is not committed
+        self._has_regrouped = False  # since a batch was handed out
+        self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
         self._requests = Requests(num_workers, Deal(0, 0, self._place, 0, 1, self._sizes))
         source = Source(dataset, streams, stateful)
         self._reader = StreamReader(source, seed, transform, collate_fn or default_collate)
@@ -150,10 +152,15 @@ class StreamLoader:
             epoch = self.epoch
             yield Epoch.at(epoch, self.boundary)
             step.end_body()  # after `break`
+            if step.state() == "aborted":
+                self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
+                continue
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
+            if self._has_to_leave and not self._leave():
+                continue
             if self.boundary.reach_epoch_end():
                 self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
-                step.close()
+                self.boundary.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
@@ -173,30 +180,55 @@ class StreamLoader:
             return data
         self.boundary.reach()
         goes_on = self._settle()
-        reply, data = self._take() if goes_on or not self._is_ended else (Reply(None, None), None)
-        if reply.batch is None or reply.behind is None:
+        is_rehearsal = step.is_rehearsal() if goes_on else self.boundary.rehearses()
+        while True:
+            reply, data = self._take() if goes_on or not self._is_ended else (Reply(None, None), None)
+            if reply.batch is not None and reply.behind is not None:
+                return self._hand_out(reply, data, goes_on, is_rehearsal)
             self._deal()
-            step.close()
-            raise StopIteration
+            if self._has_regrouped:  # the first batch of the epoch, whose step is aborted
+                place = Place((0,) * len(self._marks))
+                self._requests.restart(self._deal_at(place), (None,) * len(self._marks))
+                self._has_regrouped, is_rehearsal = False, True
+                reply, data = self._take()
+                if reply.batch is not None and reply.behind is not None:
+                    return self._hand_out(reply, data, False, is_rehearsal)
+            if self._leave():
+                raise StopIteration
+
+    def _hand_out(self, reply: Reply, data: Any, goes_on: bool, is_rehearsal: bool) -> Any:
+        assert reply.batch is not None
+        assert reply.behind is not None
         # The optimizer knows micro-batches of one step by their ticket, the very same object.
         ticket = self.batch.ticket if goes_on and self.batch is not None else reply.batch.ticket
         self.batch = Batch(ticket, reply.batch.low, reply.batch.high, reply.batch.index)
         self._behind, self._is_pending = reply.behind, True
+        self._has_regrouped, self._has_to_leave = False, True
         self._marks_behind = dict(reply.marks)
         streams = len(self._marks)
         self.indices = [] if self.batch.is_ghost else [stream + streams * number for stream, number in reply.taken]
-        step.open(self.batch)
+        step.open(self.batch, is_rehearsal)
         self._padding.keep(data)
-        recording.delivered(self.batch, self.indices)
+        if not is_rehearsal:
+            recording.delivered(self.batch, self.indices)
         return data
+
+    def _leave(self) -> bool:
+        """The loop over the batches ends. False: workers have regrouped, and it may go on."""
+        if not self.boundary.leave_batches():
+            return False
+        self._has_to_leave = False
+        self.batch, self.indices, self._is_pending = None, [], False
+        step.close()
+        return True
 
     def _settle(self) -> bool:
         """Find out what became of the batch that is out. True: another micro-batch of its ticket follows."""
         if self.batch is None or not self._is_pending:
             return False
-        phase = step.state()
-        if phase == "open" and not self.batch.is_last:
+        if step.expects_micro_batch():
             return True
+        phase = step.state()
         if phase not in ("none", "aborted"):
             raise StepError(
                 f"the next batch was asked for, but the step for samples [{self.batch.ticket.start}, "
@@ -251,14 +283,8 @@ class StreamLoader:
         """This worker is rank `rank` of `size` from the next batch on. What was fetched ahead is dropped."""
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
-        self._rank, self._world = rank, size
+        self._rank, self._world, self._has_regrouped = rank, size, True
         self._deal()
-
-    def limit_local_batch(self, world: int) -> None:
-        """As in DataLoader: without max_local_batch, the largest share in a world of this size."""
-        sizes = self._sizes
-        if sizes.max_local_batch is None:
-            self._split_above(max(-(-sizes.global_batch_size // world), 2 * sizes.min_share - 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: one offset per stream and a few integers, the same on every worker; with `stateful`
@@ -286,7 +312,9 @@ class StreamLoader:
             raise DataError(f"no such place: epoch {epoch}, offsets {offsets}, turn {turn} of {streams} streams")
         self._begin(epoch, Place(offsets, turn), state.get("marks", ()))
         self._is_ended = bool(state.get("ended"))
-        self._split_above(state.get("max_local_batch", 0))
+        if self._sizes.max_local_batch is not None and state.get("max_local_batch"):  # every rank has to split alike
+            self._sizes = dataclasses.replace(self._sizes, max_local_batch=state["max_local_batch"])
+        self._deal()
 
     def warm_up(self) -> None:
         """Nothing: what a loader worker reads of a stream before its place is known it would have to read again."""
@@ -309,17 +337,13 @@ class StreamLoader:
         self._marks = [tuple(mark) if (mark := known.get(stream)) else None for stream in range(len(place.offsets))]
         self._deal()
 
-    def _split_above(self, samples: int) -> None:
-        """Every rank has to split alike; 0 keeps what is."""
-        if samples:
-            self._sizes = dataclasses.replace(self._sizes, max_local_batch=samples)
-        self._deal()
-
     def _deal(self) -> None:
         """Read on from the place, for the world as it is now; what is out will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
-        deal = Deal(self._requests.deal + 1, self.epoch, self._place, self._rank, self._world, self._sizes)
-        self._requests.restart(deal, tuple(self._marks))
+        self._requests.restart(self._deal_at(self._place), tuple(self._marks))
+
+    def _deal_at(self, place: Place) -> Deal:
+        return Deal(self._requests.deal + 1, self.epoch, place, self._rank, self._world, self._sizes)
 
 
 def _as_it_is(batch: Any) -> Any:

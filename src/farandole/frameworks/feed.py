@@ -103,7 +103,7 @@ class Feed:
         while self._ahead is not _NOTHING:
             batch, self._ahead = self._ahead, _NOTHING
             yield batch
-            self._ahead = next(self._batches, _NOTHING)
+            self._ahead = self._next()
 
     def _fetch(self) -> bool:
         """Have the next batch ready, of this epoch or, where all workers are through with it, of the next one. False:
@@ -114,10 +114,17 @@ class Feed:
             self._numbers = self.loader.epochs(self._epochs)
         for _ in self._numbers:
             self._batches = iter(self.loader)
-            self._ahead = next(self._batches, _NOTHING)
+            self._ahead = self._next()
             if self._ahead is not _NOTHING:
                 return True
         return False
+
+    def _next(self) -> Any:
+        """The next batch. Not the one that is handed out once more behind an epoch: a framework would count it."""
+        batch = next(self._batches, _NOTHING)
+        while batch is not _NOTHING and step.is_rehearsal() and self.loader.is_over:
+            batch = next(self._batches, _NOTHING)
+        return batch
 
     # One step of the framework's -------------------------------------------------------------------------
 
@@ -137,7 +144,7 @@ class Feed:
             if step.state() == "reduced":
                 return result
             optimizer.step()  # of a micro-batch, or of a step that was aborted: it applies nothing
-            batch = next(self._batches, _NOTHING)
+            batch = self._next()
             if self._state.step != decided:
                 self._ahead = batch
                 raise Again

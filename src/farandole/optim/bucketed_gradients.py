@@ -57,8 +57,12 @@ class BucketedGradients:
 
     # From gradient to bucket -----------------------------------------------------------------------------
 
-    def put(self, parameter: torch.Tensor, factor: float, adds: bool) -> None:
-        """Take `factor` times its `.grad`, in addition to what is here or instead of it."""
+    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
+        """Take `factor` times its `.grad`, in addition to what is here or instead of it.
+
+        is_final  publish() follows this pass; else `.grad` is zeros afterwards, so that code which looks at gradients,
+                  clips them or steps a GradScaler finds what it expects in each micro-batch
+        """
         view, gradient = self._buckets.view(parameter), parameter.grad
         assert gradient is not None
         if gradient.requires_grad:  # backward(create_graph=True)
@@ -79,7 +83,10 @@ class BucketedGradients:
         elif factor:
             view.add_(gradient, alpha=factor)
         # The next micro-batch must not accumulate on top of what is in the bucket already.
-        parameter.grad = None
+        if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
+            parameter.grad = None
+        else:
+            gradient.zero_()
 
     def zero(self, parameter: torch.Tensor) -> None:
         """It has none."""

@@ -77,7 +77,7 @@ class NativePath:
         if isinstance(gradients, OwnGradients):
             self.waits_in = batch
             return
-        gradients.put(parameter, self._factor, adds=key in self._filled)
+        gradients.put(parameter, self._factor, adds=key in self._filled, is_final=batch.is_last)
         self._filled.add(key)
         if self._flies:
             gradients.arrived(parameter)
@@ -216,8 +216,9 @@ class NativePath:
         if self._has_stepped:
             raise StepError(STEPPED_TWICE)
         self._refuse_unplanned()
+        step.applying()
         if step.awaits_others(optimizer):
-            step.undo_by(Undo(optimizer).put_back)
+            step.undo_by(Undo(optimizer))
         self._has_stepped = True
         apply(gradients=self._reduction.gradients.tensors())
         step.stepped(optimizer)

@@ -128,6 +128,7 @@ class StepReduction:
     def add_up(self, batch: Batch, weight_said: float) -> None:
         """Reduce what is not reduced yet; every `.grad` is that of the global batch then. Raises what transports
         raise, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
+        world.raise_if_refused("gradients cannot be reduced")
         gradients = self.gradients
         if isinstance(gradients, OwnGradients):
             self._add_up_alone(gradients, batch)

@@ -1,8 +1,14 @@
-"""The buffers of a module, by name. StepState looks at them in each step."""
+"""The buffers of a module and its extra state, by name. StepState looks at them in each step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
 import torch
+
+ExtraState: TypeAlias = dict[str, torch.nn.Module]
+"""Modules that have an extra state (`get_extra_state()`), by their names in the module that they are parts of."""
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -23,3 +29,20 @@ def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor
     for name, child in module._modules.items():
         if child is not None:
             _collect(child, f"{prefix}{name}.", found, seen)
+
+
+def modules_with_extra_state(module: torch.nn.Module) -> ExtraState:
+    """Return the parts of a module, itself included, whose class says what its extra state is."""
+    plain = torch.nn.Module.get_extra_state
+    return {name: each for name, each in module.named_modules() if type(each).get_extra_state is not plain}
+
+
+def extra_state_of(modules: ExtraState) -> dict[str, Any]:
+    """Return the extra state of each of them; the module's own object, not a copy."""
+    return {name: each.get_extra_state() for name, each in modules.items()}
+
+
+def load_extra_state(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give the parts of a module the extra state that extra_state_of() returned."""
+    for name, value in saved.items():
+        module.get_submodule(name).set_extra_state(value)

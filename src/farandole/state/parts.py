@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from farandole.errors import ConfigError
-from farandole.state.packing import Packed, pack
+from farandole.state.packing import Packed, pack, unpack
+from farandole.state.streaming import as_bytes
 
 
 def is_stateful(value: object) -> bool:
@@ -22,6 +23,53 @@ def load_stateful(value: Any, saved: Any) -> None:
     value.load_state_dict(saved)
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         value._per_optimizer_states.clear()
+
+
+def load_value(live: Any, saved: Any) -> Any:
+    """Return `saved`, inside of the `live` object where that can be changed in place: a script may have other names for
+    a tensor, list, dictionary or set that it has given to a state."""
+    if type(live) is not type(saved):
+        return saved
+    if isinstance(saved, torch.Tensor):
+        if (live.shape, live.dtype, live.requires_grad) != (saved.shape, saved.dtype, saved.requires_grad):
+            return saved
+        with torch.no_grad():
+            live.copy_(saved)
+        return live
+    if isinstance(saved, list):
+        live[:] = [load_value(*both) for both in zip(live, saved, strict=False)] + saved[len(live) :]
+    elif isinstance(saved, dict):
+        values = {key: load_value(live.get(key), value) for key, value in saved.items()}
+        live.clear()
+        live.update(values)
+    elif isinstance(saved, set):
+        live.clear()
+        live.update(saved)
+    else:
+        return saved
+    return live
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, tensors by their bytes. Objects that cannot be compared are pickled."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(as_bytes(one), as_bytes(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    equal = one == other
+    if isinstance(equal, bool) and equal:
+        return True
+    return _pickled(one) == _pickled(other)  # NaN, arrays of numpy's, objects that do not know what is equal
+
+
+def _pickled(value: Any) -> bytes:
+    """Of a copy: which parts are one object would show in the bytes."""
+    packed = pack(value)
+    return pack(unpack(packed)).skeleton + b"".join(bytes(as_bytes(each)) for each in packed.tensors)
 
 
 def pack_small(small: Mapping[str, Any]) -> Packed:

@@ -3,7 +3,8 @@
     none ── open() ──► open ── reduced() ──► reduced ── decided() ──► decided
                          └───── aborted() ─────┴──────► aborted
 
-The loader opens it with a batch, the optimizer reduces and applies, and whoever sees a fault aborts it. With several
+The loader opens it with a batch, the optimizer reduces and applies, and whoever sees a fault aborts it. A rehearsal is
+aborted from the beginning: the loop body runs, and nothing comes of it. With several
 optimizers (a GAN) they reduce and apply one after the other; the step is decided when the last of them has stepped, or
 when the loop body ends without the others (a generator that steps for every fifth batch); until then it can be undone.
 """
@@ -11,9 +12,11 @@ when the loop body ends without the others (a generator that steps for every fif
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import torch
 
 from farandole import whereabouts
 from farandole.errors import StepError
@@ -40,6 +43,29 @@ class Participant(Protocol):
         ...
 
 
+class Undoing(Protocol):
+    """How to take back the step of one optimizer (state/undo.py)."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The parameters that it puts back."""
+        ...
+
+    def put_back(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Looks after the tensors that user code may change before a step is decided (state/step_state.py)."""
+
+    def before_applying(self) -> None:
+        """The first optimizer of the step is about to apply its gradients."""
+        ...
+
+    def trust(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The step of an optimizer was taken back: these parameters are as they were before it."""
+        ...
+
+
 @dataclass
 class _OpenStep:
     phase: Phase = Phase.NONE
@@ -47,10 +73,11 @@ class _OpenStep:
     on_decided: Callable[[Batch | None], None] | None = None
     tracked: frozenset[int] = frozenset()
     stepped: set[int] = field(default_factory=set)
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Undoing] = field(default_factory=list)
     participants: list[Participant] = field(default_factory=list)
     weight: float | None = None
     is_weighed: bool = False
+    is_rehearsal: bool = False
 
 
 _NOT_UNDONE = (Phase.NONE, Phase.DECIDED)
@@ -58,14 +85,15 @@ _NOT_UNDONE = (Phase.NONE, Phase.DECIDED)
 
 _step = _OpenStep()
 _when_decided: Callable[[], None] | None = None
+_observer: Observer | None = None
 
 
-def open(batch: Batch) -> None:
-    """The loader hands out `batch`."""
+def open(batch: Batch, is_rehearsal: bool = False) -> None:
+    """The loader hands out `batch`; in a rehearsal its step is aborted, whatever the loop body does."""
     if batch.index == 0:
         _forget()
-    _step.phase, _step.batch = Phase.OPEN, batch
-    _step.weight, _step.is_weighed = None, False
+    _step.phase, _step.batch = Phase.ABORTED if is_rehearsal else Phase.OPEN, batch
+    _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
 
 
 def pad(batch: Batch) -> None:
@@ -83,7 +111,7 @@ def close() -> None:
     _end_flights("its step was abandoned")
     _undo()
     _forget()
-    _step.phase, _step.batch = Phase.NONE, None
+    _step.phase, _step.batch, _step.is_rehearsal = Phase.NONE, None, False
 
 
 def state() -> str:
@@ -99,6 +127,18 @@ def batch() -> Batch | None:
 def is_undecided() -> bool:
     """Whether a batch is out whose step has not been applied."""
     return _step.phase in (Phase.OPEN, Phase.REDUCED, Phase.ABORTED)
+
+
+def is_rehearsal() -> bool:
+    """Whether the batch that is out is a rehearsal's."""
+    return _step.is_rehearsal
+
+
+def expects_micro_batch() -> bool:
+    """Whether the batch that is out is a micro-batch that further ones of its global batch follow."""
+    if _step.batch is None or _step.batch.is_last:
+        return False
+    return _step.phase is Phase.OPEN or (_step.phase is Phase.ABORTED and _step.is_rehearsal)
 
 
 def reduced() -> None:
@@ -148,9 +188,15 @@ def awaits_others(optimizer: object) -> bool:
     return bool(_step.tracked - _step.stepped - {id(optimizer)}) and id(optimizer) in _step.tracked
 
 
-def undo_by(function: Callable[[], None]) -> None:
+def applying() -> None:
+    """Called before an optimizer applies its gradients."""
+    if _observer is not None and not _step.stepped:
+        _observer.before_applying()
+
+
+def undo_by(undo: Undoing) -> None:
     """Called before an optimizer steps: how to take that back, should the step not be decided."""
-    _step.undo.append(function)
+    _step.undo.append(undo)
 
 
 def stepped(optimizer: object) -> None:
@@ -170,12 +216,14 @@ def end_body() -> None:
 def decided() -> None:
     """The optimizers have stepped: everything else that belongs to the step happens now, or not at all."""
     _forget()
-    if _step.on_decided is not None:
-        _step.on_decided(_step.batch)
+    try:
+        if _step.on_decided is not None:
+            _step.on_decided(_step.batch)
+    finally:  # also where a callback has raised: the gradients are applied
+        if _step.phase is not Phase.NONE:
+            _step.phase = Phase.DECIDED
     whereabouts.say_that_it_moves()
     tell_decided()
-    if _step.phase is not Phase.NONE:
-        _step.phase = Phase.DECIDED
 
 
 def when_next_decided(callback: Callable[[], None]) -> None:
@@ -192,9 +240,11 @@ def tell_decided() -> None:
         callback()
 
 
-def on_decided(callback: Callable[[Batch | None], None] | None) -> None:
-    """Who moves counter, cursor and schedulers with the step (a TorchState); None takes it away."""
-    _step.on_decided = callback
+def on_decided(callback: Callable[[Batch | None], None] | None, observer: Observer | None = None) -> None:
+    """Who moves counter, cursor and schedulers with the step (a TorchState); None takes it away. The step counts,
+    whatever the callback raises."""
+    global _observer
+    _step.on_decided, _observer = callback, observer
     if callback is None:
         track(())
 
@@ -207,7 +257,10 @@ def _end_flights(reason: str) -> None:
 def _undo() -> None:
     if _step.phase not in _NOT_UNDONE:
         while _step.undo:
-            _step.undo.pop()()
+            undo = _step.undo.pop()
+            undo.put_back()
+            if _observer is not None:
+                _observer.trust(undo.parameters)
     _step.stepped.clear()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,13 +12,24 @@ import torch
 from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import recording, step
-from farandole.state.buffers import buffers_of
+from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
 from farandole.state.object_state import State
 from farandole.state.packing import Packed, unpack
-from farandole.state.parts import is_stateful, load_optimizer_entry, load_stateful, refuse_other_model
+from farandole.state.parts import (
+    is_same,
+    is_stateful,
+    load_optimizer_entry,
+    load_stateful,
+    load_value,
+    pack_small,
+    refuse_other_model,
+)
 from farandole.state.small_snapshot import SmallSnapshot
 from farandole.state.ticket import Batch, Ticket
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
+from farandole.state.watched_tensors import WatchedTensors
+
+logger = logging.getLogger("farandole")
 
 
 @runtime_checkable
@@ -33,7 +45,6 @@ class Loader(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def set_world(self, rank: int, size: int) -> None: ...
-    def limit_local_batch(self, world: int) -> None: ...
     def warm_up(self) -> None: ...
 
 
@@ -42,8 +53,10 @@ class _Kinds:
     """The values that a state was given, by name. values: the names of those that are nothing of the others."""
 
     modules: dict[str, torch.nn.Module]
+    extra: dict[str, ExtraState]
     optimizers: dict[str, torch.optim.Optimizer]
     stateful: dict[str, Any]
+    scalers: list[torch.amp.GradScaler]
     values: list[str]
 
 
@@ -63,7 +76,10 @@ class StepState(TorchState):
                 optimizer, the last one of several, or at the next batch where not all of them step
     **tracked   every keyword becomes an attribute: objects with state_dict()/load_state_dict() (schedulers, a
                 GradScaler, further modules) and picklable values. On a regroup they come from the source rank;
-                when a step is done again they are put back to where they were before it.
+                when a step is done again they are put back to where they were before it, wherever in the loop body
+                they were changed. Tensors, lists, dictionaries and sets are put back in place.
+    rehearse    the first batch of a job is handed out twice: the first time its step is aborted on purpose, to find out
+                what the loop body changes before optimizer.step(), and whether it can be put back
 
     `state.step` is the number of decided steps. Raises ConfigError for values that cannot be pickled.
 
@@ -79,6 +95,7 @@ class StepState(TorchState):
         optimizer: torch.optim.Optimizer | None = None,
         loader: Loader | None = None,
         after_step: Iterable[Callable[[], object]] = (),
+        rehearse: bool = True,
         **tracked: Any,
     ) -> None:
         if "commit_follows_step" in tracked:
@@ -100,8 +117,12 @@ class StepState(TorchState):
             if hasattr(self, name):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
             setattr(self, name, value)
+        self.rehearses = rehearse
         self._snapshot = SmallSnapshot()
-        step.on_decided(self._on_decided)
+        self._watched = WatchedTensors()
+        self._is_tracking = False  # the watched tensors are those of the values as they are now
+        self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
+        step.on_decided(self._on_decided, self)
         self.track_optimizers()
 
     def track_optimizers(self) -> None:
@@ -148,25 +169,81 @@ class StepState(TorchState):
         return self.progress
 
     def _on_decided(self, batch: Batch | None) -> None:
-        """The rest of the atomic step; runs inside optimizer.step()."""
-        for callback in self.after_step:
-            callback()
-        if self.loader is not None and batch is not None:
-            recording.apply(batch)
-            self.loader.commit(batch.ticket)
-        self.step += 1
+        """The rest of the atomic step; runs inside optimizer.step(). The gradients are applied: the step counts, also
+        when a callback raises."""
+        try:
+            for callback in self.after_step:
+                callback()
+        finally:
+            if self.loader is not None and batch is not None:
+                recording.apply(batch)
+                self.loader.commit(batch.ticket)
+            self.step += 1
 
     # Small state -----------------------------------------------------------------------------------------
 
-    def capture(self) -> None:
-        """Remember the small state as it is now: at each boundary."""
+    def capture(self, is_whole: bool = False) -> None:
+        """Remember the small state as it is now: at each boundary. And what user code may change of the parameters
+        until the next one; with `is_whole`, before the code behind an epoch's batches, the bytes of all of them."""
         self._snapshot.take(self._small())
+        if is_whole or not self._is_tracking:
+            self._track()
+        self._watched.capture(is_whole)
+        kinds = self._kinds or self._sort()
+        self._scalers = [(each, each.state_dict()) for each in kinds.scalers]
 
     def put_back(self) -> None:
-        """Return the small state to the last capture(), before a step is done again."""
+        """Return to the last capture(), before a step is done again: the small state, and parameters that user code
+        has changed. Parameters that only optimizers change are those of the last decided step already."""
         packed = self._snapshot.read()
         if packed.skeleton:
             self.load_small(unpack(packed))
+            lost = self._watched.put_back()
+            if lost:
+                self.is_holder = False
+                logger.error(
+                    "state.%s was changed in the loop body before optimizer.step(), for the first time in this job, "
+                    "and a worker was lost in the same step: it cannot be put back, and is copied from a worker that "
+                    "has not changed it, if there is one. Change it behind optimizer.step(), or in after_step",
+                    ", state.".join(lost),
+                )
+
+    def begin_micro_batch(self) -> None:
+        """Another micro-batch of the same step follows: a GradScaler counts steps, not runs of the loop body."""
+        for scaler, saved in self._scalers:
+            load_stateful(scaler, saved)
+
+    def capture_after(self, function: Callable[[], object]) -> None:
+        """Call the function, and remember of what it changed the new values: put_back() keeps them."""
+        kept: dict[str, Any] = unpack(self._snapshot.read())
+        before, mark = self.copy_of_small(), self._watched.mark()
+        function()
+        after = self.copy_of_small()
+        for part in ("buffers", "extra", "groups", "stateful", "values"):
+            for name, value in after[part].items():
+                if not is_same(before[part].get(name), value):
+                    kept[part][name] = value
+        kept["once"], kept["boundary"] = self.once, self.boundary
+        self._snapshot.take(kept)
+        self._watched.adopt(mark)
+
+    def copy_of_small(self) -> dict[str, Any]:
+        """The small state as it is now, sharing nothing with it."""
+        packed = pack_small(self._small())
+        copy: dict[str, Any] = unpack(Packed(packed.skeleton, [each.detach().clone() for each in packed.tensors]))
+        return copy
+
+    def before_applying(self) -> None:
+        """See step.Observer."""
+        self._watched.look()
+
+    def trust(self, parameters: Sequence[torch.Tensor]) -> None:
+        """See step.Observer."""
+        self._watched.trust(parameters)
+
+    def watched(self) -> WatchedTensors:
+        """The parameters as user code may have changed them since the last capture()."""
+        return self._watched
 
     def captured(self) -> Packed:
         """What capture() remembered; the caller must not change it."""
@@ -177,15 +254,17 @@ class StepState(TorchState):
         for name, module in self._modules().items():
             for key, buffer in buffers_of(module).items():
                 buffer.detach().copy_(small["buffers"][name][key])
+            load_extra_state(module, small["extra"].get(name, {}))
         for name, optimizer in self._optimizers_by_name().items():
             for group, saved in zip(optimizer.param_groups, small["groups"][name], strict=True):
                 group.update(saved)
         for name, saved in small["stateful"].items():
             load_stateful(getattr(self, name), saved)
         for name, value in small["values"].items():
-            setattr(self, name, value)
+            setattr(self, name, load_value(getattr(self, name), value))
         self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
         self.once = small["once"]
+        self._watched.add_changing(small["changing"])
         if self.loader is not None:
             self.loader.load_state_dict(small["loader"])
 
@@ -196,12 +275,21 @@ class StepState(TorchState):
             "step": self.step,
             "boundary": self.boundary,
             "once": self.once,
+            "changing": self._watched.changing,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
+            "extra": {name: extra_state_of(modules) for name, modules in kinds.extra.items()},
             "groups": {name: list(map(_options, each.param_groups)) for name, each in kinds.optimizers.items()},
             "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
             "values": {name: getattr(self, name) for name in kinds.values},
         }
+
+    def _track(self) -> None:
+        groups = self._parameters().items()
+        self._watched.track(
+            {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
+        )
+        self._is_tracking = True
 
     # Large state -----------------------------------------------------------------------------------------
 
@@ -250,6 +338,7 @@ class StepState(TorchState):
         object.__setattr__(self, name, value)
         if name in _GIVEN or name in self.__dict__.get("_names", ()):
             object.__setattr__(self, "_kinds", None)
+            object.__setattr__(self, "_is_tracking", False)
 
     def _sort(self) -> _Kinds:
         """Kept until one of the values is exchanged: it is asked for in each step."""
@@ -262,7 +351,10 @@ class StepState(TorchState):
         optimizers = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
         others = [name for name in self._names if name not in modules and name not in optimizers]
         stateful = {name: named[name] for name in others if is_stateful(named[name])}
-        self._kinds = _Kinds(modules, optimizers, stateful, [name for name in others if name not in stateful])
+        extra = {name: found for name, module in modules.items() if (found := modules_with_extra_state(module))}
+        scalers = [each for each in stateful.values() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+        values = [name for name in others if name not in stateful]
+        self._kinds = _Kinds(modules, extra, optimizers, stateful, scalers, values)
         return self._kinds
 
     def _optimizers_by_name(self) -> dict[str, torch.optim.Optimizer]:

@@ -15,15 +15,15 @@ class Undo:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._values = [parameter.detach().clone() for parameter in self._parameters]
-        self._entries = [_copy(optimizer.state[p]) if p in optimizer.state else None for p in self._parameters]
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._values = [parameter.detach().clone() for parameter in self.parameters]
+        self._entries = [_copy(optimizer.state[p]) if p in optimizer.state else None for p in self.parameters]
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     def put_back(self) -> None:
         """Return to it. The same tensors stay in place."""
         with torch.no_grad():
-            for parameter, value, entry in zip(self._parameters, self._values, self._entries, strict=True):
+            for parameter, value, entry in zip(self.parameters, self._values, self._entries, strict=True):
                 parameter.copy_(value)
                 load_optimizer_entry(self._optimizer, parameter, entry)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):

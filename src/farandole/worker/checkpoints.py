@@ -111,16 +111,12 @@ class Checkpoints:
         """Whether the job has ended, and this worker is to save what there is."""
         return self._office.is_keeper() and self._state.is_holder
 
-    def in_emergency(self, is_captured: bool) -> None:
-        """The job ends before it is finished: save what there is, if this worker is the one to do so.
-
-        is_captured  the captured small state belongs to the large state as it is; else what is live does
-        """
+    def in_emergency(self) -> None:
+        """The job ends before it is finished: save the live state, if this worker is the one to do so."""
         if self.is_keeper():
             self._writer.give_up()
             self._staging.copies.finish()
-            if not is_captured:
-                self._state.capture()
+            self._state.capture()
             self._write_now()
 
     def close(self) -> None:

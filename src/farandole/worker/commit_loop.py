@@ -162,7 +162,7 @@ class CommitLoop:
         if self._checkpoints is not None and self._checkpoints.is_keeper() and not self._is_between_commits():
             self._is_torn = True
             self._roll_back()
-            self._checkpoints.in_emergency(is_captured=False)
+            self._checkpoints.in_emergency()
 
     def _is_between_commits(self) -> bool:
         """Whether there is nothing to roll back to at this moment: see TorchState(commit_follows_step=True)."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from farandole.clock import now_s
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
-from farandole.messages import FirstStep, Synced
+from farandole.messages import FirstStep, Start, Synced
 from farandole.sighting import Phase
 from farandole.state import step
 from farandole.state.sync import SyncReport
@@ -50,16 +50,70 @@ class Regrouped:
         )
 
 
-def regroup(job: Job, agree: Agree) -> Regrouped:
-    """Move to the next generation: READY, START, new transport, same state everywhere.
+@dataclass(frozen=True)
+class Connection:
+    """This worker is connected to the members of a new generation; their states are not compared yet.
+
+    Times in seconds, as in Regrouped.
+    """
+
+    start: Start
+    transport: Transport
+    ready_s: float
+    waited_s: float
+    built_s: float
+
+
+def connect(job: Job) -> Connection:
+    """Leave the generation that has ended, and connect to the members of the next one: READY, START, new transport.
 
     Called by the main thread, which is in no collective therefore; what other threads have in flight is ended
-    first. The state that `agree` copies must be that of the last boundary. Returns once this worker is a member
-    whose state equals everybody's. Any further fault on the way leads to one more generation. Raises JobEnded when
-    the job is over, SystemExit when this worker has left it.
+    first. A further fault on the way leads to one more generation. Raises JobEnded when the job is over, SystemExit
+    when this worker has left it.
+    """
+    while True:
+        job.quiesce()
+        start = job.wait_for_start()
+        started = now_s()
+        try:
+            transport = job.build(start)
+        except RecoverableError:
+            job.link.wait_for_abort(above=start.id.number)
+            continue
+        ready_s = max(0.0, job.ready_s - job.link.aborted_s) if job.link.ordered >= start.id.number else 0.0
+        return Connection(start, transport, ready_s, started - job.ready_s, now_s() - started)
+
+
+def regroup(job: Job, agree: Agree, connection: Connection | None = None) -> Regrouped:
+    """Move to the next generation: connect, and make the state the same everywhere.
+
+    The state that `agree` copies must be that of the last boundary. Returns once this worker is a member whose state
+    equals everybody's. Any further fault on the way leads to one more generation. Raises what connect() raises.
+
+    connection  the one that was made already, in the middle of a loop body
     """
     with In(Phase.REGROUPING):
-        return _regroup(job, agree)
+        while True:
+            connection = connection or connect(job)
+            start, agreeing_s = connection.start, now_s()
+            try:
+                report = agree(connection.transport, start.founding)
+            except RecoverableError:
+                job.link.wait_for_abort(above=start.id.number)
+                connection = None
+                continue
+            job.link.send(Synced(start.id.number))
+            job.settle()
+            return Regrouped(
+                number=start.id.number,
+                rank=start.placement.rank,
+                size=start.placement.size,
+                report=report,
+                ready_s=connection.ready_s,
+                waited_s=connection.waited_s,
+                built_s=connection.built_s,
+                synced_s=now_s() - agreeing_s,
+            )
 
 
 def report_first_step(job: Job, done: Regrouped, steps_redone: int = 0, samples_redone: int = 0) -> None:
@@ -81,29 +135,3 @@ def report_first_step(job: Job, done: Regrouped, steps_redone: int = 0, samples_
         )
 
     step.when_next_decided(decided)
-
-
-def _regroup(job: Job, agree: Agree) -> Regrouped:
-    while True:
-        job.quiesce()
-        start = job.wait_for_start()
-        started = now_s()
-        try:
-            transport = job.build(start)
-            built = now_s()
-            report = agree(transport, start.founding)
-        except RecoverableError:
-            job.link.wait_for_abort(above=start.id.number)
-            continue
-        job.link.send(Synced(start.id.number))
-        job.settle()
-        return Regrouped(
-            number=start.id.number,
-            rank=start.placement.rank,
-            size=start.placement.size,
-            report=report,
-            ready_s=max(0.0, job.ready_s - job.link.aborted_s) if job.link.ordered >= start.id.number else 0.0,
-            waited_s=started - job.ready_s,
-            built_s=built - started,
-            synced_s=now_s() - built,
-        )

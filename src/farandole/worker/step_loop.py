@@ -8,26 +8,29 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from farandole import whereabouts
-from farandole.collectives import world
+from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
-from farandole.errors import CollectiveMismatch, JobEnded, RecoverableError
+from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
 from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
 from farandole.sighting import Phase
 from farandole.state import boundary, recording, step
+from farandole.state.batch_norm import layers_with_statistics, make_equal
 from farandole.state.host_updates import HostUpdateResult
+from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
 from farandole.whereabouts import In
+from farandole.worker.body_calls import BodyCalls
 from farandole.worker.checkpoints import checkpoints
 from farandole.worker.finish import all_have_finished
 from farandole.worker.heap import map_ahead
 from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.randomness import reseed
-from farandole.worker.recovery import regroup, report_first_step
+from farandole.worker.recovery import Connection, connect, regroup, report_first_step
 from farandole.worker.sample_records import sample_records
 
 ResultT = TypeVar("ResultT")
@@ -36,6 +39,7 @@ logger = logging.getLogger("farandole")
 
 _ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
 _EPOCH_END = struct.Struct("<3q")  # epoch, decided steps, prepared
+_INTERRUPTED = "a worker was lost in this run of the loop body; the others take part again after it"
 
 
 class StepLoop:
@@ -47,12 +51,24 @@ class StepLoop:
         self._records = sample_records(state)
         self._checkpoints = checkpoints(job, state, "step")
         self._is_busy = False  # the state is being changed by us, not by user code
+        self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
+        self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
+        self._has_rehearsed = not state.rehearses or job is None
+        self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
+        self._calls = BodyCalls(
+            boundary=lambda: state.boundary,
+            is_in_body=lambda: job is not None and step.batch() is not None,
+            is_connected=lambda: self._connection is not None,
+            connect=self._connect_in_body,
+            transport=lambda: world.current().transport,
+        )
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         state = self._state
         if adopt(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
         boundary.install(self)
+        agreement.install(self._calls)
         recording.install(self._records)
         if state.loader is not None:
             state.loader.boundary = self
@@ -69,6 +85,8 @@ class StepLoop:
                         self._checkpoints.close()
         finally:
             boundary.install(None)
+            agreement.install(None)
+            world.interrupt_collectives(None)
             recording.install(None)
             if self._records is not None:
                 self._records.close()
@@ -109,8 +127,6 @@ class StepLoop:
         step.close()
         if job is not None and job.is_newcomer():
             self._get_ready()
-        elif self._state.loader is not None:
-            self._state.loader.limit_local_batch(world.current().placement.size)
         self._state.capture()
         if job is not None:
             job.link.send(Elastic())
@@ -148,24 +164,66 @@ class StepLoop:
         if self._job is not None and self._job.link.is_over():
             self._job.link.raise_if_over()
         self._is_busy = True
-        is_inside_ticket = step.state() == "open"
-        if self._job is not None and (step.state() == "aborted" or self._job.has_to_regroup()):
-            if step.is_undecided():
-                step.aborted()
-            self._regroup()
-        elif is_inside_ticket or step.state() in ("reduced", "aborted"):
-            self._is_busy = False
-            return  # the next micro-batch, or a loop body that the loader is about to refuse
-        self._pass_boundary()
+        has_to_regroup = self._has_to_regroup()
+        if has_to_regroup and step.state() in ("open", "reduced"):
+            step.aborted()
+        if step.expects_micro_batch() and not has_to_regroup:
+            self._state.begin_micro_batch()
+        elif step.is_undecided():
+            self._repeat(has_to_regroup)
+        else:
+            self._pass_boundary()
+            if has_to_regroup:
+                self._regroup()
         self._is_busy = False
+
+    def _repeat(self, has_to_regroup: bool) -> None:
+        """The batch that is out was not trained: it comes again, or the loader refuses to go on."""
+        if step.state() != "aborted":
+            return
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is not None:
+            rehearsal.end()
+        elif step.is_rehearsal() or self._job is None:
+            self._state.put_back()
+        if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
+            self._regroup()
+        step.close()
+        self._pass_boundary()
+
+    def rehearses(self) -> bool:
+        """Whether the batch that is handed out now is a rehearsal's: on all workers, the first one of the job."""
+        if self._has_rehearsed:
+            return False
+        self._has_rehearsed = True
+        self._rehearsal = Rehearsal(self._state)
+        return True
+
+    def leave_batches(self) -> bool:
+        """The batches of an epoch are through, on all workers, and user code follows. False: there was a regroup."""
+        here = world.current()
+        self._is_busy = True
+        try:
+            make_equal(layers_with_statistics(self._state.modules()), here.transport)
+        except RecoverableError:
+            if self._job is None:
+                raise
+            self._regroup()
+            self._is_busy = False
+            return False
+        self._state.capture(is_whole=here.placement.size > 1 and self._job is not None)
+        self._is_behind_batches = True
+        self._is_busy = False
+        return True
 
     def reach_epoch_end(self) -> bool:
         """Every rank has resumed epochs(). False: there was a regroup instead, and the epoch is as it was, or
         as it is on the ranks that had passed already."""
         state = self._state
-        state.boundary += 1  # ahead of those that are in the tail: should it come again, the epoch is through for all
         epoch = state.progress.epoch
         try:
+            if self._has_to_regroup():
+                raise GenerationEnded("the end of an epoch", world.current().id.number)
             notes = world.current().transport.all_gather(_EPOCH_END.pack(epoch, state.step, self.prepared()))
         except RecoverableError:
             if self._job is None:
@@ -180,8 +238,13 @@ class StepLoop:
         self.agree([each[2] for each in said])
         if self._records is not None:
             self._records.epoch_ended()
-        state.boundary += 1
         return True
+
+    def begin_epoch(self) -> None:
+        """The loader has moved on to the next epoch."""
+        self._state.boundary += 1
+        self._state.capture()
+        self._is_behind_batches = False
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
         """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
@@ -194,9 +257,13 @@ class StepLoop:
             raise CollectiveMismatch(
                 f"epoch.once() was called at different places; (epoch, step, number of the call) by rank: {said}"
             )
-        function()
-        state.once = (epoch, call + 1)
-        state.boundary += 1
+
+        def call_once() -> None:
+            function()
+            state.once = (epoch, call + 1)
+            state.boundary += 1
+
+        state.capture_after(call_once)
         return True
 
     def _pass_boundary(self) -> None:
@@ -205,23 +272,45 @@ class StepLoop:
         state = self._state
         state.boundary += 1
         state.capture()
+        self._is_behind_batches = False
         if self._checkpoints is not None:
             self._checkpoints.at_boundary()
         whereabouts.say_place(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
 
+    def _has_to_regroup(self) -> bool:
+        return self._connection is not None or (self._job is not None and self._job.has_to_regroup())
+
+    def _connect_in_body(self) -> None:
+        """A worker was lost, and a call in the loop body is to be completed by those that are left: connect to them.
+        A step that is not reduced yet is aborted. One that is has the gradients of the whole global batch."""
+        assert self._job is not None
+        was_busy, self._is_busy = self._is_busy, True
+        if step.state() == "open":
+            step.aborted()
+        with In(Phase.REGROUPING):
+            world.interrupt_collectives(None)
+            self._connection = connect(self._job)
+            world.interrupt_collectives(_INTERRUPTED)
+        self._is_busy = was_busy
+
     def _regroup(self) -> None:
         """From a fault or an agreed change to the same state on all members of the next generation."""
         assert self._job is not None
         state, self._is_busy = self._state, True
-        begun, in_flight = state.step, step.batch() if step.is_undecided() else None
+        begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
         if step.is_undecided():
-            state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
+            step.aborted()
+        if step.state() == "decided" and not self._is_behind_batches:
+            state.capture()  # a collective has left the loop body behind its step; at a boundary nothing has changed
         else:
-            state.capture()
+            state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
+        self._rehearsal, self._has_rehearsed = None, True  # a worker that joins would not rehearse
         step.close()
-        done = regroup(self._job, self._agree)
+        connection, self._connection = self._connection, None
+        world.interrupt_collectives(None)
+        done = regroup(self._job, self._agree, connection)
         if state.loader is not None:
             state.loader.set_world(done.rank, done.size)
         if self._records is not None:
@@ -235,6 +324,7 @@ class StepLoop:
         self._is_busy = False
 
     def _agree(self, transport: Transport, founding: bool) -> SyncReport:
+        self._calls.wait_for_bodies(transport)
         if self._checkpoints is not None:
             self._checkpoints.before_sync(transport.rank, founding)
         return synchronize(self._state, transport, founding)
@@ -247,11 +337,13 @@ class StepLoop:
 
     def _save_in_emergency(self) -> None:
         self._is_busy = True
-        is_undecided = step.is_undecided()
-        if is_undecided:
+        if step.is_undecided():
             step.aborted()
+            self._state.put_back()
+        elif self._is_behind_batches:
+            self._state.put_back()
         if self._checkpoints is not None:
-            self._checkpoints.in_emergency(is_captured=is_undecided)
+            self._checkpoints.in_emergency()
 
     # The optimizer asks (state/boundary.py) --------------------------------------------------------------
 

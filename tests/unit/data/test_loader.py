@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from farandole.data.boundary import SoloBoundary
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.errors import ConfigError, DataError, StepError
@@ -40,7 +41,7 @@ class Numbers:
         return index
 
 
-class Regroups:
+class Regroups(SoloBoundary):
     """A boundary at which something happens once; `answers` to whether all are through with the epoch."""
 
     def __init__(self, action: Callable[[], None] = lambda: None, answers: tuple[bool, ...] = ()) -> None:
@@ -372,24 +373,84 @@ def test_loading_takes_no_number_from_the_global_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_first_world_limits_what_a_worker_computes_at_once_and_a_newcomer_learns_of_it() -> None:
-    first, newcomer = make(24, 12), make(24, 12)
-    first.limit_local_batch(3)
-    newcomer.load_state_dict(first.state_dict())
-    for loader in (first, newcomer):
-        loader.set_world(0, 2)
-        next(iter(loader))
-        assert loader.ticket is not None
-        assert loader.ticket.micro_batches == 2
-        assert len(loader.indices) <= 4
-
-
-def test_a_limit_that_was_given_stays() -> None:
-    loader = make(24, 12, max_local_batch=12)
-    loader.limit_local_batch(3)
+def test_the_loop_body_runs_once_for_each_step_however_few_workers_are_left() -> None:
+    loader = make(24, 12)
+    loader.set_world(0, 3)
     loader.set_world(0, 1)
-    next(iter(loader))
-    assert len(loader.indices) == 12
+    assert len(next(iter(loader))) == 12
+    assert loader.ticket is not None
+    assert loader.ticket.micro_batches == 1
+
+
+def test_a_limit_that_was_given_is_the_source_ranks_on_every_worker() -> None:
+    source, newcomer = make(24, 12, max_local_batch=4), make(24, 12, max_local_batch=6)
+    newcomer.load_state_dict(source.state_dict())
+    newcomer.set_world(0, 2)
+    next(iter(newcomer))
+    assert newcomer.ticket is not None
+    assert newcomer.ticket.micro_batches == 2
+
+
+def test_a_limit_of_a_saved_loader_does_not_bind_one_without() -> None:
+    loader = make(24, 12)
+    loader.load_state_dict(make(24, 12, max_local_batch=4).state_dict())
+    assert len(next(iter(loader))) == 12
+
+
+class Rehearses(SoloBoundary):
+    """The first batch is a rehearsal's."""
+
+    def __init__(self) -> None:
+        self.is_due = True
+
+    def rehearses(self) -> bool:
+        is_due, self.is_due = self.is_due, False
+        return is_due
+
+
+def test_a_rehearsal_hands_out_the_first_batch_twice() -> None:
+    loader = make()
+    loader.boundary = Rehearses()
+    feed = iter(loader)
+    assert next(feed) == [0, 1, 2, 3]
+    assert (step.state(), step.is_rehearsal(), loader.cursor) == ("aborted", True, 0)
+    assert next(feed) == [0, 1, 2, 3]
+    assert (step.state(), step.is_rehearsal()) == ("open", False)
+
+
+def test_with_a_limit_the_rehearsal_splits_the_share_as_a_loss_would() -> None:
+    loader = make(max_local_batch=4)
+    loader.boundary = Rehearses()
+    feed = iter(loader)
+    assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
+    assert step.state() == "aborted"
+    assert next(feed) == [0, 1, 2, 3]
+    assert step.state() == "open"
+
+
+def test_break_in_a_loop_body_whose_step_is_aborted_does_not_end_the_epoch() -> None:
+    loader = make(4, 2)
+    seen = []
+    for _ in loader.epochs(1):
+        for batch in loader:
+            seen.append(batch)
+            if len(seen) == 1:
+                step.aborted()
+                break
+            make_step(loader)
+    assert seen == [[0, 1], [0, 1], [2, 3]]
+
+
+def test_behind_the_last_batch_workers_that_have_regrouped_get_one_without_effect() -> None:
+    loader = make(4, 2)
+    feed = iter(loader)
+    for _ in range(2):
+        next(feed)
+        make_step(loader)
+    loader.boundary = Regroups(lambda: loader.set_world(0, 1))
+    assert next(feed) == [0, 1]
+    assert (step.state(), loader.cursor) == ("aborted", 4)
+    assert next(feed, None) is None
 
 
 # Tails ------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_who_copies_a_step_from_others_enters_the_frameworks_loop_anew_behind_it
             return getattr(self.inner, name)
 
         def reach(self) -> None:
-            if step.state() == "aborted":
+            if step.state() == "aborted" and not step.is_rehearsal():
                 loader.commit(loader.ticket)
                 state.step += 1
                 step.close()

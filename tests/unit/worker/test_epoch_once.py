@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import farandole as fd
+from farandole.data.boundary import SoloBoundary
 from farandole.errors import GenerationEnded
 from farandole.state.packing import unpack
 
@@ -82,10 +83,7 @@ def test_an_epoch_that_break_has_ended_does_not_go_on_when_its_end_is_handed_out
         state.optimizer.step()
         break
 
-    class Interrupted:
-        def reach(self) -> None:
-            pass
-
+    class Interrupted(SoloBoundary):
         def reach_epoch_end(self) -> bool:
             return False
 

@@ -92,6 +92,7 @@ class StepPass:
 
     def _reduce(self, bucket: GradBucket) -> None:
         """Ours, and with the last bucket everybody's."""
+        world.raise_if_refused("gradients cannot be reduced")
         flat, note = bucket.buffer(), self._header.pack() if bucket.is_last() else b""
         if self._hook is None:
             self._weigh(bucket, 1.0)

@@ -43,8 +43,9 @@ class SteppingOptimizer(ScaledStep):
         if not batch.is_last or step.state() == "aborted":
             return False
         self._refuse_local_gradients(all(are_reduced))
+        step.applying()
         if step.awaits_others(self):
-            step.undo_by(Undo(self).put_back)
+            step.undo_by(Undo(self))
         self._farandole_ticket = batch.ticket
         self._apply(gradients=self._gradients())
         for path in self._farandole_paths:

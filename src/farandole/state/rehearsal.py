@@ -1,0 +1,69 @@
+"""A rehearsal of what a fault does to the loop body: the first batch of a job runs once with a step that is aborted.
+
+Whatever the body has changed then, before optimizer.step() or because step() returned False, has to be put back before
+the batch comes again. Here it is found out whether it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farandole.errors import ConfigError
+from farandole.state.parts import is_same
+from farandole.state.step_state import StepState
+from farandole.state.streaming import as_bytes
+
+_PARTS = {
+    "buffers": "the buffers of state.{}",
+    "extra": "the extra state of state.{}",
+    "groups": "the options of the parameter groups of state.{}",
+    "stateful": "state.{}",
+    "values": "state.{}",
+}
+
+
+class Rehearsal:
+    """The state as it is when the rehearsal begins: right behind capture(). Takes as much memory as the parameters
+    do, for one run of the loop body."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._watched = {name: (each, each.detach().clone()) for name, each in state.watched().items()}
+        self._small = state.copy_of_small()
+
+    def end(self) -> None:
+        """The loop body has run: put everything back. Raises ConfigError, naming it, for what is not as it was."""
+        changed = [name for name, (live, copy) in self._watched.items() if not _are_equal(live, copy)]
+        with torch.no_grad():
+            for name in changed:
+                live, copy = self._watched[name]
+                live.detach().copy_(copy)
+        self._state.watched().trust([self._watched[name][0] for name in changed])
+        self._state.watched().add_changing(changed)
+        self._state.put_back()
+        small = self._state.copy_of_small()
+        for part, what in _PARTS.items():
+            for name, value in self._small[part].items():
+                if not is_same(value, small[part][name]):
+                    raise ConfigError(_message(what.format(name), value, small[part][name]))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.device.type != "cpu":
+        return torch.equal(one, other)
+    return torch.equal(as_bytes(one), as_bytes(other))
+
+
+def _message(what: str, before: Any, after: Any) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [key for key in before if key not in after or not is_same(before[key], after[key])]
+        if keys:
+            what = f"{what} ({', '.join(map(str, keys[:3]))})"
+    return (
+        f"{what} changed in the loop body before optimizer.step() and is not restored: after load_state_dict() of what "
+        f"was saved before the loop body it is another one. When a worker is lost the step would be done again with "
+        f"it. Make its state_dict() and load_state_dict() save and load all that the loop body changes, change it in "
+        f"TorchState(after_step=[...]), or leave it out of the state"
+    )

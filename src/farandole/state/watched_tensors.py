@@ -1,0 +1,126 @@
+"""Module parameters between two boundaries: which of them user code has changed, and what they were.
+
+An optimizer changes parameters only when a step is decided, so that an aborted step leaves them alone. User code may
+change them at any time: a momentum encoder in the loop body, weights that are swapped for an evaluation. Copying all of
+them at each boundary would cost as much as a part of the optimizer step. So their versions, which autograd counts, are
+compared, and only those tensors are copied that were seen to change between a boundary and a decided step: in the
+rehearsal (rehearsal.py), which compares bytes, or later. At the end of an epoch all are copied once, because an
+evaluation may write them through `.data`, which no version counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+logger = logging.getLogger("farandole")
+
+
+class WatchedTensors:
+    """The tensors that track() was given last, by name."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._changing: set[str] = set()
+        self._copies: dict[str, torch.Tensor] = {}
+        self._copied: list[str] = []  # those of which the copy is that of the last capture()
+
+    def track(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Watch these from now on. A capture() has to follow."""
+        self._names, self._tensors = list(tensors), list(tensors.values())
+        self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors, live, with their names."""
+        return zip(self._names, self._tensors, strict=True)
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """The names of the tensors that are copied at each boundary."""
+        return tuple(sorted(self._changing))
+
+    def add_changing(self, names: Iterable[str]) -> None:
+        """Copy these at each boundary from now on."""
+        new = set(names) - self._changing
+        if not new:
+            return
+        self._changing |= new
+        size = sum(_bytes(each) for name, each in self.items() if name in new)
+        logger.info(
+            "%d tensor%s (%s) of the state, %.1f MB, change in the loop body before optimizer.step(): they are copied "
+            "in each step, to be put back when a worker is lost",
+            len(new),
+            "" if len(new) == 1 else "s",
+            min(new) + (", …" if len(new) > 1 else ""),
+            size / 1e6,
+        )
+
+    def capture(self, is_whole: bool = False) -> None:
+        """Remember the tensors as they are now; with `is_whole` the bytes of all of them."""
+        self._versions = [each._version for each in self._tensors]
+        if not (is_whole or self._changing or self._copied):
+            return
+        wanted = self._names if is_whole else [name for name in self._names if name in self._changing]
+        live = dict(self.items())
+        self._copies = {name: self._room(name, live[name]) for name in wanted}
+        self._copied = list(wanted)
+        if wanted:
+            with torch.no_grad():
+                torch._foreach_copy_([self._copies[name] for name in wanted], [live[name].detach() for name in wanted])
+
+    def look(self) -> None:
+        """A step is about to be applied: remember what has changed since the last capture()."""
+        if [each._version for each in self._tensors] != self._versions:
+            self.add_changing(self._changed())
+
+    def mark(self) -> list[int]:
+        """What adopt() needs to know of now."""
+        return [each._version for each in self._tensors]
+
+    def adopt(self, mark: Sequence[int]) -> None:
+        """What has changed since mark() is as if it had been so at the last capture()."""
+        for place, (name, each) in enumerate(self.items()):
+            if each._version != mark[place]:
+                self._versions[place] = each._version
+                if name in self._copies:
+                    self._copies[name].copy_(each.detach())
+
+    def trust(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are as they were at the last capture(), whatever their versions say."""
+        keys = set(map(id, tensors))
+        for place, each in enumerate(self._tensors):
+            if id(each) in keys:
+                self._versions[place] = each._version
+
+    def put_back(self) -> list[str]:
+        """Return every tensor to what it was at the last capture(). Returns the names of those that cannot be, because
+        they have changed and were not copied."""
+        copied = set(self._copied)
+        lost = [name for name in self._changed() if name not in copied]
+        live = dict(self.items())
+        with torch.no_grad():
+            for name in self._copied:
+                live[name].detach().copy_(self._copies[name])
+        self._versions = [each._version for each in self._tensors]
+        return lost
+
+    def _changed(self) -> list[str]:
+        return [
+            name
+            for name, each, version in zip(self._names, self._tensors, self._versions, strict=True)
+            if each._version != version
+        ]
+
+    def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._copies.get(name)
+        if kept is not None and (kept.shape, kept.dtype, kept.device) == (tensor.shape, tensor.dtype, tensor.device):
+            return kept
+        return torch.empty_like(tensor, requires_grad=False)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,127 @@
+"""Calls of fd.mean and fd.any in a loop body, which survive the loss of a worker.
+
+Such a call must not leave the loop body: behind a decided step the rest of the body (a scheduler's step, an average of
+weights) could not be made up for. So this worker connects to the members of the next generation where it is, and the
+call is completed in *rounds* among the workers that are in the same one. Whoever has reached its next boundary takes
+part in the rounds, too, until all have; only then are the states compared. A worker that had completed the call before
+the loss tells the others its result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from farandole.collectives import agreement
+from farandole.collectives.transport import Transport
+from farandole.errors import RecoverableError
+
+
+class CallKey(msgspec.Struct, frozen=True):
+    """One call, the same on all workers that make it: which of the calls of this kind since a boundary."""
+
+    boundary: int
+    kind: bytes
+    count: int
+
+
+class Round(msgspec.Struct, frozen=True):
+    """What one worker says in a round.
+
+    waits_in  the call that it is in; None: it has reached its next boundary
+    value     its contribution: the bytes of its tensor
+    last      the call that it has completed last, and what came of it
+    """
+
+    waits_in: CallKey | None
+    value: bytes
+    last: CallKey | None
+    result: bytes
+
+
+class BodyCalls:
+    """The calls of one worker.
+
+    boundary      gives the number of the boundary that was passed last
+    is_in_body    whether a batch is out, so that a call can be completed where it is
+    is_connected  whether this worker is connected to a new generation whose states are not compared yet
+    connect       connects to the members of the next generation
+    """
+
+    def __init__(
+        self,
+        boundary: Callable[[], int],
+        is_in_body: Callable[[], bool],
+        is_connected: Callable[[], bool],
+        connect: Callable[[], None],
+        transport: Callable[[], Transport],
+    ) -> None:
+        self._boundary, self._is_in_body, self._is_connected = boundary, is_in_body, is_connected
+        self._connect, self._transport = connect, transport
+        self._counts: Counter[bytes] = Counter()
+        self._counted_at = -1
+        self._last: CallKey | None = None
+        self._result = b""
+
+    def call(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `mine` over all workers; over those that are left when one is lost in a loop body."""
+        key = self._key(what)
+        total = self._first_try(what, mine)
+        while total is None:
+            try:
+                total = self._complete(self._transport(), key, mine)
+            except RecoverableError:
+                self._connect()
+        self._last, self._result = key, _to_bytes(total)
+        return total
+
+    def wait_for_bodies(self, transport: Transport) -> None:
+        """At a boundary: take part in the rounds until every worker has reached its own."""
+        mine = msgspec.msgpack.encode(Round(None, b"", self._last, self._result))
+        while any(each.waits_in is not None for each in _all_gather(transport, mine)):
+            pass
+
+    def _first_try(self, what: str, mine: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum over all workers; None where the call has to be completed in rounds."""
+        if self._is_connected():
+            return None
+        try:
+            return agreement.add_up(what, mine)
+        except RecoverableError:
+            if not self._is_in_body():
+                raise
+        self._connect()
+        return None
+
+    def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor:
+        """Return the result of one round."""
+        said = _all_gather(transport, msgspec.msgpack.encode(Round(key, _to_bytes(mine), self._last, self._result)))
+        for each in said:
+            if each.last == key:
+                return _like(mine, each.result)
+        parts = [_like(mine, each.value) for each in said if each.waits_in == key]
+        return torch.stack(parts).sum(0).to(mine.dtype)
+
+    def _key(self, what: str) -> CallKey:
+        boundary, kind = self._boundary(), hashlib.blake2b(what.encode(), digest_size=8).digest()
+        if boundary != self._counted_at:
+            self._counts.clear()
+            self._counted_at = boundary
+        self._counts[kind] += 1
+        return CallKey(boundary, kind, self._counts[kind])
+
+
+def _all_gather(transport: Transport, mine: bytes) -> list[Round]:
+    return [msgspec.msgpack.decode(each, type=Round) for each in transport.all_gather(mine)]
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _like(tensor: torch.Tensor, raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape)
