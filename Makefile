@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos chaos-report chaos-lost storm schedules check format bench docs clean
+.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost storm schedules check format bench docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -21,6 +21,9 @@ test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of a
 
 chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 (root), SPARES=1; see docs/chaos.md
 	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0} --spares $${SPARES:-0}
+
+gallery: $(READY)  ## loop bodies as people write them, with faults at their lines; SEED=1 JOBS=200 LANES=2; see docs/chaos.md
+	@$(BIN)/python -m tests.gallery.run --seed $${SEED:-1} --jobs $${JOBS:-200} --lanes $${LANES:-2}
 
 chaos-report: $(READY)  ## what all chaos runs and storms have come to
 	@$(BIN)/python -m tests.chaos.report

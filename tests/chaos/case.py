@@ -8,21 +8,25 @@ from typing import Any
 
 from farandole.testing.faults.drawing import MOST_WORKERS, Shape, draw
 from farandole.testing.faults.plan import Plan
+from tests.gallery.catalogue import BODIES
 from tests.scripts.chaos_job import EPOCHS, STEPS_PER_EPOCH
 
 BUDGET_S = 2.0
 WIDE = 512
+_OWN_BODY = 0.4
 
 
 @dataclass(frozen=True)
 class Case:
-    """num_workers  loader processes of each worker
+    """body         of the gallery; "": the loop of chaos_job.py, which alone has the next two
+    num_workers  loader processes of each worker
     width        of the model: a state of some kilobytes, or of 4 MB
     transport    auto: shared memory on one host; or tcp, in which survivors can differ by a step
     pace_ms      what a step waits beside what it computes
     """
 
     seed: int
+    body: str
     shape: Shape
     num_workers: int
     width: int
@@ -37,13 +41,15 @@ class Case:
         after = "who is lost is replaced" if shape.replaces else "nobody is replaced"
         where = f" and {shape.spares} spares" * bool(shape.spares) + f" on {shape.hosts} hosts" * bool(shape.hosts)
         loaders = f" with {self.num_workers} loader processes" if self.num_workers else ""
-        how = f"width {self.width}, {self.transport}, {after}"
+        job = f"body {self.body}" if self.body else f"width {self.width}"
+        how = f"{job}, {self.transport}, {after}"
         return f"seed {self.seed}: {shape.workers} workers{where}{loaders}, {how}; {self.plan}"
 
     def as_json(self) -> dict[str, Any]:
         shape = self.shape
         return {
             "seed": self.seed,
+            "body": self.body,
             "hosts": shape.hosts,
             "workers": shape.workers,
             "spares": shape.spares,
@@ -69,6 +75,7 @@ def case_of(seed: int, hosts: int = 0, spares: int = 0) -> Case:
     )
     return Case(
         seed=seed,
+        body=_body(seed),
         shape=shape,
         num_workers=chance.choice([0, 0, 2]),
         width=chance.choice([8, 8, WIDE]),
@@ -78,3 +85,10 @@ def case_of(seed: int, hosts: int = 0, spares: int = 0) -> Case:
         has_ledger=chance.random() < 0.5,
         plan=draw(chance, shape),
     )
+
+
+def _body(seed: int) -> str:
+    """Of random numbers of its own: the rest of a seed's job is what it was before there were bodies."""
+    chance = random.Random(f"the body of {seed}")
+    fitting = [body.name for body in BODIES.values() if body.fits_chaos]
+    return "" if chance.random() < _OWN_BODY else chance.choice(fitting)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from farandole.testing.faults.bringing import Bringer, Pace
 from farandole.testing.faults.grounds import ThisMachine
@@ -28,7 +29,7 @@ from tests.chaos.case import Case
 from tests.jobs import SCRIPTS
 from tests.scripts.chaos_job import EPOCHS, STEPS, STEPS_PER_EPOCH
 
-SCRIPT = SCRIPTS / "chaos_job.py"
+SCRIPT, BODY_SCRIPT = SCRIPTS / "chaos_job.py", SCRIPTS / "chaos_body.py"
 DEADLINE_S = 60.0
 _FINISHED = "The training was finished by all workers, but afterwards"
 STEP_TIMEOUT_S = 5.0  # far above what any step takes, also on a busy machine
@@ -72,7 +73,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
     place = Place(folder)
     for each in (place.records, place.temporary):
         each.mkdir()
-    undisturbed_weights(case.width)
+    _ = undisturbed_record(case.body) if case.body else undisturbed_weights(case.width)
     outcome, began = Outcome(), time.monotonic()
     tidiness = invariants.Tidiness(place.records, place.temporary)
     staying: range | None = None
@@ -96,6 +97,19 @@ def undisturbed_weights(width: int) -> list[float]:
         weights: list[float] = proof.ends()[0]["weights"]
         assert not [*invariants.training(proof, weights), *invariants.counters(proof, 0)]
         return weights
+
+
+@functools.cache
+def undisturbed_record(body: str) -> dict[str, Any]:
+    """What a body of the gallery comes to when nothing happens to it, alone."""
+    with tempfile.TemporaryDirectory(prefix="farandole-peace-") as name:
+        folder = Path(name)
+        with RunningJob(["-np", "1"], BODY_SCRIPT, ["--body", body], folder, folder / "output") as job:
+            assert job.wait(DEADLINE_S) == 0, (folder / "output").read_text()
+        proof = Proof(folder)
+        record: dict[str, Any] = proof.ends()[0]["record"]
+        assert not [*invariants.of_body(proof, body, record), *invariants.counters(proof, 0)]
+        return record
 
 
 @contextlib.contextmanager
@@ -139,13 +153,18 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
         str(STEP_TIMEOUT_S),
     ]
     flags += ["--sample-ledger", str(place.folder / "ledger")] if case.has_ledger else []
-    words = ["--pace", str(place.folder / "pace"), "--num-workers", str(case.num_workers), "--width", str(case.width)]
-    words += ["--mean-each-step"] * case.mean_each_step
+    words = ["--pace", str(place.folder / "pace")]
+    if case.body:
+        words += ["--body", case.body]
+    else:
+        words += ["--num-workers", str(case.num_workers), "--width", str(case.width)]
+        words += ["--mean-each-step"] * case.mean_each_step
     environment = {**os.environ, "TMPDIR": str(place.temporary)}
     with contextlib.ExitStack() as stack:
         around = _lab(case, place, outcome) if shape.hosts else _machine(case, place)
         ground, more = stack.enter_context(around)
-        job = RunningJob(flags + more, SCRIPT, words, place.records, place.output, environment=environment)
+        script = BODY_SCRIPT if case.body else SCRIPT
+        job = RunningJob(flags + more, script, words, place.records, place.output, environment=environment)
         stack.enter_context(job)
         if isinstance(ground, LabGround):
             ground.start_agents()
@@ -188,7 +207,10 @@ def _findings(case: Case, place: Place, outcome: Outcome, staying: range | None)
         yield from invariants.verdicts(said, outcome.deaths)
     if staying is None:
         return  # it did not come to its end, and so did not train everything
-    yield from invariants.training(proof, undisturbed_weights(case.width))
+    if case.body:
+        yield from invariants.of_body(proof, case.body, undisturbed_record(case.body))
+    else:
+        yield from invariants.training(proof, undisturbed_weights(case.width))
     if len(proof.ends()) not in staying:
         yield f"{len(proof.ends())} workers came to the end, and it should be {staying.start} to {staying.stop - 1}"
     if case.has_ledger:

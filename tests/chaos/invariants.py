@@ -7,14 +7,17 @@ import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from farandole.ledger.check import check
 from farandole.ledger.reading import Folder
 from farandole.testing.proof import Proof
+from tests.gallery import verdict
+from tests.gallery.catalogue import BODIES
 from tests.pure_order import global_batches
+from tests.scripts import chaos_body
 from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED, STEPS
 
 _LOST = re.compile(r"^\[farandole\] lost (w\d+) .*$", re.MULTILINE)
@@ -45,6 +48,20 @@ def training(proof: Proof, weights: Sequence[float]) -> Iterator[str]:
         off = max(abs(a - b) for a, b in zip(end["weights"], weights, strict=True))
         if not off <= TOLERANCE:
             yield f"rank {end['rank']} ended with weights that are off by {off:g}"
+
+
+def of_body(proof: Proof, name: str, undisturbed: Mapping[str, Any]) -> Iterator[str]:
+    """The same of a job that runs a body of the gallery, and everything that it tracks."""
+    body, samples = BODIES[name], chaos_body.SAMPLES
+    epochs = proof.epochs(samples)
+    if not epochs.is_exact or epochs.complete != chaos_body.EPOCHS:
+        yield f"{epochs.complete} epochs; samples lost {epochs.lost}, repeated {epochs.repeated}"
+    expected = global_batches(samples, chaos_body.BATCH, chaos_body.SEED, chaos_body.EPOCHS)
+    if proof.samples_by_step() != expected:
+        yield "not every step trained the samples of an undisturbed job"
+    records = {f"rank {end['rank']}": end["record"] for end in proof.ends()}
+    yield from verdict.unequal(records, body.local)
+    yield from verdict.unlike(records, undisturbed, (*body.own, *body.local), TOLERANCE)
 
 
 def counters(proof: Proof, faults: int) -> Iterator[str]:

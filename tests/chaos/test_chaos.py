@@ -22,19 +22,19 @@ def test_a_job_left_in_peace_trains_its_order_one_global_batch_after_the_other()
     assert undisturbed_weights(8)  # which checks it
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "at step 30: segfault source; during regroup + 1 ms: abort any; at step 200: exit any; at step 250: raise any",
-        "at step 40: hold any; at last step of epoch 0 + 5 ms: kill all but one; at step 220: starve any; "
-        "at step 300: stop any; after 0.4 s: continue the same",
-    ],
+BAD_DAY = "at step 30: segfault source; during regroup + 1 ms: abort any; at step 200: exit any; at step 250: raise any"
+WORSE_DAY = (
+    "at step 40: hold any; at last step of epoch 0 + 5 ms: kill all but one; at step 220: starve any; "
+    "at step 300: stop any; after 0.4 s: continue the same"
 )
-def test_a_job_of_three_survives_a_bad_day(plan: str) -> None:
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("body", "plan"), [("", BAD_DAY), ("", WORSE_DAY), ("averages-before", BAD_DAY)])
+def test_a_job_of_three_survives_a_bad_day(body: str, plan: str) -> None:
     case = case_of(2)
     shape = dataclasses.replace(case.shape, workers=3, replaces=True)
-    check(dataclasses.replace(case, shape=shape, width=8, plan=parse(plan)))
+    check(dataclasses.replace(case, body=body, shape=shape, width=8, plan=parse(plan)))
 
 
 @pytest.mark.timeout(240)
@@ -53,4 +53,4 @@ def test_a_job_on_three_hosts_survives_a_bad_day() -> None:
     )
     case = case_of(1, hosts=3)
     shape = dataclasses.replace(case.shape, workers=3)
-    check(dataclasses.replace(case, shape=shape, num_workers=0, width=8, plan=parse(plan)))
+    check(dataclasses.replace(case, body="", shape=shape, num_workers=0, width=8, plan=parse(plan)))

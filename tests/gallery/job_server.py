@@ -2,8 +2,8 @@
 through jobs.py, as `python -m tests.gallery.job_server`.
 
 The launcher, the agent, the guard and the workers are those of a real job; only the imports are done beforehand. Each
-line on standard input asks for one job, and each line on standard output tells how one ended (jobs.py has both). Orphans
-of a job become children of this process, so that whatever a job leaves is seen.
+line on standard input asks for one job, and each line on standard output tells how one ended (jobs.py has both).
+Orphans of a job become children of this process, so that whatever a job leaves is seen.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ def main() -> None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if (server := os.fork()) == 0:
                 ours.close()
-                message, descriptors, _, _ = socket.recv_fds(theirs, 65536, 1)
-                theirs.detach()  # its number is another file's soon
-                _end_quickly(lambda: _become_fork_server(message, descriptors))
+                _end_quickly(_become_fork_server, theirs)
             theirs.close()
-            _end_quickly(lambda: _launch(asked["arguments"], _Handover(server, ours)))
+            _end_quickly(_launch, asked["arguments"], _Handover(server, ours))
         answer = _watch(launcher, asked)
         os.write(1, json.dumps(answer).encode() + b"\n")
 
@@ -69,11 +67,11 @@ def _import_all() -> None:
                     getattr(module, each)
 
 
-def _end_quickly(program: Callable[[], int]) -> NoReturn:
-    """What Python does at its end, but for taking all modules apart: that would copy most of the memory that this process
-    shares with the server, and take longer than the job."""
+def _end_quickly(program: Callable[..., int], *arguments: Any) -> NoReturn:
+    """Run it, and do what Python does at its end, but for taking all modules apart: that would copy most of the memory
+    that this process shares with the server, and take longer than the job."""
     try:
-        code: Any = program()
+        code: Any = program(*arguments)
     except SystemExit as exit:
         code = exit.code
         if isinstance(code, str):
@@ -136,8 +134,10 @@ def _launch(arguments: Sequence[str], handover: _Handover) -> int:
     return cli.main(arguments)
 
 
-def _become_fork_server(message: bytes, descriptors: Sequence[int]) -> int:
-    """Comes back in a worker that has come to its end, by SystemExit."""
+def _become_fork_server(connection: socket.socket) -> int:
+    """Once the launcher says so. Comes back in a worker that has come to its end, by SystemExit."""
+    message, descriptors, _, _ = socket.recv_fds(connection, 65536, 1)
+    connection.detach()  # its number is another file's soon
     if not message:  # the launcher needed none
         os._exit(0)
     from farandole.launch import fork_server_process
@@ -155,6 +155,8 @@ def _become_fork_server(message: bytes, descriptors: Sequence[int]) -> int:
     os.closerange(number + 1, 4096)
     os.environ.clear()
     os.environ.update(place["environment"])
+    known = set(sys.path)
+    sys.path[1:1] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each not in known]
     script = fork_server_process.__file__
     sys.orig_argv = [sys.executable, *place["options"], script, *place["words"]]
     sys.argv = [script, *place["words"]]

@@ -88,7 +88,8 @@ def every_line(hits: Hits, worker: str, of_library: bool) -> list[Fault]:
 def _at(chance: random.Random, worker: str, kind: str, lines: Mapping[str, int]) -> Fault:
     inside = [place for place in lines if "/" in place]
     own = [place for place in lines if "/" not in place]
-    places: Sequence[str] = inside if inside and chance.random() < _INSIDE_LIBRARY else own
+    is_inside = bool(inside) and chance.random() < _INSIDE_LIBRARY and kind != "raise"  # which user code does
+    places: Sequence[str] = inside if is_inside else own
     place = chance.choice(sorted(places))
     return Fault(worker, kind, place, chance.randint(1, lines[place]))
 

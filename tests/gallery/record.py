@@ -1,9 +1,10 @@
-"""What a worker has at its end, seen from outside: tensors and numbers by name, taken from the script's own variables with
-torch alone. No line of the library has a part in it."""
+"""What a worker has at its end, seen from outside: tensors and numbers by name, taken from the script's own variables
+with torch alone. No line of the library has a part in it."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import numbers
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,15 @@ def _flatten(value: Any, name: str, found: Flat) -> None:
         found[name] = value
     elif isinstance(value, numbers.Number):
         found[name] = value.item() if hasattr(value, "item") else value
+    elif hasattr(value, "__array__"):
+        found[name] = [float(each) for each in value.ravel()]
+    elif isinstance(value, (set, frozenset)):
+        found[name] = sorted(map(str, value))
     elif isinstance(value, dict):
         found[f"{name}.keys"] = [str(key) for key in value]
         for key, each in value.items():
             _flatten(each, f"{name}.{key}", found)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, collections.deque)):
         found[f"{name}.length"] = len(value)
         for index, each in enumerate(value):
             _flatten(each, f"{name}.{index}", found)

@@ -66,7 +66,7 @@ def test_equal_workers_are_equal(script: str) -> None:
         ("model.1.running_mean", lambda state: state.model[1].running_mean.add_(1e-15)),
         (
             "optimizer.state.0.momentum_buffer",
-            lambda state: list(state.optimizer.state.values())[0]["momentum_buffer"].add_(1e-15),
+            lambda state: next(iter(state.optimizer.state.values()))["momentum_buffer"].add_(1e-15),
         ),
         ("optimizer.groups.0.lr", lambda state: state.optimizer.param_groups[0].update(lr=0.2)),
         ("count", lambda state: setattr(state, "count", 4)),

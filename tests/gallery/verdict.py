@@ -1,4 +1,5 @@
-"""What is wrong with the records of a job, in words, by comparison with each other and with a job that nothing happened to."""
+"""What is wrong with the records of a job, in words: they are compared with each other, and with those of a job that
+nothing happened to."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ def unequal(records: Mapping[str, Record], without: Sequence[str] = ()) -> Itera
             yield f"{names[0]} and {name} ended with different values: {_some(found)}"
 
 
-def unlike(records: Mapping[str, Record], undisturbed: Record, without: Sequence[str] = ()) -> Iterator[str]:
+def unlike(
+    records: Mapping[str, Record], undisturbed: Record, without: Sequence[str] = (), tolerance: float = TOLERANCE
+) -> Iterator[str]:
     """Workers end with the values of a job that nothing happened to."""
     for name, record in sorted(records.items()):
-        found = list(differences(record, undisturbed, TOLERANCE, (*without, *STATISTICS)))
+        found = list(differences(record, undisturbed, tolerance, (*without, *STATISTICS)))
         if found:
             yield f"{name} differs from the undisturbed job: {_some(found)}"
             return
@@ -48,7 +51,7 @@ def miscounted(records: Mapping[str, Record], expected: float) -> Iterator[str]:
         ratios = [value / expected for value in seen]
         wrong = {index: round(ratio, 4) for index, ratio in enumerate(ratios) if abs(ratio - 1) > 1e-9}
         if wrong:
-            yield f"{name}: of what each sample should have added to the model, these added: {_some(map(str, wrong.items()))}"
+            yield f"{name}: of what each sample adds in all epochs, these added: {_some(map(str, wrong.items()))}"
             return
 
 

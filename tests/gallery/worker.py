@@ -1,9 +1,9 @@
-"""What a worker of the gallery runs: a loop body's script, a fault at a line of it, and at the end a record of everything
+"""What a worker of the gallery runs: the script of a loop body, a fault at a line of it, and at the end a record of all
 that it tracks. The script knows nothing of this. Started as `python worker.py BODY.py ARGUMENTS`.
 
-A fault is done by a trace function when a line is reached for the k-th time, so each line of the body, of its callbacks,
-of its data set and of the library is a place where it can happen. Lines count while the elastic function runs, which all
-bodies call `train`.
+A fault is done by a trace function when a line is reached for the k-th time, so each line of the body, its callbacks,
+its data set and the library is a place where it can happen. Lines count while the elastic function runs; all bodies
+call it `train`.
 """
 
 from __future__ import annotations

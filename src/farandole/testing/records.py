@@ -38,9 +38,10 @@ class Records:
             ids = state.loader.indices if ids is None else ids
             self._write({"before": state.step, "epoch": state.loader.epoch, "ids": ids})
 
-    def after_step(self, state: fd.elastic.TorchState) -> None:
+    def after_step(self, state: fd.elastic.TorchState, is_counted: bool = True) -> None:
+        """`is_counted`: state.step has moved on; it has not yet where this is called by after_step."""
         if self._file is not None:
-            self._write({"after": state.step - 1})
+            self._write({"after": state.step - is_counted})
 
     def at_end(self, state: fd.elastic.TorchState, **more: object) -> None:
         if self._file is not None:

@@ -41,6 +41,22 @@ def follow(decay=0.9):
             mine.mul_(decay).add_(theirs, alpha=1 - decay)
 
 
+def follow_by_data(decay=0.9):
+    for mine, theirs in zip(ema.parameters(), model.parameters(), strict=True):
+        mine.data = mine.data * decay + theirs.data * (1 - decay)
+
+
+def follow_in_data(decay=0.9):
+    for mine, theirs in zip(ema.parameters(), model.parameters(), strict=True):
+        mine.data.mul_(decay).add_(theirs.data, alpha=1 - decay)
+
+
+def exchange():
+    """The averaged weights and the trained ones, by their storages."""
+    for mine, theirs in zip(ema.parameters(), model.parameters(), strict=True):
+        mine.data, theirs.data = theirs.data, mine.data
+
+
 def evaluate():
     right = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
@@ -70,6 +86,8 @@ def train(state):
         for x, y, index in loader:
             if kind in ("before", "moco"):
                 follow()
+            elif kind == "in-data-before":
+                follow_in_data()
             optimizer.zero_grad()
             out = model(x, index)
             loss = F.mse_loss(out, y)
@@ -85,10 +103,15 @@ def train(state):
             applied = optimizer.step()
             if kind == "moco" and applied:
                 queue.push(keys)
-            if kind in ("after", "teacher", "byol", "swapped"):
+            if kind in ("after", "teacher", "byol", "swapped") or (kind == "if-applied" and applied):
                 follow()
-            elif kind == "if-applied" and applied:
-                follow()
+            elif kind in ("by-data", "exchanged"):
+                follow_by_data()
+            elif kind == "in-data":
+                follow_in_data()
+            elif kind == "loaded":
+                ours, theirs = ema.state_dict(), model.state_dict()
+                ema.load_state_dict({name: 0.9 * ours[name] + 0.1 * theirs[name] for name in ours})
             elif kind in ("averaged", "swa", "swa-norm"):
                 ema.update_parameters(model)
             elif kind == "tensors":
@@ -106,6 +129,15 @@ def train(state):
                 for mine, before in zip(model.parameters(), kept, strict=True):
                     mine.copy_(before)
             state.scores = [*state.scores, score]
+        elif kind == "exchanged":
+            exchange()
+            state.scores = [*state.scores, evaluate()]
+            exchange()
+        elif kind == "loaded":
+            kept = copy.deepcopy(model.state_dict())
+            model.load_state_dict(ema.state_dict())
+            state.scores = [*state.scores, evaluate()]
+            model.load_state_dict(kept)
         elif kind == "swa-epoch":
             ema.update_parameters(model)
             swa.step()

@@ -3,6 +3,7 @@
 import collections
 import sys
 
+import numpy
 import torch
 import torch.nn.functional as F
 from problem import BATCH, EPOCHS, Net, Samples
@@ -88,6 +89,8 @@ state = fd.elastic.TorchState(
     total=torch.zeros(2, dtype=torch.float64),
     log=Log(),
     pair=(0, 1),
+    array=numpy.zeros(3),
+    sets={1},
     tensors={"sum": torch.zeros(3, dtype=torch.float64)},
 )
 
@@ -102,6 +105,8 @@ def train(state):
                 state.table["loss"].append(state.step)
                 state.window.append(state.step)
                 state.log.lines.append(state.step)
+                state.array += 1.0
+                state.sets.add(state.step)
                 state.pair = (state.pair[1], state.pair[0] + state.pair[1])
             elif kind == "tensor-before":
                 state.total += 1.0

@@ -1,13 +1,15 @@
-"""The data and the models that the bodies of the gallery train: small, and in float64, so that the result does not depend
-on how a batch is divided by more than rounding."""
+"""The data and the models that the bodies of the gallery train: small, and in float64, so that how a batch is divided
+changes nothing but rounding."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-SAMPLES, BATCH, EPOCHS, FEATURES = 96, 12, 2, 6
+SAMPLES, EPOCHS = int(os.environ.get("GALLERY_SAMPLES", "96")), int(os.environ.get("GALLERY_EPOCHS", "2"))
+BATCH, FEATURES = 12, 6
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -26,8 +28,8 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 class Mark(torch.autograd.Function):
-    """Leaves its input as it is. In backward, each sample of the batch adds 1 / (samples of the batch) to the gradient of
-    its entry of `seen`, whatever the loss: under plain SGD the entry counts how often its sample was trained."""
+    """Leaves its input as it is. In backward, each sample of the batch adds 1 / (samples of the batch) to the
+    gradient of its entry of `seen`, whatever the loss: under plain SGD that counts how often a sample was trained."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor, seen: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
