@@ -118,6 +118,7 @@ class StepState(TorchState):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
             setattr(self, name, value)
         self.rehearses = rehearse
+        self.on_step: Callable[[], None] | None = None  # in a rehearsal: what looks at the state when a step is called
         self._snapshot = SmallSnapshot()
         self._watched = WatchedTensors()
         self._is_tracking = False  # the watched tensors are those of the values as they are now
@@ -235,7 +236,14 @@ class StepState(TorchState):
 
     def before_applying(self) -> None:
         """See step.Observer."""
-        self._watched.look()
+        if self.on_step is not None:
+            self.on_step()
+        else:
+            self._watched.look()
+
+    def aborted(self) -> None:
+        """See step.Observer."""
+        self._watched.save()
 
     def trust(self, parameters: Sequence[torch.Tensor]) -> None:
         """See step.Observer."""
@@ -264,7 +272,9 @@ class StepState(TorchState):
             setattr(self, name, load_value(getattr(self, name), value))
         self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
         self.once = small["once"]
-        self._watched.add_changing(small["changing"])
+        changing, changing_late = small["changing"]
+        self._watched.add_changing(changing)
+        self._watched.add_changing_late(changing_late)
         if self.loader is not None:
             self.loader.load_state_dict(small["loader"])
 
@@ -286,9 +296,9 @@ class StepState(TorchState):
 
     def _track(self) -> None:
         groups = self._parameters().items()
-        self._watched.track(
-            {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
-        )
+        named = {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
+        ids = {id(parameter) for _, _, parameter in self._optimized()}
+        self._watched.track(named, {name for name, each in named.items() if id(each) in ids})
         self._is_tracking = True
 
     # Large state -----------------------------------------------------------------------------------------

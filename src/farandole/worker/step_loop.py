@@ -181,9 +181,9 @@ class StepLoop:
         """The batch that is out was not trained: it comes again, or the loader refuses to go on."""
         if step.state() != "aborted":
             return
-        rehearsal, self._rehearsal = self._rehearsal, None
-        if rehearsal is not None:
-            rehearsal.end()
+        if self._rehearsal is not None:
+            self._rehearsal.end()
+            self._end_rehearsal()
         elif step.is_rehearsal() or self._job is None:
             self._state.put_back()
         if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
@@ -197,7 +197,12 @@ class StepLoop:
             return False
         self._has_rehearsed = True
         self._rehearsal = Rehearsal(self._state)
+        self._state.on_step = self._rehearsal.look
         return True
+
+    def _end_rehearsal(self) -> None:
+        """There is none any more: a worker that joins would not take part."""
+        self._rehearsal, self._state.on_step, self._has_rehearsed = None, None, True
 
     def leave_batches(self) -> bool:
         """The batches of an epoch are through, on all workers, and user code follows. False: there was a regroup."""
@@ -300,13 +305,16 @@ class StepLoop:
         assert self._job is not None
         state, self._is_busy = self._state, True
         begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
-        if step.is_undecided():
+        is_undecided = step.is_undecided()
+        if is_undecided:
             step.aborted()
-        if step.state() == "decided" and not self._is_behind_batches:
-            state.capture()  # a collective has left the loop body behind its step; at a boundary nothing has changed
-        else:
+        if self._rehearsal is not None:
+            self._rehearsal.end()
+        elif is_undecided or self._is_behind_batches:
             state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
-        self._rehearsal, self._has_rehearsed = None, True  # a worker that joins would not rehearse
+        else:
+            state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
+        self._end_rehearsal()
         step.close()
         connection, self._connection = self._connection, None
         world.interrupt_collectives(None)

@@ -9,7 +9,7 @@ from farandole.state.watched_tensors import WatchedTensors
 
 def watching(**tensors: torch.Tensor) -> WatchedTensors:
     watched = WatchedTensors()
-    watched.track(tensors)
+    watched.track(tensors, owned=tensors)
     watched.capture()
     return watched
 
@@ -19,7 +19,7 @@ def test_a_tensor_that_was_seen_to_change_before_a_step_is_put_back_from_then_on
     watched = watching(key=key, query=query)
     key.add_(1)
     watched.look()
-    assert watched.changing == ("key",)
+    assert watched.changing[0] == ("key",)
     watched.capture()
     key.mul_(5)
     assert watched.put_back() == []
@@ -40,7 +40,7 @@ def test_what_an_optimizer_changes_at_its_step_is_nothing_to_put_back() -> None:
     weight.add_(1)
     watched.capture()
     watched.look()
-    assert (watched.changing, watched.put_back()) == ((), [])
+    assert (watched.changing[0], watched.put_back()) == ((), [])
     assert weight.tolist() == [1, 1, 1]
 
 
@@ -91,7 +91,28 @@ def test_tensors_that_are_gone_are_copied_no_longer() -> None:
     watched = watching(old=old)
     watched.add_changing(["old"])
     watched.capture()
-    watched.track({"new": new})
+    watched.track({"new": new}, owned={"new"})
     watched.capture()
     new.add_(1)
     assert watched.put_back() == ["new"]
+
+
+def test_an_average_that_the_body_changes_behind_an_aborted_step_is_put_back() -> None:
+    weight, average = torch.zeros(3), torch.zeros(3)
+    watched = WatchedTensors()
+    watched.track({"weight": weight, "average": average}, owned={"weight"})
+    watched.capture()
+    watched.save()
+    average.data.add_(1)
+    assert watched.put_back() == []
+    assert average.tolist() == [0, 0, 0]
+
+
+def test_what_has_changed_before_the_step_was_aborted_is_not_copied_too_late() -> None:
+    average = torch.zeros(3)
+    watched = WatchedTensors()
+    watched.track({"average": average})
+    watched.capture()
+    average.add_(1)
+    watched.save()
+    assert watched.put_back() == ["average"]
