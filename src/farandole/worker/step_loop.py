@@ -181,15 +181,20 @@ class StepLoop:
         """The batch that is out was not trained: it comes again, or the loader refuses to go on."""
         if step.state() != "aborted":
             return
-        if self._rehearsal is not None:
-            self._rehearsal.end()
-            self._end_rehearsal()
-        elif step.is_rehearsal() or self._job is None:
-            self._state.put_back()
         if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
             self._regroup()
-        step.close()
+        else:
+            self._put_back()
+            step.close()
         self._pass_boundary()
+
+    def _put_back(self) -> None:
+        """Whatever the loop body, or the code behind an epoch's batches, has changed is as it was before."""
+        if self._rehearsal is None:
+            self._state.put_back()
+        else:
+            self._rehearsal.end()
+            self._end_rehearsal()
 
     def rehearses(self) -> bool:
         """Whether the batch that is handed out now is a rehearsal's: on all workers, the first one of the job."""
@@ -308,10 +313,8 @@ class StepLoop:
         is_undecided = step.is_undecided()
         if is_undecided:
             step.aborted()
-        if self._rehearsal is not None:
-            self._rehearsal.end()
-        elif is_undecided or self._is_behind_batches:
-            state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
+        if is_undecided or self._is_behind_batches:
+            self._put_back()
         else:
             state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
         self._end_rehearsal()
@@ -345,11 +348,11 @@ class StepLoop:
 
     def _save_in_emergency(self) -> None:
         self._is_busy = True
-        if step.is_undecided():
+        is_undecided = step.is_undecided()
+        if is_undecided:
             step.aborted()
-            self._state.put_back()
-        elif self._is_behind_batches:
-            self._state.put_back()
+        if is_undecided or self._is_behind_batches:
+            self._put_back()
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
 
