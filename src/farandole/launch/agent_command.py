@@ -10,6 +10,7 @@ from pathlib import Path
 
 from farandole.env import read_token
 from farandole.errors import ConfigError
+from farandole.launch.descriptors import reserve_descriptors
 from farandole.launch.hosts import HostSlots
 from farandole.launch.joining import CannotJoin, JoiningAgent, JoinOptions
 from farandole.launch.report import Loudness, Report
@@ -30,6 +31,7 @@ def agent_command(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     report = Report(sys.stderr, Loudness[given.loudness])
     try:
+        reserve_descriptors(options.slots)
         return _serve(options, report)
     except ConfigError as error:
         report.error(str(error))

@@ -18,6 +18,7 @@ from farandole.errors import ConfigError
 from farandole.events import AgentsAwaited, Event, JobNotAnnounced, StopAsked
 from farandole.launch.agent import Agent, AgentConfig
 from farandole.launch.core_sharing import share_cores, workers_at_most
+from farandole.launch.descriptors import reserve_descriptors
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.ending_signals import ending_signals
 from farandole.launch.host_watch import HostWatch
@@ -60,7 +61,8 @@ async def run_local(
                        process becomes the parent of its descendants' orphans
 
     Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
-    than workers are asked for, and when they cannot be found out the first time.
+    than workers are asked for, when they cannot be found out the first time, and when this process may not open as many
+    files as the job needs.
     """
     watch: HostWatch | None = None
     if hosts is None or isinstance(hosts, tuple):
@@ -68,6 +70,8 @@ async def run_local(
     else:
         watch = HostWatch(hosts, on_event)
         first = await watch.first()
+    slots = sum(each.slots for each in first)
+    reserve_descriptors(max(slots, config.max_np or 0))
     job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
 
     def on_decision(event: Event) -> None:
@@ -95,7 +99,7 @@ async def run_local(
     if joining is not None:
         on_event(AgentsAwaited(str(coordinator.address), joining.token_file))
     environment = {**inherited_environment(), **(extra_environment or {})}
-    if slots := sum(each.slots for each in first):
+    if slots:
         environment = share_cores(environment, workers_at_most(config, slots), on_event)
 
     def make_agent(on: HostSlots) -> Agent:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 from torch.futures import Future
 
@@ -24,7 +23,8 @@ def ended_work(tensors: Sequence[torch.Tensor]) -> Work:
     """Return a Work of C++'s own that has ended, with `tensors` as its result."""
     future: Future[list[torch.Tensor]] = Future()
     future.set_result(list(tensors))
-    return _create_work_from_future(future)
+    work: Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+    return work
 
 
 def have_shutdown_called() -> None:
