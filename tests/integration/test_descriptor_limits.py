@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from farandole.launch.descriptors import descriptors_needed
+from farandole.launch.token_file import token_of_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import FARANDOLE_RUN, RunningJob, all_training
 from tests.jobs import ELASTIC_JOB, check_job
@@ -107,7 +108,7 @@ def test_a_job_that_needs_more_than_the_hard_limit_is_refused_with_the_values() 
 
 
 def test_an_agent_that_offers_more_slots_than_its_hard_limit_allows_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("0" * 64)
+    token_of_job(tmp_path / "token")
     words = ["--join", "127.0.0.1:1", "--slots", "50", "--token-file", str(tmp_path / "token"), "--retry", "0"]
     done = subprocess.run([*under("-n 200", AGENT), *words], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 2
