@@ -36,6 +36,7 @@ SAMPLES = [
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),
     events.StopAsked("SIGINT", 5.0),
+    events.CoresShared(4, 2, 1),
     events.JobEnds(1, "No worker is left."),
 ]
 

@@ -86,9 +86,10 @@ class StopAsked(Event):
     grace_s: float
 
     def line(self) -> str:
+        more = "SIGTERM or Ctrl-C twice" if self.signal == "SIGHUP" else "once more"
         return (
             f"{self.signal}: the workers are told to end, and are killed after {self.grace_s:g} s (--grace); "
-            f"once more ends them at once"
+            f"{more} ends them at once"
         )
 
 
