@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from farandole.config import ForkServerUse
-from farandole.membership import Address, GenerationId, Peer, Placement, Progress
+from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall
 from farandole.sighting import Sighting
 
 PROTOCOL_VERSION = 2
@@ -106,9 +106,11 @@ class Failed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """The elastic function returned on this worker, in generation `number`."""
+    """The elastic function returned on this worker, in generation `number`; `shortfall`: what it did not do of what
+    its loader had promised."""
 
     number: int
+    shortfall: Shortfall | None = None
 
 
 class Leaving(Message, frozen=True):

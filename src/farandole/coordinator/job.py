@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from farandole.config import JobConfig
-from farandole.membership import Address, GenerationId, Origin, Progress
+from farandole.membership import Address, GenerationId, Origin, Progress, Shortfall
 from farandole.messages import FirstStep
 
 
@@ -83,6 +83,7 @@ class Worker:
     ready        last generation number for which it is quiescent
     synced       last generation in which it confirmed the state; above 0 it is a holder
     finished     last generation in which its elastic function returned
+    shortfall    what it did not do then of what its loader had promised
     is_awaited   the members wait for it: its slot is new to the job
     is_leaving   it goes at the next boundary
     was_asked    and that because somebody asked the worker itself (SIGTERM): it cannot be taken back
@@ -102,6 +103,7 @@ class Worker:
     ready: int = 0
     synced: int = 0
     finished: int = 0
+    shortfall: Shortfall | None = None
     is_awaited: bool = False
     is_leaving: bool = False
     was_asked: bool = False

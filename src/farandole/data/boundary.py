@@ -18,8 +18,8 @@ class Boundary(Protocol):
         there was a regroup instead, and the loader's epoch and cursor are what the workers agreed on."""
         ...
 
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
-        """Call the function unless the `call`-th one of this epoch is done already; whether it was called."""
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
+        """Call the function, the `call`-th one of this epoch, when all workers have come to it."""
         ...
 
 
@@ -32,6 +32,5 @@ class SoloBoundary:
     def reach_epoch_end(self) -> bool:
         return True
 
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
         function()
-        return True

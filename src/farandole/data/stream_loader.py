@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from farandole.data import torch_arguments
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
-from farandole.data.epoch import Epoch
+from farandole.data.epoch import Epoch, EpochRecord
 from farandole.data.padding import Padding
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
@@ -22,6 +22,7 @@ from farandole.data.stream_reader import Reply, StreamReader
 from farandole.data.stream_requests import Deal, Requests, Sizes
 from farandole.data.streams import Mark, Source
 from farandole.errors import DataError, StepError
+from farandole.membership import Shortfall
 from farandole.state import recording, step
 from farandole.state.ticket import Batch, Ticket
 
@@ -107,6 +108,7 @@ class StreamLoader:
         _check(dataset, streams)
         self._padding = Padding(is_allowed=micro_batch_size is not None)
         self._is_ended = False  # the epoch is through, also where `break` has left samples
+        self.record = EpochRecord()
         self.dataset, self.seed = dataset, seed
         self.epoch = 0
         self.boundary: Boundary = SoloBoundary()
@@ -146,18 +148,23 @@ class StreamLoader:
 
     def epochs(self, total: int) -> Iterator[Epoch]:
         """Numbers of the epochs from the current one to `total` - 1; as in DataLoader, also where `break` ends one."""
+        self.record.promise_epochs(total)
         while self.epoch < total:
-            epoch = self.epoch
-            yield Epoch.at(epoch, self.boundary)
+            epoch, self.record.is_through = self.epoch, False
+            yield Epoch.of(self)
             step.end_body()  # after `break`
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self.boundary.reach_epoch_end():
+                self.record.end_epoch(is_whole=self.record.is_through)
                 self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
                 step.close()
 
     def __iter__(self) -> Iterator[Any]:
-        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
+        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
+
+        Raises StepError where the epoch is through already and epochs() has not gone on to the next one."""
         step.end_body()
+        self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
             self._deal()
             if step.state() != "aborted":  # the run loop has to see that
@@ -177,6 +184,7 @@ class StreamLoader:
         if reply.batch is None or reply.behind is None:
             self._deal()
             step.close()
+            self.record.is_through = True
             raise StopIteration
         # The optimizer knows micro-batches of one step by their ticket, the very same object.
         ticket = self.batch.ticket if goes_on and self.batch is not None else reply.batch.ticket
@@ -245,6 +253,16 @@ class StreamLoader:
             self._marks[stream] = mark
         self._requests.floor = self._place.offsets
 
+    def shortfall(self) -> Shortfall | None:
+        """As DataLoader's, but for steps: how many there are in a stream is not known."""
+        record = self.record
+        if record.total is None:
+            return record.by_trainer
+        epochs_left = record.cut_epochs
+        if self.epoch < record.total:
+            epochs_left += record.total - self.epoch - record.is_through
+        return Shortfall(record.total, epochs_left, 0, 0) if epochs_left else None
+
     # What survives ---------------------------------------------------------------------------------------
 
     def set_world(self, rank: int, size: int) -> None:
@@ -252,6 +270,7 @@ class StreamLoader:
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world = rank, size
+        self.record.is_through = False
         self._deal()
 
     def limit_local_batch(self, world: int) -> None:
@@ -268,6 +287,7 @@ class StreamLoader:
         state["order"] = f"streams-{len(self._marks)}"  # for the sample ledger
         if self._is_ended:
             state["ended"] = 1
+        state |= self.record.state_dict()
         if self._is_stateful:
             state["marks"] = [None if mark is None else list(mark) for mark in self._marks]
         return state
@@ -286,6 +306,7 @@ class StreamLoader:
             raise DataError(f"no such place: epoch {epoch}, offsets {offsets}, turn {turn} of {streams} streams")
         self._begin(epoch, Place(offsets, turn), state.get("marks", ()))
         self._is_ended = bool(state.get("ended"))
+        self.record.load_state_dict(state)
         self._split_above(state.get("max_local_batch", 0))
 
     def warm_up(self) -> None:

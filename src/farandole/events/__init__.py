@@ -40,6 +40,7 @@ from farandole.events.job import (
     ScaleRefused,
     StateLost,
     StopAsked,
+    TrainingCutShort,
     TrainingFinished,
 )
 from farandole.events.workers import (
@@ -105,6 +106,7 @@ __all__ = [
     "StopAsked",
     "StoppedWorkerKilled",
     "TooFewWorkers",
+    "TrainingCutShort",
     "TrainingFinished",
     "TransportChosen",
     "UserCodeFailed",

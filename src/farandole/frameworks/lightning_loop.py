@@ -44,8 +44,11 @@ class ElasticFitLoop(_FitLoop):
         state.register_reset_callbacks([strategy.take_rank])
         strategy.feed = feed
         epochs = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else 2**31
+        steps = trainer.estimated_stepping_batches
         try:
-            feed.train(state, epochs, lambda is_left: self._enter(feed, is_left), lambda: bool(trainer.should_stop))
+            feed.train(
+                state, epochs, steps, lambda is_left: self._enter(feed, is_left), lambda: bool(trainer.should_stop)
+            )
         finally:
             strategy.feed = None
 

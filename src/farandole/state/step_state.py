@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from farandole.errors import ConfigError
-from farandole.membership import Progress
+from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import buffers_of
 from farandole.state.object_state import State
@@ -35,6 +35,7 @@ class Loader(Protocol):
     def set_world(self, rank: int, size: int) -> None: ...
     def limit_local_batch(self, world: int) -> None: ...
     def warm_up(self) -> None: ...
+    def shortfall(self) -> Shortfall | None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,6 @@ class StepState(TorchState):
         self.step = 0
         self.lineage = 1
         self.boundary = 0
-        self.once = (0, 0)  # an epoch, and how many calls of Epoch.once() are done in it
         self.is_holder = False
         self.after_step = list(after_step)
         self._names = list(tracked)
@@ -185,7 +185,6 @@ class StepState(TorchState):
         for name, value in small["values"].items():
             setattr(self, name, value)
         self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
-        self.once = small["once"]
         if self.loader is not None:
             self.loader.load_state_dict(small["loader"])
 
@@ -195,7 +194,6 @@ class StepState(TorchState):
             "lineage": self.lineage,
             "step": self.step,
             "boundary": self.boundary,
-            "once": self.once,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
             "groups": {name: list(map(_options, each.param_groups)) for name, each in kinds.optimizers.items()},

@@ -11,6 +11,7 @@ from farandole import whereabouts
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, JobEnded, RecoverableError
+from farandole.membership import Shortfall
 from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
@@ -88,11 +89,14 @@ class StepLoop:
                     raise
                 logger.info("leaving the elastic function to regroup: %s", error)
             else:
-                if all_have_finished(self._job):
+                if all_have_finished(self._job, self._shortfall()):
                     if self._checkpoints is not None:
                         self._checkpoints.at_end()
                     return result
             self._regroup()
+
+    def _shortfall(self) -> Shortfall | None:
+        return self._state.loader.shortfall() if self._state.loader is not None else None
 
     # Entering and returning ------------------------------------------------------------------------------
 
@@ -183,11 +187,9 @@ class StepLoop:
         state.boundary += 1
         return True
 
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
         """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
         state = self._state
-        if state.once[0] == epoch and call < state.once[1]:
-            return False
         here = (epoch, state.step, call)
         said = [_ONCE.unpack(note) for note in world.current().transport.all_gather(_ONCE.pack(*here))]
         if any(each != here for each in said):
@@ -195,9 +197,7 @@ class StepLoop:
                 f"epoch.once() was called at different places; (epoch, step, number of the call) by rank: {said}"
             )
         function()
-        state.once = (epoch, call + 1)
         state.boundary += 1
-        return True
 
     def _pass_boundary(self) -> None:
         """Remember the small state, and start the step's random numbers from (seed, step, rank): a step that
