@@ -12,6 +12,7 @@ import pytest
 from tests.jobs import SCRIPTS, farandole_run
 
 JOB = (sys.executable, str(SCRIPTS / "promises_job.py"))
+TORCH_LOADER_JOB = (sys.executable, str(SCRIPTS / "torch_loader_job.py"))
 
 
 @pytest.mark.parametrize("loader", ["map", "stream"])
@@ -54,3 +55,22 @@ def test_a_job_that_goes_on_from_its_own_checkpoint_does_nothing_a_second_time(t
     assert [epoch for word, epoch in told if word == "tail"] == [0, 1, 1, 2, 3]
     assert "trained 20 steps, to epoch 4" in job.stdout
     assert job.stderr.splitlines()[-1].startswith("[farandole] success.")
+
+
+@pytest.mark.parametrize("has_sampler", [True, False])
+def test_a_loader_of_torchs_in_a_state_divides_the_data_by_its_elastic_sampler(has_sampler: bool) -> None:
+    """Each worker keeps its own loader: rank 0's, on all of them, would have rank 0's sampler."""
+    words = [*TORCH_LOADER_JOB, "--divided", *(["--has-sampler"] if has_sampler else [])]
+    job = farandole_run("-np", "2", *words)
+    assert job.returncode == 0, job.stderr
+    lines = [line.split("trained") for line in job.stdout.splitlines() if "trained" in line]
+    assert sorted(int(sample) for _, samples in lines for sample in samples.split()) == list(range(16))
+    assert len({rank for rank, _ in lines}) == 2
+
+
+def test_a_loader_of_torchs_that_divides_nothing_is_refused_where_it_would_be_taken_for_an_elastic_one() -> None:
+    job = farandole_run("-np", "2", "--restarts", "0", *TORCH_LOADER_JOB)
+    assert job.returncode != 0
+    assert "trained" not in job.stdout
+    for words in ("fd.elastic.DataLoader(dataset, global_batch_size=...)", "fd.elastic.ElasticSampler(dataset)"):
+        assert words in job.stderr
