@@ -259,6 +259,8 @@ class Job:
     is_finishing   some member's elastic function returned: nobody is admitted any more
     is_released    all members have finished and were told so
     losses         members lost since the last START
+    steps_seen     steps, or commits, decided as far as the coordinator knew at the last loss
+    lost_at        that, when the state was lost; None once it was told how far the job went back
     lease_end_s    until then workers of hosts that were lost may go on where nobody sees them
     victims        members lost of whom no recovery has been told yet
     survivors_first_until_s  replacements of lost workers are not started before, or until the survivors train again
@@ -294,6 +296,8 @@ class Job:
     is_finishing: bool = False
     is_released: bool = False
     losses: tuple[Loss, ...] = ()
+    steps_seen: int = 0
+    lost_at: int | None = None
     lease_end_s: float | None = None
     victims: tuple[Victim, ...] = ()
     recovery: Recovery | None = None

@@ -47,6 +47,9 @@ class TorchState(ObjectState):
     Under the commit rule the script calls `state.commit()` where it wants to be able to go on from. After a fault
     everybody returns to the newest commit and the elastic function is called again.
 
+    A DataLoader of torch's stays each worker's own; of its sampler the progress is kept, if it records any. Raises
+    ConfigError for one that divides nothing, given as `loader` in a job that may have several workers.
+
     Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (handlers.py);
     any number of each. Everything else is a plain value, which must be possible to copy and to pickle.
 

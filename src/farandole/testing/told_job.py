@@ -116,7 +116,7 @@ class ToldJob:
             self.says(worker, Ready(number))
         return self
 
-    def stepped(self, *workers: str, **said: float) -> ToldJob:
+    def stepped(self, *workers: str, **said: float | str) -> ToldJob:
         """Their first step of the generation. `said`: as in FirstStep, else zeros."""
         durations = dict.fromkeys(("ready_s", "waited_s", "connected_s", "synced_s", "stepped_s"), 0.0)
         redone = {"steps_redone": 0, "samples_redone": 0}

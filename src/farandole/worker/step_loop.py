@@ -228,9 +228,9 @@ class StepLoop:
             self._records.started()
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         if in_flight is not None and state.step == begun:
-            report_first_step(self._job, done, 1, in_flight.ticket.global_samples)
+            report_first_step(self._job, done, state.step, "step", 1, in_flight.ticket.global_samples)
         else:  # nothing was in flight, or somebody had applied it
-            report_first_step(self._job, done)
+            report_first_step(self._job, done, state.step, "step")
         done.log(f"step {state.step}")
         self._is_busy = False
 
