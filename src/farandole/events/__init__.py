@@ -41,6 +41,7 @@ from farandole.events.job import (
     ScaleRefused,
     StateLost,
     StopAsked,
+    TrainingCutShort,
     TrainingFinished,
 )
 from farandole.events.workers import (
@@ -107,6 +108,7 @@ __all__ = [
     "StopAsked",
     "StoppedWorkerKilled",
     "TooFewWorkers",
+    "TrainingCutShort",
     "TrainingFinished",
     "TransportChosen",
     "UserCodeFailed",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from farandole.errors import ConfigError
-from farandole.membership import Progress
+from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
 from farandole.state.object_state import State
@@ -46,6 +46,7 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def set_world(self, rank: int, size: int) -> None: ...
     def warm_up(self) -> None: ...
+    def shortfall(self) -> Shortfall | None: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,6 @@ class StepState(TorchState):
         self.step = 0
         self.lineage = 1
         self.boundary = 0
-        self.once = (0, 0)  # an epoch, and how many calls of Epoch.once() are done in it
         self.is_holder = False
         self.after_step = list(after_step)
         self._names = list(tracked)
@@ -224,7 +224,9 @@ class StepState(TorchState):
             for name, value in after[part].items():
                 if not is_same(before[part].get(name), value):
                     kept[part][name] = value
-        kept["once"], kept["boundary"] = self.once, self.boundary
+        kept["boundary"] = self.boundary
+        if self.loader is not None:
+            kept["loader"] = self.loader.state_dict()  # which counts the calls
         self._snapshot.take(kept)
         self._watched.adopt(mark)
 
@@ -271,7 +273,6 @@ class StepState(TorchState):
         for name, value in small["values"].items():
             setattr(self, name, load_value(getattr(self, name), value))
         self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
-        self.once = small["once"]
         changing, changing_late = small["changing"]
         self._watched.add_changing(changing)
         self._watched.add_changing_late(changing_late)
@@ -284,7 +285,6 @@ class StepState(TorchState):
             "lineage": self.lineage,
             "step": self.step,
             "boundary": self.boundary,
-            "once": self.once,
             "changing": self._watched.changing,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},

@@ -11,6 +11,7 @@ from farandole import whereabouts
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
+from farandole.membership import Shortfall
 from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
@@ -106,11 +107,14 @@ class StepLoop:
                     raise
                 logger.info("leaving the elastic function to regroup: %s", error)
             else:
-                if all_have_finished(self._job):
+                if all_have_finished(self._job, self._shortfall()):
                     if self._checkpoints is not None:
                         self._checkpoints.at_end()
                     return result
             self._regroup()
+
+    def _shortfall(self) -> Shortfall | None:
+        return self._state.loader.shortfall() if self._state.loader is not None else None
 
     # Entering and returning ------------------------------------------------------------------------------
 
@@ -256,11 +260,9 @@ class StepLoop:
         self._state.capture()
         self._is_behind_batches = False
 
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
         """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
         state = self._state
-        if state.once[0] == epoch and call < state.once[1]:
-            return False
         here = (epoch, state.step, call)
         said = [_ONCE.unpack(note) for note in world.current().transport.all_gather(_ONCE.pack(*here))]
         if any(each != here for each in said):
@@ -270,11 +272,9 @@ class StepLoop:
 
         def call_once() -> None:
             function()
-            state.once = (epoch, call + 1)
             state.boundary += 1
 
         state.capture_after(call_once)
-        return True
 
     def _pass_boundary(self) -> None:
         """Remember the small state, and start the step's random numbers from (seed, step, rank): a step that
@@ -328,9 +328,9 @@ class StepLoop:
             self._records.started()
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         if in_flight is not None and state.step == begun:
-            report_first_step(self._job, done, 1, in_flight.ticket.global_samples)
+            report_first_step(self._job, done, state.step, "step", 1, in_flight.ticket.global_samples)
         else:  # nothing was in flight, or somebody had applied it
-            report_first_step(self._job, done)
+            report_first_step(self._job, done, state.step, "step")
         done.log(f"step {state.step}")
         self._is_busy = False
 
