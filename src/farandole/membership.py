@@ -53,6 +53,19 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     cross_size: int
 
 
+class Shortfall(msgspec.Struct, frozen=True):
+    """Training that was promised, by epochs(total) or by a framework's trainer, and not done.
+
+    epochs, epochs_left  promised; not begun, or ended before their last batch. 0 of a promise that counts steps
+    steps, steps_left    promised; not made. 0 where they cannot be counted, as of streams
+    """
+
+    epochs: int
+    epochs_left: int
+    steps: int
+    steps_left: int
+
+
 class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
     """How far a worker's state is. Ordered; after a fault the highest progress wins.
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from farandole.config import ForkServerUse
-from farandole.membership import Address, GenerationId, Peer, Placement, Progress
+from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall
 from farandole.sighting import Sighting
 
 PROTOCOL_VERSION = 2
@@ -86,6 +86,9 @@ class FirstStep(Message, frozen=True):
     synced_s      until the state was everybody's
     stepped_s     until the step was decided
     steps_redone, samples_redone   begun before the fault, and done again; of the whole job
+    counts        what progress is counted in: under the commit rule in commits
+    began_at      so many of them there were when the state was everybody's. Under the commit rule it went back there,
+                  and steps_redone are this worker's since that commit, which are done again
     """
 
     number: int
@@ -96,6 +99,8 @@ class FirstStep(Message, frozen=True):
     stepped_s: float
     steps_redone: int
     samples_redone: int
+    counts: Literal["step", "commit"] = "step"
+    began_at: int = 0
 
 
 class Failed(Message, frozen=True):
@@ -106,9 +111,11 @@ class Failed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """The elastic function returned on this worker, in generation `number`."""
+    """The elastic function returned on this worker, in generation `number`; `shortfall`: what it did not do of what
+    its loader had promised."""
 
     number: int
+    shortfall: Shortfall | None = None
 
 
 class Leaving(Message, frozen=True):

@@ -17,6 +17,10 @@ from torch.distributed.distributed_c10d import (
 import farandole as fd
 from tests.checks.c10d_reference import same_as_gloo, values
 
+# Their names before torch 2.13, and today's: the old ones warn there.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT]
@@ -131,18 +135,18 @@ def check_all_gather_as_gloo() -> None:
 
 def check_all_gather_into_one_tensor() -> None:
     whole = torch.empty(fd.size() * 2, 3)
-    work = dist.all_gather_single(whole, from_rank(fd.rank(), 2, 3), async_op=True)
+    work = all_gather_single(whole, from_rank(fd.rank(), 2, 3), async_op=True)
     assert work is not None
     assert work.wait()
     expected = torch.cat([from_rank(rank, 2, 3) for rank in range(fd.size())])
     assert torch.equal(whole, expected)
     stacked = torch.empty(fd.size(), 2, 3)
-    dist.all_gather_single(stacked, from_rank(fd.rank(), 2, 3))
+    all_gather_single(stacked, from_rank(fd.rank(), 2, 3))
     assert torch.equal(stacked.view(-1, 3), expected)
     outputs = [torch.empty(fd.size() * 4), torch.empty(fd.size())]
     with dist.distributed_c10d._coalescing_manager():
         for output, size in zip(outputs, (4, 1), strict=True):
-            dist.all_gather_single(output, torch.full((size,), float(fd.rank())))
+            all_gather_single(output, torch.full((size,), float(fd.rank())))
     assert outputs[1].tolist() == [float(rank) for rank in range(fd.size())]
 
 
@@ -171,15 +175,15 @@ def check_reduce_scatter() -> None:
     dist.reduce_scatter(output, [from_rank(rank, 2, 3) + part for part in range(size)])
     assert torch.equal(output, from_rank(0, 2, 3) * size + 100 * total + size * rank)
     single = torch.empty(2)
-    dist.reduce_scatter_single(single, torch.arange(2.0 * size) + rank, dist.ReduceOp.AVG)
+    reduce_scatter_single(single, torch.arange(2.0 * size) + rank, dist.ReduceOp.AVG)
     assert single.tolist() == [2.0 * rank + total / size, 2.0 * rank + 1 + total / size]
     uneven = [torch.ones(part + 1) for part in range(size)]
     mine = torch.empty(rank + 1)
     dist.reduce_scatter(mine, uneven)
     assert mine.tolist() == [float(size)] * (rank + 1)
     with dist.distributed_c10d._coalescing_manager():
-        dist.reduce_scatter_single(single, torch.ones(2 * size))
-        dist.reduce_scatter_single(output, torch.ones(2 * size, 3))
+        reduce_scatter_single(single, torch.ones(2 * size))
+        reduce_scatter_single(output, torch.ones(2 * size, 3))
     assert single.tolist() == [float(size)] * 2
     with pytest.raises(ValueError, match="makes no"):
         dist.group.WORLD.reduce_scatter_single(torch.empty(2), torch.empty(2 * size + 1))
@@ -209,9 +213,9 @@ def check_empty_tensors() -> None:
     dist.all_reduce(torch.empty(0))
     dist.broadcast(torch.empty(0, 3), 0)
     dist.all_gather([torch.empty(0) for _ in range(fd.size())], torch.empty(0))
-    dist.all_gather_single(torch.empty(0), torch.empty(0))
+    all_gather_single(torch.empty(0), torch.empty(0))
     dist.all_to_all_single(torch.empty(0), torch.empty(0))
-    dist.reduce_scatter_single(torch.empty(0), torch.empty(0))
+    reduce_scatter_single(torch.empty(0), torch.empty(0))
 
 
 def check_objects() -> None:

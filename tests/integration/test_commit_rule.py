@@ -171,13 +171,15 @@ def test_one_joins_while_another_leaves_and_nobody_waits_for_ever(tmp_path: Path
 
 
 def test_a_script_that_raises_on_one_rank_takes_all_back_to_the_commit(tmp_path: Path) -> None:
-    with CommitJob(tmp_path, ["-np", "2"], "--raise-once", str(tmp_path / "raised")) as job:
+    words = ["--batches-per-commit", "4", "--raise-once", str(tmp_path / "raised")]  # at 28, and at 30
+    with CommitJob(tmp_path, ["-np", "2"], *words) as job:
         latest = job.wait_until(committing(2, above=1), 60)
         job.finish()
     workers = check(job, workers_at_end=2)
     check_resets(workers)
     assert len(workers) == 2, "the same processes go on"
     assert latest[0]["generation"] == 2
+    assert "went back 2 steps to commit 7" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.timeout(300)

@@ -60,7 +60,7 @@ def test_a_command_that_fails_fails_the_job(tmp_path: Path) -> None:
     assert job(tmp_path, command, EventLog()).exit_code == 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_job_with_grace(tmp_path: Path, number: signal.Signals) -> None:
     outcome = job(tmp_path, [*TALKING_WORKER, "obey", str(tmp_path)], SignalAtStart(number), grace_s=15.0)
     assert outcome.exit_code == 130

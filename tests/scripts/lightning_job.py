@@ -28,13 +28,18 @@ class Module(pl.LightningModule):
         self.records = Records(options.records)
         self.batches_seen: list[int] = []
         self.epochs_ended: list[int] = []
+        self.estimated: float | None = None  # steps, as configure_optimizers() was told
 
     def place(self) -> Any:
         return SimpleNamespace(step=self.global_step, loader=self.loader, model=self)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = optimizer_of(self)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler_of(optimizer), "interval": "step"}}
+        scheduler: torch.optim.lr_scheduler.LRScheduler = scheduler_of(optimizer)
+        if self.options.one_cycle:  # the recipe of Lightning's documentation
+            self.estimated = self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=self.estimated)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.records.before_step(self.place())
@@ -61,6 +66,8 @@ def main() -> None:
     parser.add_argument("--slow-below", type=int, default=0)
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--sync-dist", action="store_true")
+    parser.add_argument("--one-cycle", action="store_true")
+    parser.add_argument("--max-epochs", type=int, default=EPOCHS)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--records")
@@ -75,7 +82,7 @@ def main() -> None:
     module = Module(options, loader)
     checkpoint = ModelCheckpoint(options.folder, filename="{epoch}-{step}", save_top_k=-1)
     trainer = Trainer(
-        max_epochs=EPOCHS,
+        max_epochs=options.max_epochs,
         max_steps=options.max_steps,
         gradient_clip_val=MAX_NORM,
         callbacks=[checkpoint, EarlyStopping("accuracy", mode="max", patience=100)],
@@ -92,6 +99,7 @@ def main() -> None:
         epoch=trainer.current_epoch,
         batches_seen=module.batches_seen,
         epochs_ended=module.epochs_ended,
+        estimated=module.estimated,
     )
     if fd.rank() == 0:
         torch.save(module.net.state_dict(), options.folder / "result.pt")

@@ -30,12 +30,15 @@ SAMPLES = [
     events.ScaleChanged(3, 1),
     events.ScaleRefused(1, 2, None),
     events.TrainingFinished(2, ("w0",)),
+    events.TrainingCutShort(5, 3, 50, 30),
+    events.TrainingCutShort(5, 1, 0, 0),
     events.Recovered(2, False, "x", (), (), (), 9.0, 3000.0, 2.0, 1.0, 1.0, 5.0, "w0", 2, 24),
     events.StallNoticed(7, ("w1",), ("w0",), 60.0),
     events.WorkersHung(7, ("w1",), 60.0),
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),
     events.StopAsked("SIGINT", 5.0),
+    events.CoresShared(4, 2, 1),
     events.JobEnds(1, "No worker is left."),
 ]
 
@@ -50,6 +53,15 @@ def test_every_event_has_a_line_and_fields_for_json() -> None:
 def test_a_line_says_one_slot_and_two_workers() -> None:
     assert SAMPLES[0].line() == "agent a on node1 joined with 1 slot"
     assert SAMPLES[10].line() == "generation 2 starts after 12 ms with 2 workers: w0, w2"
+
+
+def test_training_that_was_cut_short_is_told_in_what_can_be_counted() -> None:
+    assert events.TrainingCutShort(5, 3, 50, 30).line() == (
+        "training ended before what was promised was done: 30 of 50 steps were not made; "
+        "3 of 5 epochs ended early or were not begun"
+    )
+    assert events.TrainingCutShort(1, 1, 0, 0).line().endswith("done: 1 of 1 epoch ended early or were not begun")
+    assert events.TrainingCutShort(0, 0, 40, 30).line().endswith("done: 30 of 40 steps were not made")
 
 
 def test_of_a_stopped_worker_s_threads_the_main_thread_comes_first() -> None:

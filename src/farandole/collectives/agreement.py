@@ -30,7 +30,9 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
     """
     if weight < 0:
         raise ValueError(f"mean: weight must not be negative, got {weight}")
-    tensor = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    tensor = (
+        value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    )
     sums = torch.empty(tensor.numel() + 1, dtype=torch.float64)
     # A worker with weight 0 has nothing to say, not even NaN.
     sums[:-1] = tensor.reshape(-1).double() * weight if weight else 0.0

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from farandole.cores import usable_cores as own_cores
 
-
-def own_cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+__all__ = ["may_spin", "own_cores"]
 
 
 def may_spin(local_size: int) -> bool:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from farandole.coordinator import slots, words
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import LinkTrouble, Worker
-from farandole.events import TrainingFinished
-from farandole.messages import Released
+from farandole.events import TrainingCutShort, TrainingFinished
+from farandole.messages import Finished, Released
 
 
-def finished(draft: Draft, worker: Worker, number: int) -> None:
+def finished(draft: Draft, worker: Worker, said: Finished) -> None:
     """Count it, unless an abort or this worker's own READY overtook it: it will finish again then. One that is being
     killed does not finish; it may have been woken by being asked for its stacks."""
-    job = draft.job
+    job, number = draft.job, said.number
     is_running = job.change is None or job.change.is_planned
     if not is_running or job.is_released or not job.is_member(worker.name) or worker.killed_for:
         return
     if job.generation is not None and number == job.generation.number and worker.ready <= number:
-        draft.change_worker(worker.name, finished=number)
+        draft.change_worker(worker.name, finished=number, shortfall=said.shortfall)
         draft.change(is_finishing=True)
 
 
@@ -31,6 +31,9 @@ def release_if_all_finished(draft: Draft) -> None:
         return
     draft.tell(generation.members, Released(generation.number))
     draft.log(TrainingFinished(generation.number, generation.members))
+    shortfalls = [worker.shortfall for worker in members if worker.shortfall is not None]
+    if shortfalls:  # the same on all members, unless a script does different things on them
+        draft.log(TrainingCutShort.of(max(shortfalls, key=lambda each: (each.steps_left, each.epochs_left))))
     draft.change(is_released=True, change=None, losses=(), links=LinkTrouble())
     for worker in job.newcomers():
         slots.let_go(draft, worker, "the training finished without it")

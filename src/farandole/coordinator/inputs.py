@@ -99,6 +99,14 @@ class StepsStalled:
 
 
 @dataclass(frozen=True)
+class StepsSeen:
+    """So many steps (or commits, where steps are not counted) were decided when the workers were seen last. Told
+    before a loss, so that it can be said how far a job goes back that has lost its state."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Tick:
     """Nothing happened, but `next_deadline` has passed."""
 
@@ -113,5 +121,6 @@ Input: TypeAlias = (
     | DrainRequested
     | UndrainRequested
     | StepsStalled
+    | StepsSeen
     | Tick
 )

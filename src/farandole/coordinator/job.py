@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from farandole.config import JobConfig
-from farandole.membership import Address, GenerationId, Origin, Progress
+from farandole.membership import Address, GenerationId, Origin, Progress, Shortfall
 from farandole.messages import FirstStep
 
 
@@ -83,6 +83,7 @@ class Worker:
     ready        last generation number for which it is quiescent
     synced       last generation in which it confirmed the state; above 0 it is a holder
     finished     last generation in which its elastic function returned
+    shortfall    what it did not do then of what its loader had promised
     is_awaited   the members wait for it: its slot is new to the job
     is_leaving   it goes at the next boundary
     was_asked    and that because somebody asked the worker itself (SIGTERM): it cannot be taken back
@@ -102,6 +103,7 @@ class Worker:
     ready: int = 0
     synced: int = 0
     finished: int = 0
+    shortfall: Shortfall | None = None
     is_awaited: bool = False
     is_leaving: bool = False
     was_asked: bool = False
@@ -257,6 +259,8 @@ class Job:
     is_finishing   some member's elastic function returned: nobody is admitted any more
     is_released    all members have finished and were told so
     losses         members lost since the last START
+    steps_seen     steps, or commits, decided as far as the coordinator knew at the last loss
+    lost_at        that, when the state was lost; None once it was told how far the job went back
     lease_end_s    until then workers of hosts that were lost may go on where nobody sees them
     victims        members lost of whom no recovery has been told yet
     survivors_first_until_s  replacements of lost workers are not started before, or until the survivors train again
@@ -292,6 +296,8 @@ class Job:
     is_finishing: bool = False
     is_released: bool = False
     losses: tuple[Loss, ...] = ()
+    steps_seen: int = 0
+    lost_at: int | None = None
     lease_end_s: float | None = None
     victims: tuple[Victim, ...] = ()
     recovery: Recovery | None = None

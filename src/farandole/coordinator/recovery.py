@@ -53,13 +53,13 @@ def tell_when_over(draft: Draft) -> None:
         return  # Its exit will say how.
     if not all(worker.name in recovery.steps or job.has_finished(worker) for worker in job.survivors()):
         return
-    draft.change(recovery=None, victims=())
+    draft.change(recovery=None, victims=(), lost_at=None)
     survivors_first.end(draft)
     if recovery.steps:
-        draft.log(_report(recovery, job.victims))
+        draft.log(_report(recovery, job.victims, job.lost_at))
 
 
-def _report(recovery: Recovery, victims: tuple[Victim, ...]) -> Recovered:
+def _report(recovery: Recovery, victims: tuple[Victim, ...], lost_at: int | None) -> Recovered:
     def since_start_s(name: str) -> float:
         step = recovery.steps[name]
         return step.connected_s + step.synced_s + step.stepped_s
@@ -84,6 +84,9 @@ def _report(recovery: Recovery, victims: tuple[Victim, ...]) -> Recovered:
         slowest=slowest,
         steps_redone=max(each.steps_redone for each in recovery.steps.values()),
         samples_redone=max(each.samples_redone for each in recovery.steps.values()),
+        counts=step.counts,
+        began_at=step.began_at,
+        lost_at=lost_at,
     )
 
 

@@ -18,5 +18,5 @@ def is_state_lost(job: Job) -> bool:
 def resume(draft: Draft) -> None:
     """Forget that there was a state; only for a job with a checkpoint."""
     job = draft.job
-    draft.change(lineage=job.lineage + 1, was_synced=False, is_finishing=False)
+    draft.change(lineage=job.lineage + 1, was_synced=False, is_finishing=False, lost_at=job.steps_seen, steps_seen=0)
     draft.log(StateLost(job.lineage + 1, "; ".join(loss.sentence for loss in job.losses)))

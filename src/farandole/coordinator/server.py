@@ -23,6 +23,7 @@ from farandole.coordinator.inputs import (
     HostsOffered,
     Input,
     ScaleRequested,
+    StepsSeen,
     StopRequested,
     Tick,
 )
@@ -42,6 +43,8 @@ from farandole.messages import (
     Refused,
     ToAgent,
     Welcome,
+    WorkerDying,
+    WorkerExited,
     WorkerPrinted,
     WorkerRanked,
     WorkerSilent,
@@ -220,6 +223,7 @@ class Coordinator:
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
+        self._tell_steps()
         self._silence.forget(agent)
         self._sightings.forget(agent)
         self._beating.forget(agent)
@@ -228,6 +232,12 @@ class Coordinator:
             channel.abort()
         self._on_output(agent, None)
         self._decide(AgentLost(agent, reason, lease_end_s, silent_s))
+
+    def _tell_steps(self) -> None:
+        """A worker is lost: how far the job was, as far as anybody has seen."""
+        step = max(self._sightings.steps().values(), default=0)
+        if step > self._job.steps_seen:
+            self._decide(StepsSeen(step))
 
     # Connections: a stranger's until the token is proved and a hello said, then an agent's or a command's --
 
@@ -321,6 +331,8 @@ class Coordinator:
         elif isinstance(message, WorkersSeen):
             self._sightings.note(agent, message.workers, self._clock.now_s())
         elif not isinstance(message, Beat):
+            if isinstance(message, WorkerExited | WorkerDying):
+                self._tell_steps()
             self._decide(AgentTold(agent, message))
 
     async def _close(self) -> None:

@@ -53,8 +53,8 @@ def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
                 recovery.first_step(draft, worker, said)
             case Failed():
                 _failed(draft, worker, said)
-            case Finished(number):
-                finish.finished(draft, worker, number)
+            case Finished():
+                finish.finished(draft, worker, said)
             case Leaving():
                 _leaving(draft, worker)
             case MayPublish():

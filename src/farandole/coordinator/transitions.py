@@ -45,6 +45,7 @@ from farandole.coordinator.inputs import (
     HostsOffered,
     Input,
     ScaleRequested,
+    StepsSeen,
     StepsStalled,
     StopRequested,
     Tick,
@@ -109,6 +110,8 @@ def _note(draft: Draft, input: Input) -> None:
             hosts.undrain(draft, host)
         case StepsStalled():
             watchdog.steps_stalled(draft, input)
+        case StepsSeen(step):
+            draft.change(steps_seen=max(step, draft.job.steps_seen))
         case Tick():
             pass  # Only the time has changed.
 

@@ -31,8 +31,8 @@ class Boundary(Protocol):
         """The epoch's number has advanced."""
         ...
 
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
-        """Call the function unless the `call`-th one of this epoch is done already; whether it was called."""
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
+        """Call the function, the `call`-th one of this epoch, when all workers have come to it."""
         ...
 
 
@@ -54,6 +54,5 @@ class SoloBoundary:
     def begin_epoch(self) -> None:
         pass
 
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
         function()
-        return True

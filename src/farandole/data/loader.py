@@ -16,7 +16,7 @@ from farandole.data.augmentation import with_places
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
 from farandole.data.dealer import Dealer, Dealt
-from farandole.data.epoch import Epoch
+from farandole.data.epoch import Epoch, EpochRecord
 from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.orders import Order, Sequential, Shuffled
 from farandole.data.padding import Padding
@@ -25,6 +25,7 @@ from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
 from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import ConfigError, DataError, StepError
+from farandole.membership import Shortfall
 from farandole.state import recording, step
 from farandole.state.ticket import Batch, Ticket
 
@@ -125,6 +126,7 @@ class DataLoader:
             max_local_batch = micro_batch_size
         self._padding = Padding(is_allowed=micro_batch_size is not None)
         self._is_ended = False  # the epoch is through, also where `break` has left samples
+        self.record = EpochRecord()
         self.order = _order(order, shuffle)
         self._layout = Layout(
             self.order.length(size_of(dataset)), global_batch_size, max_local_batch, min_share, _tail(tail, drop_last)
@@ -186,9 +188,10 @@ class DataLoader:
         in the loop over batches ends the epoch for good, and the next one begins with its first sample; all workers
         must take it at the same step.
         """
+        self.record.promise_epochs(total)
         while self.epoch < total:
-            epoch = self.epoch
-            yield Epoch.at(epoch, self.boundary)
+            epoch, self.record.is_through = self.epoch, False
+            yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
                 self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
@@ -201,8 +204,11 @@ class DataLoader:
                 self.boundary.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
-        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
+        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
+
+        Raises StepError where the epoch is through already and epochs() has not gone on to the next one."""
         step.end_body()
+        self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
             self._deal()
             if step.state() != "aborted":  # the run loop has to see that
@@ -222,6 +228,7 @@ class DataLoader:
             if self._has_regrouped:
                 return self._hand_out_again()
             if self._leave():
+                self.record.is_through = True
                 raise StopIteration
             goes_on = self._settle()
         return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.boundary.rehearses())
@@ -290,6 +297,7 @@ class DataLoader:
 
     def _advance(self) -> None:
         is_whole = self.cursor >= self._layout.end
+        self.record.end_epoch(is_whole, self._layout.steps_left(self.cursor))
         self.epoch, self.cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
         if not is_whole:
             self._deal()
@@ -325,7 +333,21 @@ class DataLoader:
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True
+        self.record.is_through = False
         self._deal()
+
+    def shortfall(self) -> Shortfall | None:
+        """Return what epochs(), or a framework's trainer, has promised and was not done; None: nothing is left."""
+        record, layout = self.record, self._layout
+        if record.total is None:
+            return record.by_trainer
+        steps_left, epochs_left = record.cut_steps, record.cut_epochs
+        if self.epoch < record.total:
+            steps_left += layout.steps_left(self.cursor, record.total - self.epoch - 1)
+            epochs_left += record.total - self.epoch - (self.cursor >= layout.end)
+        if not epochs_left:
+            return None
+        return Shortfall(record.total, epochs_left, layout.steps_left(0, record.total - 1), steps_left)
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: a few numbers, the same on every worker, for any number of workers."""
@@ -334,7 +356,7 @@ class DataLoader:
             state["max_local_batch"] = self._layout.max_local_batch
         if self._is_ended and self.cursor < self._layout.end:  # else the cursor says so
             state["ended"] = 1
-        return state
+        return {**state, **self.record.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there. Raises DataError, with nothing changed, when the state is of another data set
@@ -351,6 +373,7 @@ class DataLoader:
         if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
             raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
         self.epoch, self.cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
+        self.record.load_state_dict(state)
         if self._layout.max_local_batch is not None and "max_local_batch" in state:  # every rank has to split alike
             self._layout = dataclasses.replace(self._layout, max_local_batch=state["max_local_batch"])
         self._deal()

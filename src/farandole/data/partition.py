@@ -77,6 +77,12 @@ class Layout:
         begin = cursor % self.global_batch_size if self.tail == "carry" else 0
         return -(-(self.end - begin) // self.global_batch_size)
 
+    def steps_left(self, cursor: int, epochs: int = 0) -> int:
+        """Optimizer steps from the cursor to the end of its epoch, and of so many whole epochs behind it."""
+        if self.tail == "carry":
+            return max(0, -(-(self.size * (1 + epochs) - cursor) // self.global_batch_size))
+        return max(0, -(-(self.end - cursor) // self.global_batch_size)) + epochs * self.global_batches()
+
     def next_epoch(self, cursor: int) -> int:
         """The cursor with which the next epoch begins, when this one is left at `cursor`."""
         return max(0, cursor - self.size)

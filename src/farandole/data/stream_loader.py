@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from farandole.data import torch_arguments
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
-from farandole.data.epoch import Epoch
+from farandole.data.epoch import Epoch, EpochRecord
 from farandole.data.padding import Padding
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
@@ -22,6 +22,7 @@ from farandole.data.stream_reader import Reply, StreamReader
 from farandole.data.stream_requests import Deal, Requests, Sizes
 from farandole.data.streams import Mark, Source
 from farandole.errors import DataError, StepError
+from farandole.membership import Shortfall
 from farandole.state import recording, step
 from farandole.state.ticket import Batch, Ticket
 
@@ -107,6 +108,7 @@ class StreamLoader:
         _check(dataset, streams)
         self._padding = Padding(is_allowed=micro_batch_size is not None)
         self._is_ended = False  # the epoch is through, also where `break` has left samples
+        self.record = EpochRecord()
         self.dataset, self.seed = dataset, seed
         self.epoch = 0
         self.boundary: Boundary = SoloBoundary()
@@ -148,9 +150,10 @@ class StreamLoader:
 
     def epochs(self, total: int) -> Iterator[Epoch]:
         """Numbers of the epochs from the current one to `total` - 1; as in DataLoader, also where `break` ends one."""
+        self.record.promise_epochs(total)
         while self.epoch < total:
-            epoch = self.epoch
-            yield Epoch.at(epoch, self.boundary)
+            epoch, self.record.is_through = self.epoch, False
+            yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
                 self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
@@ -159,12 +162,16 @@ class StreamLoader:
             if self._has_to_leave and not self._leave():
                 continue
             if self.boundary.reach_epoch_end():
+                self.record.end_epoch(is_whole=self.record.is_through)
                 self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
                 self.boundary.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
-        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again."""
+        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
+
+        Raises StepError where the epoch is through already and epochs() has not gone on to the next one."""
         step.end_body()
+        self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
             self._deal()
             if step.state() != "aborted":  # the run loop has to see that
@@ -194,6 +201,7 @@ class StreamLoader:
                 if reply.batch is not None and reply.behind is not None:
                     return self._hand_out(reply, data, False, is_rehearsal)
             if self._leave():
+                self.record.is_through = True
                 raise StopIteration
 
     def _hand_out(self, reply: Reply, data: Any, goes_on: bool, is_rehearsal: bool) -> Any:
@@ -277,6 +285,16 @@ class StreamLoader:
             self._marks[stream] = mark
         self._requests.floor = self._place.offsets
 
+    def shortfall(self) -> Shortfall | None:
+        """As DataLoader's, but for steps: how many there are in a stream is not known."""
+        record = self.record
+        if record.total is None:
+            return record.by_trainer
+        epochs_left = record.cut_epochs
+        if self.epoch < record.total:
+            epochs_left += record.total - self.epoch - record.is_through
+        return Shortfall(record.total, epochs_left, 0, 0) if epochs_left else None
+
     # What survives ---------------------------------------------------------------------------------------
 
     def set_world(self, rank: int, size: int) -> None:
@@ -284,6 +302,7 @@ class StreamLoader:
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True
+        self.record.is_through = False
         self._deal()
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,6 +313,7 @@ class StreamLoader:
         state["order"] = f"streams-{len(self._marks)}"  # for the sample ledger
         if self._is_ended:
             state["ended"] = 1
+        state |= self.record.state_dict()
         if self._is_stateful:
             state["marks"] = [None if mark is None else list(mark) for mark in self._marks]
         return state
@@ -312,6 +332,7 @@ class StreamLoader:
             raise DataError(f"no such place: epoch {epoch}, offsets {offsets}, turn {turn} of {streams} streams")
         self._begin(epoch, Place(offsets, turn), state.get("marks", ()))
         self._is_ended = bool(state.get("ended"))
+        self.record.load_state_dict(state)
         if self._sizes.max_local_batch is not None and state.get("max_local_batch"):  # every rank has to split alike
             self._sizes = dataclasses.replace(self._sizes, max_local_batch=state["max_local_batch"])
         self._deal()

@@ -20,6 +20,7 @@ from farandole.events.hosts import (
     AgentWaits,
     AgentWasLost,
     CoordinatorLost,
+    CoresShared,
     HostAdded,
     HostBlacklisted,
     HostCooledDown,
@@ -40,6 +41,7 @@ from farandole.events.job import (
     ScaleRefused,
     StateLost,
     StopAsked,
+    TrainingCutShort,
     TrainingFinished,
 )
 from farandole.events.workers import (
@@ -75,6 +77,7 @@ __all__ = [
     "ConnectionRefused",
     "CoordinatorLost",
     "CoordinatorStalled",
+    "CoresShared",
     "Event",
     "Field",
     "ForkServerLost",
@@ -105,6 +108,7 @@ __all__ = [
     "StopAsked",
     "StoppedWorkerKilled",
     "TooFewWorkers",
+    "TrainingCutShort",
     "TrainingFinished",
     "TransportChosen",
     "UserCodeFailed",

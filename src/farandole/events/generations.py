@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from farandole.events.base import Event, Level, count
 
@@ -107,6 +107,11 @@ class Recovered(Event):
     connected_ms   until the data connections stood
     synced_ms      until the state was everybody's
     first_step_ms  until a step was applied
+    steps_redone, samples_redone  begun before, and done again; under the commit rule those since the commit
+    counts         what progress is counted in, as in FirstStep (messages.py)
+    began_at       so many of them there were when training went on
+    lost_at        no worker that held the state was left, and so many there were at least: training went on from a
+                   checkpoint. None: somebody held it
     """
 
     number: int
@@ -124,6 +129,9 @@ class Recovered(Event):
     slowest: str
     steps_redone: int
     samples_redone: int
+    counts: Literal["step", "commit"] = "step"
+    began_at: int = 0
+    lost_at: int | None = None
 
     def line(self) -> str:
         what = f"from the loss of {', '.join(self.lost)}" if self.lost else f"({self.reason})"
@@ -136,5 +144,16 @@ class Recovered(Event):
             f"synced {self.synced_ms:.0f}",
             f"first step {self.first_step_ms:.0f}",
         ]
-        redone = f"; {count(self.steps_redone, 'step')} redone" if self.steps_redone else ""
-        return f"{verb} in {self.total_ms:.0f} ms {what}: {', '.join(phases)}{redone}; slowest {self.slowest}"
+        back = f"; {self._how_far_back()}" if self._how_far_back() else ""
+        return f"{verb} in {self.total_ms:.0f} ms {what}: {', '.join(phases)}{back}; slowest {self.slowest}"
+
+    def _how_far_back(self) -> str:
+        if self.lost_at is not None:
+            lost_at, began_at = (f"{self.counts} {number}" for number in (self.lost_at, self.began_at))
+            return f"went back from {lost_at} or later to the checkpoint at {began_at}"
+        redone = count(self.steps_redone, "step")
+        if self.counts == "step" or not self.steps_redone:
+            return f"{redone} redone" if self.steps_redone else ""
+        if not self.began_at:
+            return f"went back {redone} to the beginning, since nothing was committed"
+        return f"went back {redone} to commit {self.began_at}"

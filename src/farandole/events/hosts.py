@@ -42,6 +42,22 @@ class AgentServes(Event):
 
 
 @dataclass(frozen=True)
+class CoresShared(Event):
+    """The workers of this host compute with so many threads each, since nobody has said how many."""
+
+    workers: int
+    cores: int
+    threads: int
+
+    def line(self) -> str:
+        sharing = f"{count(self.workers, 'worker')} may share {count(self.cores, 'core')}"
+        return (
+            f"{sharing}: each computes with {count(self.threads, 'thread')} (OMP_NUM_THREADS={self.threads}; "
+            "set it yourself to change that)"
+        )
+
+
+@dataclass(frozen=True)
 class AgentWaits(Event):
     """Said by an agent that cannot join yet."""
 

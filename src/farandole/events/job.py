@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from farandole.events.base import Event, Level, count
+from farandole.membership import Shortfall
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,33 @@ class TrainingFinished(Event):
 
     def line(self) -> str:
         return f"all {count(len(self.workers), 'worker')} of generation {self.number} have finished training"
+
+
+@dataclass(frozen=True)
+class TrainingCutShort(Event):
+    """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
+
+    The script may have wanted that (`break`, early stopping) or not: nobody but its author can tell. Fields as in
+    Shortfall (membership.py).
+    """
+
+    epochs: int
+    epochs_left: int
+    steps: int
+    steps_left: int
+    level: ClassVar[Level] = "warning"
+
+    @classmethod
+    def of(cls, left: Shortfall) -> TrainingCutShort:
+        return cls(left.epochs, left.epochs_left, left.steps, left.steps_left)
+
+    def line(self) -> str:
+        counts = []
+        if self.steps:
+            counts.append(f"{self.steps_left} of {count(self.steps, 'step')} were not made")
+        if self.epochs:
+            counts.append(f"{self.epochs_left} of {count(self.epochs, 'epoch')} ended early or were not begun")
+        return f"training ended before what was promised was done: {'; '.join(counts)}"
 
 
 @dataclass(frozen=True)
@@ -86,9 +114,10 @@ class StopAsked(Event):
     grace_s: float
 
     def line(self) -> str:
+        more = "SIGTERM or Ctrl-C twice" if self.signal == "SIGHUP" else "once more"
         return (
             f"{self.signal}: the workers are told to end, and are killed after {self.grace_s:g} s (--grace); "
-            f"once more ends them at once"
+            f"{more} ends them at once"
         )
 
 

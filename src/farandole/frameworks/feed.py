@@ -7,6 +7,7 @@ Where that cannot be (the framework would count wrongly), its loop is left and e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from farandole.data.epoch import Epoch
 from farandole.data.loader import DataLoader
 from farandole.elastic import StepState, run
 from farandole.errors import ConfigError
+from farandole.membership import Shortfall
 from farandole.state import step
 
 ResultT = TypeVar("ResultT")
@@ -50,10 +52,16 @@ class Feed:
     # The elastic function --------------------------------------------------------------------------------
 
     def train(
-        self, state: StepState, epochs: int, enter: Callable[[bool], ResultT], is_stopped: Callable[[], bool]
+        self,
+        state: StepState,
+        epochs: int,
+        steps: float,
+        enter: Callable[[bool], ResultT],
+        is_stopped: Callable[[], bool],
     ) -> ResultT:
         """Run the framework's loop, by `enter`, as an elastic function. Its value.
 
+        steps       optimizer steps that the framework has promised; infinite or below 0: it did not say how many
         enter       starts at `place()`; called again when the loop was left on the way. Its argument is whether there
                     is anything left to train
         is_stopped  whether the framework has decided to train no more; part of `state`
@@ -69,6 +77,7 @@ class Feed:
                     continue
                 if self.loader.fraction >= 1.0:
                     self._fetch()  # the end of the last epoch: all workers come here
+                self.loader.record.promise_by_trainer(None if is_stopped() else self._left_of(steps))
                 return result
 
         return run(call)(state)
@@ -79,6 +88,13 @@ class Feed:
         assert self._state is not None
         size = int(self.loader.state_dict()["global_batch_size"])
         return self.loader.epoch, -(-self.loader.cursor // size), self._state.step
+
+    def _left_of(self, steps: float) -> Shortfall | None:
+        """What the framework has promised and not done."""
+        assert self._state is not None
+        if not self._state.step < steps < math.inf:
+            return None
+        return Shortfall(0, 0, int(steps), int(steps) - self._state.step)
 
     # The framework iterates ------------------------------------------------------------------------------
 

@@ -26,9 +26,9 @@ class ElasticFitLoop(_FitLoop):
     def run(self) -> None:
         """All of the training, elastic."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        feed = self._feed()
         # Now, while it is nobody's business: Lightning counts all workers' batches when it first sees a loader.
         self.setup_data()
+        feed = self._feed()
         if self.epoch_loop._should_check_val_epoch():
             trainer.validating = True
             self.epoch_loop.val_loop.setup_data()
@@ -44,10 +44,19 @@ class ElasticFitLoop(_FitLoop):
         state.register_reset_callbacks([strategy.take_rank])
         strategy.feed = feed
         epochs = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else 2**31
+        steps = trainer.estimated_stepping_batches
         try:
-            feed.train(state, epochs, lambda is_left: self._enter(feed, is_left), lambda: bool(trainer.should_stop))
+            feed.train(
+                state, epochs, steps, lambda is_left: self._enter(feed, is_left), lambda: bool(trainer.should_stop)
+            )
         finally:
             strategy.feed = None
+
+    def setup_data(self) -> None:
+        """Prepare the training loader. `estimated_stepping_batches` in configure_optimizers() calls it before run()
+        does, and Lightning keeps the first loader that it sees, so the feed has to be in place here."""
+        self._feed()
+        super().setup_data()
 
     def _feed(self) -> Feed:
         """Made of the loader that was given to fit(), and put into its place."""

@@ -101,7 +101,7 @@ class Trainer(transformers.Trainer):
             self._begin_at = self._feed.place[0] if is_left else epochs
             return loop(*args, **kwargs)
 
-        return self._feed.train(state, epochs, enter, lambda: progress.is_stopped)
+        return self._feed.train(state, epochs, max_steps, enter, lambda: progress.is_stopped)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Where training is, not where a checkpoint was."""

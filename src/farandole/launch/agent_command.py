@@ -10,6 +10,7 @@ from pathlib import Path
 
 from farandole.env import read_token
 from farandole.errors import ConfigError
+from farandole.launch.descriptors import reserve_descriptors
 from farandole.launch.hosts import HostSlots
 from farandole.launch.joining import CannotJoin, JoiningAgent, JoinOptions
 from farandole.launch.report import Loudness, Report
@@ -30,6 +31,7 @@ def agent_command(arguments: Sequence[str]) -> int:
         parser.error(str(error))
     report = Report(sys.stderr, Loudness[given.loudness])
     try:
+        reserve_descriptors(options.slots)
         return _serve(options, report)
     except ConfigError as error:
         report.error(str(error))
@@ -47,8 +49,8 @@ def agent_parser() -> argparse.ArgumentParser:
         prog="farandole agent",
         usage="farandole agent --join HOST:PORT [--slots N] [--token-file FILE] [options]",
         description="Offer this machine's slots to a job of another machine, which was started with "
-        "`farandole run --host ADDRESS --token-file FILE ...`. SIGTERM or Ctrl-C: its workers leave at the next "
-        "boundary, with nothing redone; twice: at once.",
+        "`farandole run --host ADDRESS --token-file FILE ...`. SIGTERM, SIGHUP or Ctrl-C: its workers "
+        "leave at the next boundary, with nothing redone; SIGTERM or Ctrl-C twice: at once.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -113,12 +115,16 @@ def _serve(options: JoinOptions, report: Report) -> int:
     import asyncio
     import signal
 
+    from farandole.launch.ending_signals import ending_signals
+
     async def serve() -> int:
         agent = JoiningAgent(options, report.on_event)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, agent.leave, f"{number.name} was received")
-        service = await agent.run()
+
+        def end(number: signal.Signals, is_urgent: bool) -> None:
+            agent.leave(f"{number.name} was received", now=is_urgent)
+
+        with ending_signals(end):
+            service = await agent.run()
         report.note(f"{service.end.value}: {service.reason}")
         return service.exit_code
 

@@ -16,6 +16,7 @@ from farandole.env import inherited_environment
 from farandole.errors import AuthenticationError, ConfigError, FarandoleError, ProtocolError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits, Event
 from farandole.launch.agent import Agent, AgentConfig, EndOfService, Service
+from farandole.launch.core_sharing import share_cores
 from farandole.launch.forwarded_output import ForwardedOutput
 from farandole.membership import Address
 from farandole.messages import PROTOCOL_VERSION, AgentHello, Refused, ToAgent, Welcome
@@ -69,16 +70,15 @@ class JoiningAgent:
             self._run.cancel()
             raise
 
-    def leave(self, reason: str) -> None:
-        """Leave the job in good order; asked again, or where there is nothing to leave, at once."""
+    def leave(self, reason: str, now: bool = False) -> None:
+        """Leave the job in good order, or `now`; where there is nothing to leave, at once."""
+        is_first, self._is_leaving = not self._is_leaving, True
         if self._agent is None:
-            self._is_leaving = True
             if self._run is not None:
                 self._run.cancel()
-        elif self._is_leaving:
+        elif now:
             self._agent.kill_workers()
-        else:
-            self._is_leaving = True
+        elif is_first:
             self._agent.leave(reason)
 
     async def _serve_again_and_again(self) -> Service:
@@ -171,7 +171,7 @@ class JoiningAgent:
             job_id=welcome.job_id,
             token=options.token,
             command=welcome.command,
-            environment={**inherited_environment(), **welcome.environment},
+            environment=share_cores({**inherited_environment(), **welcome.environment}, options.slots, self._on_event),
             detection_budget_s=welcome.detection_budget_s,
             grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
             is_elastic=welcome.is_elastic,

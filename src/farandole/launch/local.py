@@ -17,7 +17,10 @@ from farandole.env import carried_environment, inherited_environment
 from farandole.errors import ConfigError
 from farandole.events import AgentsAwaited, Event, JobNotAnnounced, StopAsked
 from farandole.launch.agent import Agent, AgentConfig
+from farandole.launch.core_sharing import share_cores, workers_at_most
+from farandole.launch.descriptors import reserve_descriptors
 from farandole.launch.discovery import HostDiscovery
+from farandole.launch.ending_signals import ending_signals
 from farandole.launch.host_watch import HostWatch
 from farandole.launch.hosts import HostSlots
 from farandole.launch.job_files import announced
@@ -44,7 +47,8 @@ async def run_local(
     fork_server: ForkServerUse = "off",
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
-    raised. In the main thread the first SIGINT or SIGTERM ends the job with grace, the second at once.
+    raised. In the main thread the first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM
+    at once.
 
     hosts              where workers run, in the order of their ranks: each name is a host of its own, and all of
                        them have to mean this machine. Or who finds that out again and again. None: localhost, with
@@ -57,7 +61,8 @@ async def run_local(
                        process becomes the parent of its descendants' orphans
 
     Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
-    than workers are asked for, and when they cannot be found out the first time.
+    than workers are asked for, when they cannot be found out the first time, and when this process may not open as many
+    files as the job needs.
     """
     watch: HostWatch | None = None
     if hosts is None or isinstance(hosts, tuple):
@@ -65,6 +70,8 @@ async def run_local(
     else:
         watch = HostWatch(hosts, on_event)
         first = await watch.first()
+    slots = sum(each.slots for each in first)
+    reserve_descriptors(max(slots, config.max_np or 0))
     job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
 
     def on_decision(event: Event) -> None:
@@ -92,6 +99,8 @@ async def run_local(
     if joining is not None:
         on_event(AgentsAwaited(str(coordinator.address), joining.token_file))
     environment = {**inherited_environment(), **(extra_environment or {})}
+    if slots:
+        environment = share_cores(environment, workers_at_most(config, slots), on_event)
 
     def make_agent(on: HostSlots) -> Agent:
         agent_config = AgentConfig(
@@ -193,22 +202,17 @@ def _ending_on_signals(
     if threading.current_thread() is not threading.main_thread():
         yield  # farandole.run(): signals are the business of the program that called it
         return
-    asked = False
 
-    def end(number: signal.Signals) -> None:
-        nonlocal asked
-        if not asked and not coordinator.has_ended:
+    was_said = False
+
+    def end(number: signal.Signals, is_urgent: bool) -> None:
+        nonlocal was_said
+        if not was_said and not coordinator.has_ended:
+            was_said = True
             on_event(StopAsked(number.name, grace_s))
-        coordinator.request_stop(now=asked, reason=f"{number.name} was received")
-        if asked:
+        coordinator.request_stop(now=is_urgent, reason=f"{number.name} was received")
+        if is_urgent:
             agents.kill_workers()
-        asked = True
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
-    try:
+    with ending_signals(end):
         yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

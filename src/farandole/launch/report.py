@@ -18,6 +18,7 @@ from farandole.events import (
     ForkServerReady,
     GenerationStarted,
     JobEnds,
+    TrainingCutShort,
     TrainingFinished,
     TransportChosen,
     UserCodeFailed,
@@ -66,6 +67,7 @@ class Report:
         self._members = set[str]()  # of all generations
         self._newcomers = set[str]()  # those that came after the first one
         self._raised: set[str] = set()
+        self._is_cut_short = False
         self._lacks_horovod = False
 
     def started(self, config: JobConfig, command: Sequence[str]) -> None:
@@ -98,7 +100,8 @@ class Report:
             f"{self._clock() - self._started_s:.1f} s",
         )
         self._say(", ".join(counts))
-        verdict = "success" if exit_code == 0 else f"failed (exit code {exit_code})"
+        success = "ended with less training than was promised" if self._is_cut_short else "success"
+        verdict = success if exit_code == 0 else f"failed (exit code {exit_code})"
         self._say(f"{verdict}. {reason}")
         if self._lacks_horovod and exit_code != 0:
             self._say("a script written for Horovod: start it with farandole run --horovod")
@@ -124,6 +127,8 @@ class Report:
         elif isinstance(event, WorkerLost):
             self._losses += 1
             self._lacks_horovod = self._lacks_horovod or _NO_HOROVOD in event.last_lines
+        elif isinstance(event, TrainingCutShort):
+            self._is_cut_short = True
         elif isinstance(event, UserCodeFailed):
             self._raised.add(event.worker)
 

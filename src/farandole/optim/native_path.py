@@ -211,12 +211,12 @@ class NativePath:
             self._has_passed, self._is_closed = False, True
             return False
         self.reduce_rest(batch)
+        step.applying()
         if step.state() == "aborted":
             return False
         if self._has_stepped:
             raise StepError(STEPPED_TWICE)
         self._refuse_unplanned()
-        step.applying()
         if step.awaits_others(optimizer):
             step.undo_by(Undo(optimizer))
         self._has_stepped = True

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.distributed_c10d import GroupName
 
 from farandole.collectives.buffers import byte_view
 from farandole.collectives.transport import Transport
@@ -18,6 +17,9 @@ from farandole.process_group import failures, moving, reducing
 from farandole.process_group.members import Members, alone_in
 from farandole.process_group.memory import as_bytes, contiguous, require_cpu
 from farandole.process_group.works import Done, Receiving
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName  # a NewType of str, only since torch 2.10
 
 BACKEND = "farandole"
 
@@ -76,7 +78,7 @@ class FarandoleGroup(ProcessGroup):
 
     @property
     def group_name(self) -> GroupName:
-        return GroupName(self._name)
+        return cast("GroupName", self._name)
 
     @property
     def group_desc(self) -> str:

@@ -16,6 +16,7 @@ from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.process_group.group import BACKEND, FarandoleGroup
 from farandole.process_group.members import Everybody, Some
+from farandole.process_group.old_torch import have_shutdown_called
 from farandole.process_group.store import NoStore
 from farandole.process_group.tensor_caches import forget_meshes
 
@@ -37,6 +38,7 @@ def register(init: Callable[[], None]) -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
     theirs = _rendezvous_handlers["env"]
     _rendezvous_handlers["env"] = lambda url, **options: _meet(url, options, theirs)
+    have_shutdown_called()
     world.on_enter(_follow)
 
 

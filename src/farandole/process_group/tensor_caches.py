@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import sys
 
+from farandole.process_group.old_torch import clear_planner_cache, clear_sharding_cache
+
 
 def forget_meshes() -> None:
     """Of the calling thread, the main one: torch keeps them for each thread. Nothing where no DTensor was ever made."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    clear_plans = getattr(_redistribute, "clear_redistribute_planner_cache", None)  # younger than the other one
-    if clear_plans is not None:
-        clear_plans()
+    clear_sharding_cache()
+    clear_planner_cache()

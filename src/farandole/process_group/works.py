@@ -15,6 +15,7 @@ from farandole.collectives.mail.mail import Mail
 from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError
 from farandole.process_group import failures
 from farandole.process_group.memory import as_bytes, in_place
+from farandole.process_group.old_torch import FORGETS_WORKS, ended_work
 
 
 class Done(Work):
@@ -24,6 +25,9 @@ class Done(Work):
     tensors  what the operation wrote
     source   the rank that a message came from
     """
+
+    def __new__(cls, tensors: Sequence[torch.Tensor] = (), source: int = -1) -> Work:  # type: ignore[misc]
+        return ended_work(tensors) if FORGETS_WORKS else super().__new__(cls)
 
     def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int = -1) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils.data import DataLoader
 
 from farandole.collectives.named.objects import (
     allgather_object,
@@ -157,6 +158,30 @@ class StatefulHandler(SnapshotHandler):
         self.save()
 
 
+class LoaderHandler(StateHandler):
+    """A DataLoader of torch's: each worker keeps its own. A copy of rank 0's would have rank 0's sampler, and so rank
+    0's share of the data."""
+
+    def save(self) -> None:
+        """Nothing: where training is, its sampler knows, or a value of the script's."""
+
+    def restore(self) -> None:
+        """Nothing, as in save()."""
+
+    def sync(self) -> None:
+        """Nothing, as in save()."""
+
+
+class LoaderSamplerHandler(SamplerStateHandler):
+    """A DataLoader of torch's whose sampler records progress: what it has to keep is the sampler's."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader.sampler)
+
+    def set_value(self, value: DataLoader[Any]) -> None:
+        super().set_value(value.sampler)
+
+
 Registry = list[tuple[type, Callable[[Any], StateHandler]]]
 
 _registry: Registry = [
@@ -183,10 +208,19 @@ def handler_for(value: Any) -> StateHandler | None:
             return make(value)
     if is_stateful(value):
         return StatefulHandler(value)
+    if isinstance(value, DataLoader):
+        return LoaderSamplerHandler(value) if isinstance(value.sampler, RecordingSampler) else LoaderHandler(value)
     return None
 
 
-BUILT_IN = (ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StatefulHandler)
+BUILT_IN = (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StatefulHandler,
+    LoaderHandler,
+    LoaderSamplerHandler,
+)
 """Whose values commit_sync.py can synchronize together."""
 
 

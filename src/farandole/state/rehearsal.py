@@ -29,25 +29,39 @@ class Rehearsal:
     do, for one run of the loop body."""
 
     def __init__(self, state: StepState) -> None:
-        self._state = state
-        self._watched = {name: (each, each.detach().clone()) for name, each in state.watched().items()}
+        self._state, self._watched = state, state.watched()
+        self._mark = self._watched.mark()
+        self._copies = {name: each.detach().clone() for name, each in self._watched.items()}
         self._small = state.copy_of_small()
+        self._before_step: set[str] | None = None
+
+    def look(self) -> None:
+        """The loop body has called optimizer.step(): what has changed until then changes before a step."""
+        if self._before_step is None:
+            self._before_step = self._changed()
 
     def end(self) -> None:
         """The loop body has run: put everything back. Raises ConfigError, naming it, for what is not as it was."""
-        changed = [name for name, (live, copy) in self._watched.items() if not _are_equal(live, copy)]
+        changed, watched = self._changed(), self._watched
         with torch.no_grad():
-            for name in changed:
-                live, copy = self._watched[name]
-                live.detach().copy_(copy)
-        self._state.watched().trust([self._watched[name][0] for name in changed])
-        self._state.watched().add_changing(changed)
+            for name, live in watched.items():
+                if name in changed:
+                    live.detach().copy_(self._copies[name])
+        watched.trust([live for _, live in watched.items()])
+        before_step = self._before_step or set()
+        watched.add_changing(before_step)
+        watched.add_changing_late(changed - before_step)
         self._state.put_back()
         small = self._state.copy_of_small()
         for part, what in _PARTS.items():
             for name, value in self._small[part].items():
                 if not is_same(value, small[part][name]):
                     raise ConfigError(_message(what.format(name), value, small[part][name]))
+
+    def _changed(self) -> set[str]:
+        """Also what was written with the bytes that it had: the next loop body may write others."""
+        others = {name for name, live in self._watched.items() if not _are_equal(live, self._copies[name])}
+        return others | set(self._watched.changed(self._mark))
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -58,7 +58,11 @@ class Observer(Protocol):
     """Looks after the tensors that user code may change before a step is decided (state/step_state.py)."""
 
     def before_applying(self) -> None:
-        """The first optimizer of the step is about to apply its gradients."""
+        """The first optimizer of the step is about to apply its gradients, or would if the step was not aborted."""
+        ...
+
+    def aborted(self) -> None:
+        """The step is aborted; the rest of the loop body runs on."""
         ...
 
     def trust(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -94,6 +98,8 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
         _forget()
     _step.phase, _step.batch = Phase.ABORTED if is_rehearsal else Phase.OPEN, batch
     _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
+    if is_rehearsal and _observer is not None:
+        _observer.aborted()
 
 
 def pad(batch: Batch) -> None:
@@ -151,6 +157,8 @@ def aborted() -> None:
     back to where they were."""
     _end_flights("its step was aborted")
     _undo()
+    if _step.phase is not Phase.ABORTED and _observer is not None:
+        _observer.aborted()
     _step.phase = Phase.ABORTED
 
 
@@ -189,7 +197,7 @@ def awaits_others(optimizer: object) -> bool:
 
 
 def applying() -> None:
-    """Called before an optimizer applies its gradients."""
+    """Called before an optimizer applies its gradients, or does not because the step is aborted."""
     if _observer is not None and not _step.stepped:
         _observer.before_applying()
 

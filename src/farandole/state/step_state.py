@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from farandole.errors import ConfigError
-from farandole.membership import Progress
+from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
 from farandole.state.object_state import State
@@ -46,6 +46,7 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def set_world(self, rank: int, size: int) -> None: ...
     def warm_up(self) -> None: ...
+    def shortfall(self) -> Shortfall | None: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,6 @@ class StepState(TorchState):
         self.step = 0
         self.lineage = 1
         self.boundary = 0
-        self.once = (0, 0)  # an epoch, and how many calls of Epoch.once() are done in it
         self.is_holder = False
         self.after_step = list(after_step)
         self._names = list(tracked)
@@ -118,6 +118,7 @@ class StepState(TorchState):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
             setattr(self, name, value)
         self.rehearses = rehearse
+        self.on_step: Callable[[], None] | None = None  # in a rehearsal: what looks at the state when a step is called
         self._snapshot = SmallSnapshot()
         self._watched = WatchedTensors()
         self._is_tracking = False  # the watched tensors are those of the values as they are now
@@ -223,7 +224,9 @@ class StepState(TorchState):
             for name, value in after[part].items():
                 if not is_same(before[part].get(name), value):
                     kept[part][name] = value
-        kept["once"], kept["boundary"] = self.once, self.boundary
+        kept["boundary"] = self.boundary
+        if self.loader is not None:
+            kept["loader"] = self.loader.state_dict()  # which counts the calls
         self._snapshot.take(kept)
         self._watched.adopt(mark)
 
@@ -235,7 +238,14 @@ class StepState(TorchState):
 
     def before_applying(self) -> None:
         """See step.Observer."""
-        self._watched.look()
+        if self.on_step is not None:
+            self.on_step()
+        else:
+            self._watched.look()
+
+    def aborted(self) -> None:
+        """See step.Observer."""
+        self._watched.save()
 
     def trust(self, parameters: Sequence[torch.Tensor]) -> None:
         """See step.Observer."""
@@ -263,8 +273,9 @@ class StepState(TorchState):
         for name, value in small["values"].items():
             setattr(self, name, load_value(getattr(self, name), value))
         self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
-        self.once = small["once"]
-        self._watched.add_changing(small["changing"])
+        changing, changing_late = small["changing"]
+        self._watched.add_changing(changing)
+        self._watched.add_changing_late(changing_late)
         if self.loader is not None:
             self.loader.load_state_dict(small["loader"])
 
@@ -274,7 +285,6 @@ class StepState(TorchState):
             "lineage": self.lineage,
             "step": self.step,
             "boundary": self.boundary,
-            "once": self.once,
             "changing": self._watched.changing,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
@@ -286,9 +296,9 @@ class StepState(TorchState):
 
     def _track(self) -> None:
         groups = self._parameters().items()
-        self._watched.track(
-            {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
-        )
+        named = {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
+        ids = {id(parameter) for _, _, parameter in self._optimized()}
+        self._watched.track(named, {name for name, each in named.items() if id(each) in ids})
         self._is_tracking = True
 
     # Large state -----------------------------------------------------------------------------------------

@@ -8,9 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from farandole.collectives import world
 from farandole.collectives.named.objects import broadcast_object
+from farandole.env import read_fixed_env, read_worker_env
 from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import boundary
@@ -18,7 +27,10 @@ from farandole.state.background_copy import BackgroundCopy, finish_all
 from farandole.state.deep_copy import TensorPair
 from farandole.state.handlers import (
     BUILT_IN,
+    LoaderHandler,
+    LoaderSamplerHandler,
     OptimizerStateHandler,
+    SamplerStateHandler,
     SnapshotHandler,
     StateHandler,
     handler_for,
@@ -34,6 +46,9 @@ class TorchState(ObjectState):
 
     Under the commit rule the script calls `state.commit()` where it wants to be able to go on from. After a fault
     everybody returns to the newest commit and the elastic function is called again.
+
+    A DataLoader of torch's stays each worker's own; of its sampler the progress is kept, if it records any. Raises
+    ConfigError for one that divides nothing, given as `loader` in a job that may have several workers.
 
     Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (handlers.py);
     any number of each. Everything else is a plain value, which must be possible to copy and to pickle.
@@ -53,6 +68,7 @@ class TorchState(ObjectState):
     def __new__(cls, *args: Any, **kwargs: Any) -> TorchState:
         loader = kwargs.get("loader", args[2] if len(args) > 2 else None)
         if not _is_ours(loader):
+            _refuse_undivided(loader)
             return super().__new__(cls)
         from farandole.state.step_state import StepState  # which is a TorchState
 
@@ -84,6 +100,7 @@ class TorchState(ObjectState):
             else:
                 object.__setattr__(self, name, value)
                 self._handlers[name] = handler
+        self._handle_samplers_once()
         super().__init__(bcast_object=broadcast_value, get_rank=current_rank, **values)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -154,6 +171,13 @@ class TorchState(ObjectState):
         else:
             self._copies.begin(later)
 
+    def _handle_samplers_once(self) -> None:
+        """A sampler that was given by itself, too, is not kept a second time for the loader that it is in."""
+        given = {id(each.value) for each in self._handlers.values() if type(each) is SamplerStateHandler}
+        for name, each in self._handlers.items():
+            if isinstance(each, LoaderSamplerHandler) and id(each.value) in given:
+                self._handlers[name] = LoaderHandler(getattr(self, name))
+
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [each.value for each in self._handlers.values() if isinstance(each, OptimizerStateHandler)]
 
@@ -161,6 +185,33 @@ class TorchState(ObjectState):
 def _is_ours(loader: Any) -> bool:
     """A loader that moves with the decided steps, not torch's."""
     return hasattr(loader, "commit") and hasattr(loader, "set_world")
+
+
+def _refuse_undivided(loader: Any) -> None:
+    """Raise ConfigError for a DataLoader of torch's from which each worker would train all of the data, in a job that
+    has, or may get, several workers. A sampler of the user's own may divide, and is trusted."""
+    if not isinstance(loader, DataLoader) or not _may_have_company():
+        return
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if is_iterable or (type(sampler) in _UNDIVIDED and type(loader.batch_sampler) in (BatchSampler, type(None))):
+        ours = "StreamLoader" if is_iterable else "DataLoader"
+        how = "its data set is an IterableDataset" if is_iterable else f"its sampler is a {type(sampler).__name__}"
+        raise ConfigError(
+            f"TorchState(loader=...) has torch's DataLoader, which does not divide the data among workers ({how}): "
+            f"each one would train all of it, and begin anew after a fault. Give it fd.elastic.{ours}(dataset, "
+            f"global_batch_size=...); or, under the commit rule as in Horovod, make the DataLoader with sampler="
+            f"fd.elastic.ElasticSampler(dataset). Where the data set has this worker's share only, leave the loader "
+            f"out of the state"
+        )
+
+
+def _may_have_company() -> bool:
+    fixed = read_fixed_env()
+    return read_worker_env() is not None or (fixed is not None and fixed.size > 1)
+
+
+_UNDIVIDED = (SequentialSampler, RandomSampler, WeightedRandomSampler)
 
 
 def broadcast_value(value: Any) -> Any:

@@ -3,15 +3,16 @@
 An optimizer changes parameters only when a step is decided, so that an aborted step leaves them alone. User code may
 change them at any time: a momentum encoder in the loop body, weights that are swapped for an evaluation. Copying all of
 them at each boundary would cost as much as a part of the optimizer step. So their versions, which autograd counts, are
-compared, and only those tensors are copied that were seen to change between a boundary and a decided step: in the
-rehearsal (rehearsal.py), which compares bytes, or later. At the end of an epoch all are copied once, because an
-evaluation may write them through `.data`, which no version counts.
+compared, and only those tensors are copied at each boundary that were seen to change before the step: in the rehearsal
+(rehearsal.py), which compares bytes, or later. What no optimizer owns (an average of weights), and what was seen to
+change behind the step only, is copied when a step is aborted, before user code runs on. At the end of an epoch all are
+copied once, because an evaluation may write them through `.data`, which no version counts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -26,12 +27,14 @@ class WatchedTensors:
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._changing: set[str] = set()
+        self._changing_late: set[str] = set()
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: list[str] = []  # those of which the copy is that of the last capture()
 
-    def track(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Watch these from now on. A capture() has to follow."""
+    def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
+        """Watch these from now on, of which optimizers own some. A capture() has to follow."""
         self._names, self._tensors = list(tensors), list(tensors.values())
+        self._changing_late |= {name for name in self._names if name not in owned}
         self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
 
     def items(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -39,9 +42,9 @@ class WatchedTensors:
         return zip(self._names, self._tensors, strict=True)
 
     @property
-    def changing(self) -> tuple[str, ...]:
-        """The names of the tensors that are copied at each boundary."""
-        return tuple(sorted(self._changing))
+    def changing(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the tensors that are copied at each boundary, and of those that are when a step is aborted."""
+        return tuple(sorted(self._changing)), tuple(sorted(self._changing_late))
 
     def add_changing(self, names: Iterable[str]) -> None:
         """Copy these at each boundary from now on."""
@@ -59,6 +62,15 @@ class WatchedTensors:
             size / 1e6,
         )
 
+    def add_changing_late(self, names: Iterable[str]) -> None:
+        """Copy these when a step is aborted, from now on."""
+        self._changing_late.update(names)
+
+    def changed(self, since: Sequence[int] | None = None) -> list[str]:
+        """The names of the tensors that were written since the last capture(), or since mark()."""
+        versions = self._versions if since is None else since
+        return [name for (name, each), version in zip(self.items(), versions, strict=True) if each._version != version]
+
     def capture(self, is_whole: bool = False) -> None:
         """Remember the tensors as they are now; with `is_whole` the bytes of all of them."""
         self._versions = [each._version for each in self._tensors]
@@ -75,7 +87,16 @@ class WatchedTensors:
     def look(self) -> None:
         """A step is about to be applied: remember what has changed since the last capture()."""
         if [each._version for each in self._tensors] != self._versions:
-            self.add_changing(self._changed())
+            self.add_changing(self.changed())
+
+    def save(self) -> None:
+        """The step is aborted: copy now what the rest of the loop body may change, unless that has happened."""
+        gone = {*self.changed(), *self._copied}
+        live = {name: each for name, each in self.items() if name in self._changing_late and name not in gone}
+        for name, each in live.items():
+            self._copies[name] = self._room(name, each)
+            self._copies[name].copy_(each.detach())
+        self._copied += live
 
     def mark(self) -> list[int]:
         """What adopt() needs to know of now."""
@@ -100,20 +121,13 @@ class WatchedTensors:
         """Return every tensor to what it was at the last capture(). Returns the names of those that cannot be, because
         they have changed and were not copied."""
         copied = set(self._copied)
-        lost = [name for name in self._changed() if name not in copied]
+        lost = [name for name in self.changed() if name not in copied]
         live = dict(self.items())
         with torch.no_grad():
             for name in self._copied:
                 live[name].detach().copy_(self._copies[name])
         self._versions = [each._version for each in self._tensors]
         return lost
-
-    def _changed(self) -> list[str]:
-        return [
-            name
-            for name, each, version in zip(self._names, self._tensors, self._versions, strict=True)
-            if each._version != version
-        ]
 
     def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._copies.get(name)

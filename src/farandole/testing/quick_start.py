@@ -22,5 +22,6 @@ def without_compiler() -> None:
     stand_in.graph_break = lambda: None
     # What init_process_group() and DistributedDataParallel want of it.
     stand_in.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
+    stand_in.config = types.SimpleNamespace(_get_optimize_ddp_mode=lambda: "ddp_optimizer")  # torch 2.6 asks here
     stand_in.utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
     sys.modules["torch._dynamo"] = torch._dynamo = stand_in

@@ -22,7 +22,7 @@ from farandole.coordinator import (
     next_deadline,
 )
 from farandole.events import Event
-from farandole.membership import Address, Origin
+from farandole.membership import Address, Origin, Shortfall
 from farandole.messages import (
     PROTOCOL_VERSION,
     Elastic,
@@ -116,7 +116,7 @@ class ToldJob:
             self.says(worker, Ready(number))
         return self
 
-    def stepped(self, *workers: str, **said: float) -> ToldJob:
+    def stepped(self, *workers: str, **said: float | str) -> ToldJob:
         """Their first step of the generation. `said`: as in FirstStep, else zeros."""
         durations = dict.fromkeys(("ready_s", "waited_s", "connected_s", "synced_s", "stepped_s"), 0.0)
         redone = {"steps_redone": 0, "samples_redone": 0}
@@ -124,9 +124,9 @@ class ToldJob:
             self.says(worker, msgspec.convert({**durations, **redone, **said, "number": self.number}, FirstStep))
         return self
 
-    def finished(self, *workers: str) -> ToldJob:
+    def finished(self, *workers: str, shortfall: Shortfall | None = None) -> ToldJob:
         for worker in workers:
-            self.says(worker, Finished(self.number))
+            self.says(worker, Finished(self.number, shortfall))
         return self
 
     def raised(self, worker: str, summary: str, exits: bool = True) -> ToldJob:

@@ -50,6 +50,8 @@ class BodyCalls:
     is_in_body    whether a batch is out, so that a call can be completed where it is
     is_connected  whether this worker is connected to a new generation whose states are not compared yet
     connect       connects to the members of the next generation
+    transport     gives the transport of the current generation
+    add_up        adds up over all workers of a generation, where nobody was lost
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class BodyCalls:
         is_connected: Callable[[], bool],
         connect: Callable[[], None],
         transport: Callable[[], Transport],
+        add_up: Callable[[str, torch.Tensor], torch.Tensor] = agreement.add_up,
     ) -> None:
         self._boundary, self._is_in_body, self._is_connected = boundary, is_in_body, is_connected
-        self._connect, self._transport = connect, transport
+        self._connect, self._transport, self._add_up = connect, transport, add_up
         self._counts: Counter[bytes] = Counter()
         self._counted_at = -1
         self._last: CallKey | None = None
@@ -90,19 +93,21 @@ class BodyCalls:
         if self._is_connected():
             return None
         try:
-            return agreement.add_up(what, mine)
+            return self._add_up(what, mine)
         except RecoverableError:
             if not self._is_in_body():
                 raise
         self._connect()
         return None
 
-    def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor:
-        """Return the result of one round."""
+    def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor | None:
+        """Return the result of one round; None: others had to be told a result first, another round follows."""
         said = _all_gather(transport, msgspec.msgpack.encode(Round(key, _to_bytes(mine), self._last, self._result)))
-        for each in said:
-            if each.last == key:
-                return _like(mine, each.result)
+        results = {each.last: each.result for each in said if each.last is not None}
+        if key in results:
+            return _like(mine, results[key])
+        if any(each.waits_in in results for each in said):
+            return None
         parts = [_like(mine, each.value) for each in said if each.waits_in == key]
         return torch.stack(parts).sum(0).to(mine.dtype)
 

@@ -40,6 +40,7 @@ from farandole.worker.host_updates import PlannedUpdates
 from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.recovery import regroup, report_first_step
+from farandole.worker.uncommitted_steps import UncommittedSteps
 
 ResultT = TypeVar("ResultT")
 
@@ -60,6 +61,7 @@ class CommitLoop:
         self._values = KeptValues(state) if isinstance(state, ObjectState) and can_be_kept(state) else None
         self._checkpoints = _checkpoints(job, self._committed, self._values)
         self._commits = 0  # of this call; for the log and the agent only
+        self._uncommitted = UncommittedSteps(state)
         self._is_torn = False  # neither the last commit nor the next one is whole
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -81,6 +83,7 @@ class CommitLoop:
             boundary.install(None)
             world.refuse_collectives(None)
             recording.install_for_samplers(None)
+            self._uncommitted.close()
             if self._records is not None:
                 self._records.close()
 
@@ -135,6 +138,7 @@ class CommitLoop:
         logger.info("leaving the elastic function: %s", interrupt)
         if isinstance(self._state, TorchState):
             self._state.keep_live()
+            self._uncommitted.committed()
         self._ask_for_regroup("the script raised HostsUpdatedInterrupt")
 
     def _failed(self, error: HorovodInternalError) -> None:
@@ -149,6 +153,7 @@ class CommitLoop:
         if self._job is not None and not self._is_left_alone():
             self._job.quiesce()  # an operation in flight could still write into what is restored
         self._state.restore()
+        self._uncommitted.undone()
 
     def _ask_for_regroup(self, reason: str) -> None:
         """Perhaps this worker alone knows that it left the function: end its part of the generation, so that nobody
@@ -163,6 +168,11 @@ class CommitLoop:
             self._is_torn = True
             self._roll_back()
             self._checkpoints.in_emergency()
+
+    @property
+    def _newest_commit(self) -> int:
+        """Its number: of the job where the state counts commits, else of this call."""
+        return self._state._commits if isinstance(self._state, TorchState) else self._commits
 
     def _is_between_commits(self) -> bool:
         """Whether there is nothing to roll back to at this moment: see TorchState(commit_follows_step=True)."""
@@ -180,7 +190,7 @@ class CommitLoop:
             self._reset_and_agree(world.current().transport, founding=False)
             return
         done = regroup(self._job, self._reset_and_agree)
-        report_first_step(self._job, done)
+        report_first_step(self._job, done, self._newest_commit, "commit", self._uncommitted.take_undone())
         done.log(f"commit {self._state._commits}" if isinstance(self._state, TorchState) else "commit rule")
 
     def _is_left_alone(self) -> bool:
@@ -279,7 +289,8 @@ class CommitLoop:
 
     def committed(self) -> None:
         self._commits += 1
-        whereabouts.say_place(world.current().id.number, self._commits)
+        self._uncommitted.committed()
+        whereabouts.say_place(world.current().id.number, self._newest_commit)
         step.tell_decided()
         if self._values is not None:
             self._values.committed()

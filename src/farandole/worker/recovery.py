@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from farandole.clock import now_s
 from farandole.collectives.transport import Transport
@@ -116,8 +117,16 @@ def regroup(job: Job, agree: Agree, connection: Connection | None = None) -> Reg
             )
 
 
-def report_first_step(job: Job, done: Regrouped, steps_redone: int = 0, samples_redone: int = 0) -> None:
-    """Have the coordinator know when the first step after this regroup is decided here, and what that took."""
+def report_first_step(
+    job: Job,
+    done: Regrouped,
+    began_at: int,
+    counts: Literal["step", "commit"],
+    steps_redone: int = 0,
+    samples_redone: int = 0,
+) -> None:
+    """Have the coordinator know when the first step after this regroup is decided here, and what that took. Arguments
+    as in FirstStep."""
     synced_s = now_s()
 
     def decided() -> None:
@@ -131,6 +140,8 @@ def report_first_step(job: Job, done: Regrouped, steps_redone: int = 0, samples_
                 stepped_s=now_s() - synced_s,
                 steps_redone=steps_redone,
                 samples_redone=samples_redone,
+                counts=counts,
+                began_at=began_at,
             )
         )
 

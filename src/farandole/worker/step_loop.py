@@ -11,6 +11,7 @@ from farandole import whereabouts
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
+from farandole.membership import Shortfall
 from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
@@ -106,11 +107,14 @@ class StepLoop:
                     raise
                 logger.info("leaving the elastic function to regroup: %s", error)
             else:
-                if all_have_finished(self._job):
+                if all_have_finished(self._job, self._shortfall()):
                     if self._checkpoints is not None:
                         self._checkpoints.at_end()
                     return result
             self._regroup()
+
+    def _shortfall(self) -> Shortfall | None:
+        return self._state.loader.shortfall() if self._state.loader is not None else None
 
     # Entering and returning ------------------------------------------------------------------------------
 
@@ -181,15 +185,20 @@ class StepLoop:
         """The batch that is out was not trained: it comes again, or the loader refuses to go on."""
         if step.state() != "aborted":
             return
-        rehearsal, self._rehearsal = self._rehearsal, None
-        if rehearsal is not None:
-            rehearsal.end()
-        elif step.is_rehearsal() or self._job is None:
-            self._state.put_back()
         if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
             self._regroup()
-        step.close()
+        else:
+            self._put_back()
+            step.close()
         self._pass_boundary()
+
+    def _put_back(self) -> None:
+        """Whatever the loop body, or the code behind an epoch's batches, has changed is as it was before."""
+        if self._rehearsal is None:
+            self._state.put_back()
+        else:
+            self._rehearsal.end()
+            self._end_rehearsal()
 
     def rehearses(self) -> bool:
         """Whether the batch that is handed out now is a rehearsal's: on all workers, the first one of the job."""
@@ -197,7 +206,12 @@ class StepLoop:
             return False
         self._has_rehearsed = True
         self._rehearsal = Rehearsal(self._state)
+        self._state.on_step = self._rehearsal.look
         return True
+
+    def _end_rehearsal(self) -> None:
+        """There is none any more: a worker that joins would not take part."""
+        self._rehearsal, self._state.on_step, self._has_rehearsed = None, None, True
 
     def leave_batches(self) -> bool:
         """The batches of an epoch are through, on all workers, and user code follows. False: there was a regroup."""
@@ -246,11 +260,9 @@ class StepLoop:
         self._state.capture()
         self._is_behind_batches = False
 
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> bool:
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
         """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
         state = self._state
-        if state.once[0] == epoch and call < state.once[1]:
-            return False
         here = (epoch, state.step, call)
         said = [_ONCE.unpack(note) for note in world.current().transport.all_gather(_ONCE.pack(*here))]
         if any(each != here for each in said):
@@ -260,11 +272,9 @@ class StepLoop:
 
         def call_once() -> None:
             function()
-            state.once = (epoch, call + 1)
             state.boundary += 1
 
         state.capture_after(call_once)
-        return True
 
     def _pass_boundary(self) -> None:
         """Remember the small state, and start the step's random numbers from (seed, step, rank): a step that
@@ -300,13 +310,14 @@ class StepLoop:
         assert self._job is not None
         state, self._is_busy = self._state, True
         begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
-        if step.is_undecided():
+        is_undecided = step.is_undecided()
+        if is_undecided:
             step.aborted()
-        if step.state() == "decided" and not self._is_behind_batches:
-            state.capture()  # a collective has left the loop body behind its step; at a boundary nothing has changed
+        if is_undecided or self._is_behind_batches:
+            self._put_back()
         else:
-            state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
-        self._rehearsal, self._has_rehearsed = None, True  # a worker that joins would not rehearse
+            state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
+        self._end_rehearsal()
         step.close()
         connection, self._connection = self._connection, None
         world.interrupt_collectives(None)
@@ -317,9 +328,9 @@ class StepLoop:
             self._records.started()
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         if in_flight is not None and state.step == begun:
-            report_first_step(self._job, done, 1, in_flight.ticket.global_samples)
+            report_first_step(self._job, done, state.step, "step", 1, in_flight.ticket.global_samples)
         else:  # nothing was in flight, or somebody had applied it
-            report_first_step(self._job, done)
+            report_first_step(self._job, done, state.step, "step")
         done.log(f"step {state.step}")
         self._is_busy = False
 
@@ -337,11 +348,11 @@ class StepLoop:
 
     def _save_in_emergency(self) -> None:
         self._is_busy = True
-        if step.is_undecided():
+        is_undecided = step.is_undecided()
+        if is_undecided:
             step.aborted()
-            self._state.put_back()
-        elif self._is_behind_batches:
-            self._state.put_back()
+        if is_undecided or self._is_behind_batches:
+            self._put_back()
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
 

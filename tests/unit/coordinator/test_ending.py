@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from farandole.coordinator import StopRequested
+from farandole.events import TrainingCutShort
+from farandole.membership import Shortfall
 from farandole.messages import JobEnded, Kill, Leaving
 from farandole.testing.told_job import ToldJob
 
@@ -17,6 +19,18 @@ def test_all_are_released_when_the_last_one_has_finished_and_the_job_succeeds() 
     assert end is not None
     assert (end.exit_code, end.reason) == (0, "2 workers finished the training.")
     assert told.sent(JobEnded)
+
+
+def test_what_was_promised_and_not_done_is_told_once_when_all_have_finished() -> None:
+    """Members tell the same; where they do not, what is left of the most counts."""
+    told = ToldJob(2).training().finished("w0", shortfall=Shortfall(4, 2, 40, 20))
+    assert told.logged(TrainingCutShort) == []
+    told.finished("w1", shortfall=Shortfall(4, 3, 40, 30))
+    assert told.logged(TrainingCutShort) == [TrainingCutShort(4, 3, 40, 30)]
+    again = ToldJob(3).training().finished("w0", shortfall=Shortfall(4, 2, 40, 20)).exited("w2")
+    again.ready(2, "w0", "w1").finished("w0", "w1")  # and then they have done all
+    assert again.job.is_released
+    assert again.logged(TrainingCutShort) == []
 
 
 def test_a_failure_after_the_release_is_reported_and_not_restarted() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentLost, AgentTold
+from dataclasses import replace
+
+from farandole.coordinator import AgentLost, AgentTold, StepsSeen
 from farandole.events import Recovered
+from farandole.membership import Origin
 from farandole.messages import WorkerDying, WorkerExited
 from farandole.testing.told_job import ToldJob
 
@@ -22,6 +25,32 @@ def test_a_loss_is_reported_when_all_survivors_have_applied_a_step() -> None:
         "recovered in 14 ms from the loss of w1, which was killed by SIGKILL (signal 9): noticed by its exit, "
         "ready 5, connected 2, synced 3, first step 4; 1 step redone; slowest w2"
     )
+
+
+def test_under_the_commit_rule_the_report_says_to_which_commit_all_went_back() -> None:
+    told = ToldJob(3, restarts=0).training().exited("w1", -9).ready(2, "w0", "w2")
+    told.stepped("w0", counts="commit", began_at=5, steps_redone=20)
+    told.stepped("w2", counts="commit", began_at=5, steps_redone=19)
+    (report,) = told.logged(Recovered)
+    assert (report.counts, report.began_at, report.steps_redone, report.lost_at) == ("commit", 5, 20, None)
+    assert "; went back 20 steps to commit 5; slowest" in report.line()
+    nothing = replace(report, began_at=0)
+    assert "; went back 20 steps to the beginning, since nothing was committed; slowest" in nothing.line()
+    assert "back" not in replace(report, steps_redone=0).line()
+
+
+def test_a_job_that_goes_on_from_a_checkpoint_says_how_far_it_went_back() -> None:
+    told = ToldJob(2, min_np=2, restarts=2, origin=Origin(2, 10, has_checkpoint=True)).training()
+    told.feed(StepsSeen(120)).feed(StepsSeen(118)).exited("w0").exited("w1")
+    told.hello("w2", "w3").elastic("w2", "w3")
+    assert all(start.founding for start in told.starts().values())
+    told.synced("w2", "w3").stepped("w2", began_at=100)
+    (report,) = told.stepped("w3", began_at=100).logged(Recovered)
+    assert (report.lost_at, report.began_at) == (120, 100)
+    assert "; went back from step 120 or later to the checkpoint at step 100; slowest" in report.line()
+    told.exited("w3").hello("w4").elastic("w4").ready(told.job.number, "w2")
+    (report,) = told.stepped("w2", began_at=101).stepped("w4", began_at=101).logged(Recovered)
+    assert report.lost_at is None
 
 
 def test_it_is_told_once() -> None:

@@ -14,6 +14,7 @@ from farandole.data.boundary import SoloBoundary
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.errors import ConfigError, DataError, StepError
+from farandole.membership import Shortfall
 from farandole.state import step
 from farandole.state.torch_state import TorchState
 
@@ -66,6 +67,14 @@ def make_step(loader: DataLoader) -> None:
     step.on_decided(lambda batch: loader.commit(batch.ticket))
     step.reduced()
     step.decided()
+
+
+def train_rest(loader: DataLoader) -> list[Any]:
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        make_step(loader)
+    return seen
 
 
 def test_an_epoch_goes_once_over_the_data_set_and_ends_with_a_short_batch() -> None:
@@ -135,6 +144,70 @@ def test_break_ends_the_epoch_and_the_next_one_starts_at_its_beginning() -> None
             if loader.epoch == 0:
                 break
     assert seen == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_second_pass_over_an_epoch_that_is_through_is_an_error_that_says_what_to_write() -> None:
+    loader = make(4, 2)
+    train_rest(loader)
+    with pytest.raises(StepError, match=r"all batches of epoch 0 are trained.*for epoch in loader\.epochs\(5\)"):
+        train_rest(loader)
+    assert (loader.epoch, loader.cursor) == (0, 4)
+    for _ in loader.epochs(2):
+        assert len(train_rest(loader)) == (0 if loader.epoch == 0 else 2)
+
+
+@pytest.mark.parametrize("goes_on", ["break", "set_world", "load_state_dict"])
+def test_a_second_pass_is_right_where_the_epoch_may_go_on(goes_on: str) -> None:
+    """After `break`; after a regroup, when the function is called again; after a state was loaded."""
+    loader = make(4, 2)
+    if goes_on == "break":
+        for _ in loader:
+            make_step(loader)
+            break
+        assert train_rest(loader) == [[2, 3]]
+        return
+    train_rest(loader)
+    if goes_on == "set_world":
+        loader.set_world(0, 1)
+        assert train_rest(loader) == []
+    else:
+        loader.load_state_dict({**loader.state_dict(), "cursor": 2})
+        assert train_rest(loader) == [[2, 3]]
+    with pytest.raises(StepError):
+        iter(loader)
+
+
+@pytest.mark.parametrize(
+    ("tail", "steps", "left_in_the_middle", "left_at_the_end"),
+    [("short", 12, 5, 2), ("drop", 8, 3, 1), ("carry", 10, 3, 1)],
+)
+def test_what_epochs_has_promised_and_was_not_done_is_counted_also_in_a_state_that_is_loaded(
+    tail: Any, steps: int, left_in_the_middle: int, left_at_the_end: int
+) -> None:
+    loader = make(tail=tail)  # 10 samples in global batches of 4
+    assert loader.shortfall() is None
+    for epoch in loader.epochs(4):
+        for _ in loader:
+            make_step(loader)
+            if epoch == 1:
+                break
+        if epoch == 2:
+            break
+    assert loader.shortfall() == Shortfall(4, 2, steps, left_in_the_middle)
+    loader.load_state_dict(loader.state_dict())
+    for _ in loader.epochs(4):
+        train_rest(loader)
+    assert loader.shortfall() == Shortfall(4, 1, steps, left_at_the_end)
+
+
+@pytest.mark.parametrize("tail", ["short", "drop", "carry"])
+def test_a_promise_is_kept_also_where_the_last_epoch_is_left_in_its_tail(tail: Any) -> None:
+    loader = make(tail=tail)
+    for epoch in loader.epochs(3):
+        train_rest(loader)
+        if epoch == 2:
+            break
+    assert loader.shortfall() is None
 
 
 def test_fetching_moves_nothing_that_is_saved() -> None:

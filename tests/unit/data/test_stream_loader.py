@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from farandole.data.boundary import SoloBoundary
 from farandole.data.stream_loader import StreamLoader
 from farandole.errors import ConfigError, DataError, StepError
+from farandole.membership import Shortfall
 from farandole.state import step
 
 
@@ -290,6 +291,31 @@ def test_break_ends_an_epoch_for_good_also_in_a_state_that_is_loaded() -> None:
     assert train(loader) == []
     assert next(epochs) == 3
     assert train(loader, 1) == [[0, 1, 2, 3]]
+
+
+def test_a_second_pass_over_an_epoch_that_is_through_is_an_error_that_says_what_to_write() -> None:
+    loader = StreamLoader(Numbers(), 4, collate_fn=list)
+    assert train(loader, 1) == [[0, 1, 2, 3]]  # and break
+    assert train(loader) == [[4, 5, 6, 7], [8, 9]]
+    with pytest.raises(StepError, match=r"all batches of epoch 0 are trained.*for epoch in loader\.epochs\(5\)"):
+        iter(loader)
+    loader.set_world(0, 1)  # a regroup: the function is called again
+    assert train(loader) == []
+    for epoch in loader.epochs(2):
+        assert train(loader) == ([] if epoch == 0 else [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+
+
+def test_epochs_that_ended_early_or_were_not_begun_are_counted() -> None:
+    loader = StreamLoader(Numbers(), 4, collate_fn=list)
+    for epoch in loader.epochs(4):
+        train(loader, 1 if epoch == 1 else 100)
+        if epoch == 2:
+            break
+    assert loader.shortfall() == Shortfall(4, 2, 0, 0)
+    loader.load_state_dict(loader.state_dict())
+    for _ in loader.epochs(4):
+        train(loader)
+    assert loader.shortfall() == Shortfall(4, 1, 0, 0)
 
 
 class Regroups(SoloBoundary):

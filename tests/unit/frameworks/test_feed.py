@@ -10,9 +10,10 @@ import torch
 
 import farandole as fd
 from farandole.frameworks.feed import Feed
+from farandole.membership import Shortfall
 from farandole.state import step
 
-SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS = 10, 4, 2
+SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS, STEPS = 10, 4, 2, 6
 DATA = torch.utils.data.TensorDataset(torch.arange(float(SAMPLES)).unsqueeze(1))
 
 
@@ -39,7 +40,7 @@ class Framework:
         self.has_backward = True
 
     def fit(self) -> None:
-        self.feed.train(self.state, EPOCHS, self.enter, lambda: False)
+        self.feed.train(self.state, EPOCHS, STEPS, self.enter, lambda: False)
 
     def enter(self, is_left: bool) -> None:
         self.entered.append(self.feed.place)
@@ -68,6 +69,7 @@ def test_all_samples_of_all_epochs_come_once() -> None:
     assert framework.entered == [(0, 0, 0)]
     assert framework.state.step == 6
     assert framework.loader.epoch == EPOCHS
+    assert framework.loader.shortfall() is None
 
 
 def test_the_micro_batches_of_a_step_are_one_batch_for_the_framework() -> None:
@@ -145,11 +147,13 @@ def test_a_framework_that_leaves_an_epoch_early_has_left_it_for_good() -> None:
                 if number == 1:
                     break
 
-    framework.feed.train(framework.state, EPOCHS, two_batches_each, lambda: False)
+    framework.feed.train(framework.state, EPOCHS, STEPS, two_batches_each, lambda: False)
     assert epochs == [0, 0, 1, 1]
+    assert framework.loader.shortfall() == Shortfall(0, 0, STEPS, 2)
 
 
 def test_a_framework_that_has_stopped_is_told_that_nothing_is_left() -> None:
     framework, told = Framework(), []
-    framework.feed.train(framework.state, EPOCHS, told.append, lambda: True)
+    framework.feed.train(framework.state, EPOCHS, STEPS, told.append, lambda: True)
     assert told == [False]
+    assert framework.loader.shortfall() is None  # it wanted so

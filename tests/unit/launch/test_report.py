@@ -10,6 +10,7 @@ from farandole.events import (
     GenerationStarted,
     JobEnds,
     RegroupBegan,
+    TrainingCutShort,
     UserCodeFailed,
     WorkerLost,
     WorkerSpawned,
@@ -49,6 +50,15 @@ def test_a_job_with_one_loss_is_told_from_its_start_to_its_end() -> None:
         "[farandole] 2 generations, 1 worker lost, 1 joined, 12.3 s",
         "[farandole] success. This is why.",
     ]
+
+
+def test_a_job_that_did_less_than_was_promised_is_not_called_a_success() -> None:
+    cut_short = TrainingCutShort(4, 3, 40, 30)
+    *_, told_it, _, last = told(STARTED, cut_short, JobEnds(0, "x"))
+    assert told_it == f"[farandole] {cut_short.line()}"
+    assert last == "[farandole] ended with less training than was promised. This is why."
+    assert told(STARTED, cut_short, loudness=Loudness.QUIET)[0] == f"[farandole] {cut_short.line()}"
+    assert told(cut_short, exit_code=3)[-1] == "[farandole] failed (exit code 3). This is why."
 
 
 def test_the_last_line_of_a_failure_says_why() -> None:

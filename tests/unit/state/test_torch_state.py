@@ -11,6 +11,7 @@ import torch
 from farandole.collectives import world
 from farandole.errors import ConfigError, StepError
 from farandole.state import boundary
+from farandole.state.commit_sync import CommittedState
 from farandole.state.handlers import (
     ModelStateHandler,
     SamplerStateHandler,
@@ -231,6 +232,72 @@ def test_names_of_the_step_rule_are_free_under_the_commit_rule() -> None:
 def test_torchs_own_loader_does_not_make_it_a_state_of_the_step_rule() -> None:
     loader = torch.utils.data.DataLoader([1, 2, 3])
     assert not isinstance(TorchState(loader=loader), StepState)
+
+
+class Mine(torch.utils.data.Sampler[int]):
+    """A sampler of the user's own, which may divide."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.fixture
+def under_farandole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"AGENT": "@a", "WORKER": "w0", "SECRET": "s", "SLOT": "0"}.items():
+        monkeypatch.setenv(f"FARANDOLE_{name}", value)
+
+
+NUMBERS: list[Any] = [1, 2, 3]
+
+
+@pytest.mark.usefixtures("under_farandole_run")
+@pytest.mark.parametrize(
+    ("loader", "advice"),
+    [
+        (torch.utils.data.DataLoader(NUMBERS), r"a SequentialSampler.* fd\.elastic\.DataLoader\(.*ElasticSampler"),
+        (torch.utils.data.DataLoader(NUMBERS, shuffle=True), "a RandomSampler"),
+        (torch.utils.data.DataLoader(NUMBERS, batch_size=None), "a SequentialSampler"),
+        (torch.utils.data.DataLoader(Stream()), r"an IterableDataset.* fd\.elastic\.StreamLoader\("),
+    ],
+)
+def test_torchs_own_loader_is_refused_where_every_worker_would_train_all_of_the_data(loader: Any, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        TorchState(loader=loader)
+    with pytest.raises(ConfigError, match=advice):
+        TorchState(None, None, loader)
+
+
+@pytest.mark.usefixtures("under_farandole_run")
+def test_torchs_own_loader_is_taken_where_a_sampler_may_divide_the_data_or_it_is_for_something_else() -> None:
+    for divided in (
+        torch.utils.data.DataLoader(NUMBERS, sampler=Sampler()),  # type: ignore[arg-type]
+        torch.utils.data.DataLoader(NUMBERS, sampler=Mine()),
+        torch.utils.data.DataLoader(NUMBERS, batch_sampler=torch.utils.data.BatchSampler(Mine(), 2, False)),
+        torch.utils.data.DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]),  # type: ignore[arg-type]
+    ):
+        assert TorchState(loader=divided).loader is divided
+    evaluate: Any = torch.utils.data.DataLoader(NUMBERS)
+    assert TorchState(evaluate=evaluate).evaluate is evaluate
+
+
+def test_torchs_own_loader_is_not_copied_and_its_elastic_sampler_is_rolled_back() -> None:
+    sampler = Sampler()
+    loader: Any = torch.utils.data.DataLoader(NUMBERS, sampler=sampler)  # type: ignore[arg-type]
+    for values in ({"loader": loader}, {"sampler": sampler, "loader": loader}):
+        sampler.processed_num = 0
+        state = TorchState(**values)
+        assert list(CommittedState(state).samplers().values()) == [sampler]
+        sampler.record_batch(0, 1)
+        assert sampler.processed_num == 1
+        state.restore()
+        assert sampler.processed_num == 0
+        assert state.loader is loader
+        assert loader.sampler is sampler
 
 
 class Position:

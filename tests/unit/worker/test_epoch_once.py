@@ -74,6 +74,51 @@ def test_what_was_done_once_is_not_done_again_when_the_function_is_entered_again
     assert taken_over.history == [0, 0, 1, -1]
 
 
+@pytest.mark.parametrize("is_elastic", [True, False])
+@pytest.mark.parametrize("saves_inside", [True, False])
+def test_a_job_that_goes_on_from_a_state_of_its_own_does_nothing_twice(is_elastic: bool, saves_inside: bool) -> None:
+    """The script saves behind the loop over the batches, in once() or after it, and is started anew from there."""
+    saved: dict[str, Any] = {}
+    ends = [1]
+    done: list[tuple[str, int]] = []
+
+    def save(state: Any) -> None:
+        saved["model"], saved["optimizer"] = state.model.state_dict(), state.optimizer.state_dict()
+        saved["loader"] = state.loader.state_dict()
+
+    def train(state: Any) -> None:
+        for epoch in state.loader.epochs(3):
+            train_epoch(state)
+            epoch.once(partial(done.append, ("evaluated", epoch)))
+            if saves_inside:
+                epoch.once(partial(save, state))
+            elif epoch == 1:
+                save(state)
+            epoch.once(partial(done.append, ("told", epoch)))
+            if epoch in ends:
+                return  # the machine is switched off
+
+    run = fd.elastic.run(train) if is_elastic else train
+    run(make())
+    ends.clear()
+    resumed = make()
+    resumed.model.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.loader.load_state_dict(saved["loader"])
+    done.pop()  # what came behind the saving is not in what was saved
+    run(resumed)
+    assert done == [(word, epoch) for epoch in range(3) for word in ("evaluated", "told")]
+    assert resumed.loader.epoch == 3
+
+
+def test_what_raises_in_once_is_not_done() -> None:
+    state = make()
+    epoch = next(state.loader.epochs(1))
+    with pytest.raises(ZeroDivisionError):
+        epoch.once(lambda: 1 // 0)
+    assert "once" not in state.loader.state_dict()
+
+
 def test_an_epoch_that_break_has_ended_does_not_go_on_when_its_end_is_handed_out_again() -> None:
     state = make()
     epochs = state.loader.epochs(2)

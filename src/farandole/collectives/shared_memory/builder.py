@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -29,13 +29,15 @@ class OwnPages:
 
     def __init__(self, rank: int, count: int) -> None:
         self._pages: list[Page] = []
+        self._hide: list[Callable[[], object]] = []
         places: list[Place] = []
         problem = "" if futex.is_supported() else f"rank {rank} is not on Linux for x86-64"
         try:
             for _ in range(0 if problem else count):
-                memory, place = create_segment(PAGE_BYTES)
-                self._pages.append(Page(memory))
-                places.append(place)
+                segment = create_segment(PAGE_BYTES)
+                self._pages.append(Page(segment.memory))
+                self._hide.append(segment.hide)
+                places.append(segment.place)
         except OSError as error:
             problem = f"rank {rank} has no shared memory: {error}"
         self.places = Places((), problem) if problem else Places(tuple(places))
@@ -58,6 +60,8 @@ class OwnPages:
             except OSError as error:
                 problem = f"rank {ring.rank} cannot read the memory of another rank: {error}"
         problems = [each.decode() for each in ring.all_gather(problem.encode()) if each]
+        for hide in self._hide:
+            hide()  # all ranks have opened the pages, or nobody uses them
         return problems[0] if problems else opened
 
 

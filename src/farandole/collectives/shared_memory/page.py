@@ -7,7 +7,6 @@ turns. Nobody writes into a panel that may still be read: the one before was rea
 
 from __future__ import annotations
 
-import mmap
 from typing import NamedTuple
 
 import torch
@@ -33,14 +32,14 @@ class Panel(NamedTuple):
 
 
 class Page:
-    """`memory` is the mmap of a whole page, one's own or another rank's, which is read-only."""
+    """`memory` is a whole page, one's own or another rank's, which is read-only."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        view, tensor = memoryview(memory), readable(memory)
-        self._arrivals = view[:_COUNTER_BYTES].cast("I")
+    def __init__(self, memory: memoryview) -> None:
+        tensor = readable(memory)
+        self._arrivals = memory[:_COUNTER_BYTES].cast("I")
         self._address = tensor.data_ptr()
         self._panels = [
-            Panel(view[begin:][:WORDS_BYTES], tensor[begin + WORDS_BYTES :][:DATA_BYTES])
+            Panel(memory[begin:][:WORDS_BYTES], tensor[begin + WORDS_BYTES :][:DATA_BYTES])
             for begin in (_COUNTER_BYTES, _COUNTER_BYTES + _PANEL_BYTES)
         ]
 

@@ -7,11 +7,16 @@ a process that was stopped, and thaws when the others have gone on without it, c
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 _LAYOUT = struct.Struct("=5Q")
 
@@ -39,30 +44,63 @@ class Place(NamedTuple):
         return Place(*_LAYOUT.unpack(packed))
 
 
-def create_segment(nbytes: int) -> tuple[mmap.mmap, Place]:
-    """`nbytes` bytes, at least 1, all zero and reserved, so that later writes cannot fail; and what others open them
-    by, for as long as the mmap lives. Raises OSError when there is not so much memory."""
+class OwnSegment(NamedTuple):
+    """memory  all of it, readable and writable; mapped while anything refers to it
+    place   what others open it by, while `memory` lives and until it is hidden
+    hide    closes the descriptor by which others open the segment: for one that all of them have opened. Idempotent
+    """
+
+    memory: memoryview
+    place: Place
+    hide: Callable[[], object]
+
+
+def create_segment(nbytes: int) -> OwnSegment:
+    """Return a new segment of `nbytes` bytes, at least 1, all zero and reserved, so that later writes cannot fail.
+    Raises OSError when there is not so much memory, or no descriptor left."""
     # Closed at exec. A forked child keeps it until it ends, which harms nobody: it is no connection.
     descriptor = os.memfd_create("farandole")
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        mapped = _map(descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         status = os.fstat(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
-    weakref.finalize(memory, os.close, descriptor).atexit = False
-    return memory, Place(os.getpid(), descriptor, status.st_dev, status.st_ino, nbytes)
+    hide = weakref.finalize(mapped, os.close, descriptor)
+    hide.atexit = False
+    place = Place(os.getpid(), descriptor, status.st_dev, status.st_ino, nbytes)
+    return OwnSegment(memoryview(mapped), place, hide)  # type: ignore[arg-type]
 
 
-def open_segment(place: Place) -> mmap.mmap:
-    """The memory of another process's segment, read-only. Raises OSError when it is not there any more, or not for
-    us: another user's, or in another namespace of process ids."""
+def open_segment(place: Place) -> memoryview:
+    """Return the memory of another process's segment, read-only. Raises OSError when it is not there any more, or not
+    for us: another user's, or in another namespace of process ids."""
     descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if (status.st_dev, status.st_ino) != (place.device, place.inode) or status.st_size < place.nbytes:
             raise FileNotFoundError(f"process {place.process} has another file in the place of its segment")
-        return mmap.mmap(descriptor, place.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        mapped = _map(descriptor, place.nbytes, mmap.PROT_READ)
     finally:
         os.close(descriptor)
+    return memoryview(mapped).toreadonly()  # type: ignore[arg-type]
+
+
+def _map(descriptor: int, nbytes: int, protection: int) -> npt.NDArray[np.uint8]:
+    """mmap(2) by the C library: Python's mmap keeps a descriptor of its own for each mapping (until 3.13, which has
+    trackfd=False), which would make that two for each rank of the host, and four in a regroup."""
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    return np.ctypeslib.as_array(memory)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value

@@ -6,7 +6,6 @@ A collective moves such a tensor without a copy. Everything else about it is as 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import warnings
 import weakref
 
@@ -49,7 +48,7 @@ def create_tensor(nbytes: int) -> torch.Tensor:
     reserved = _reserved.pop(nbytes, None)
     if reserved is not None:
         return reserved
-    memory, place = create_segment(nbytes)
+    memory, place, _ = create_segment(nbytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     address = tensor.data_ptr()
     _places[address] = place
@@ -72,7 +71,7 @@ def whereabouts(flat: torch.Tensor) -> tuple[Place, int] | None:
     return None if place is None else (place, flat.data_ptr() - address)
 
 
-def readable(memory: mmap.mmap) -> torch.Tensor:
+def readable(memory: memoryview) -> torch.Tensor:
     """A whole segment of another process, as bytes. Writing into it ends this process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -40,10 +40,12 @@ class SteppingOptimizer(ScaledStep):
             raise StepError(STEPPED_TWICE)
         keys = self._keys()
         are_reduced = [path.begin_step(batch, keys) for path in self._farandole_paths]
-        if not batch.is_last or step.state() == "aborted":
+        if not batch.is_last:
+            return False
+        step.applying()
+        if step.state() == "aborted":
             return False
         self._refuse_local_gradients(all(are_reduced))
-        step.applying()
         if step.awaits_others(self):
             step.undo_by(Undo(self))
         self._farandole_ticket = batch.ticket

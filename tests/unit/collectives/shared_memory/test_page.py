@@ -19,7 +19,7 @@ def pages(count: int) -> list[list[Page]]:
     """For each of `count` ranks the pages of all, its own to write."""
     made = [create_segment(PAGE_BYTES) for _ in range(count)]
     return [
-        [Page(memory if mine == rank else open_segment(place)) for mine, (memory, place) in enumerate(made)]
+        [Page(memory if mine == rank else open_segment(place)) for mine, (memory, place, _) in enumerate(made)]
         for rank in range(count)
     ]
 

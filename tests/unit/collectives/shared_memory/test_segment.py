@@ -16,12 +16,12 @@ from farandole.collectives.shared_memory.tensors import OtherTensors, create_ten
 
 
 def test_another_process_reads_what_is_written_and_cannot_write() -> None:
-    memory, place = create_segment(4096)
+    memory, place, _ = create_segment(4096)
     memory[:5] = b"hello"
     script = f"""
 from farandole.collectives.shared_memory.segment import Place, open_segment
 theirs = open_segment(Place{tuple(place)})
-print(theirs[:5].decode())
+print(bytes(theirs[:5]).decode())
 try:
     theirs[0] = 1
 except TypeError as error:
@@ -33,14 +33,14 @@ except TypeError as error:
 
 
 def test_a_place_survives_packing() -> None:
-    place = create_segment(1)[1]
+    place = create_segment(1).place
     assert Place.unpack(place.pack()) == place
 
 
 def test_a_descriptor_that_is_another_file_by_now_is_not_taken_for_the_segment(tmp_path: Path) -> None:
-    _, place = create_segment(1)
+    segment = create_segment(1)
     with (tmp_path / "other").open("wb") as other, pytest.raises(FileNotFoundError, match="another file"):
-        open_segment(place._replace(descriptor=other.fileno()))
+        open_segment(segment.place._replace(descriptor=other.fileno()))
 
 
 def test_where_no_segment_can_be_had_tensors_are_ordinary_ones() -> None:
@@ -69,6 +69,38 @@ def test_a_tensor_takes_its_memory_and_its_descriptor_with_it() -> None:
         del tensor, view
         gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_mapping_keeps_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    own = create_segment(4096)
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "its own, by which others open it"
+    theirs = open_segment(own.place)
+    own.hide()
+    assert len(os.listdir("/proc/self/fd")) == before
+    own.memory[:5] = b"hello"
+    assert bytes(theirs[:5]) == b"hello"
+    with pytest.raises(FileNotFoundError):
+        open_segment(own.place)
+
+
+def test_memory_is_unmapped_with_the_last_view_of_it() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:farandole ")
+
+    before, own = mapped(), create_segment(1 << 20)
+    theirs = open_segment(own.place)
+    part = theirs[10:20]
+    assert mapped() == before + 2
+    del own
+    gc.collect()
+    assert mapped() == before + 1
+    del theirs
+    gc.collect()
+    assert bytes(part) == bytes(10), "still there"
+    del part
+    gc.collect()
+    assert mapped() == before
 
 
 def test_small_tensors_are_ordinary_ones() -> None:

@@ -1,0 +1,86 @@
+"""The cores that a process may use: those of its CPU affinity, no more than its control group's CPU quota grants. Used
+where cores are shared among workers, and where a worker decides whether it may spin or compute in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from pathlib import Path, PurePosixPath
+
+_PROC = Path("/proc/self")
+
+
+def usable_cores(proc: Path = _PROC) -> int:
+    """Return the number of cores that this process may use, at least 1.
+
+    A quota of 2.5 cores counts as 2: a third busy thread would have all of them wait for the next period.
+
+    Args:
+        proc: the /proc folder of the process whose control groups count. They are looked at once.
+    """
+    return max(1, min(affinity_cores(), math.floor(_quota_cores(proc))))
+
+
+def affinity_cores() -> int:
+    """Return the number of cores that this process may run on, whatever its control group grants."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@functools.cache  # it is asked for in each generation, and takes milliseconds where /proc is slow
+def _quota_cores(proc: Path) -> float:
+    """Return the lowest CPU quota of the process's control group and those around it, in cores; a very large number
+    where there is none. Both versions of control groups: cgroups(7), "cpu.max" in the kernel's admin-guide/cgroup-v2
+    and "cpu.cfs_quota_us" in scheduler/sched-bwc."""
+    quotas = [float(1 << 20)]
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or hidden by a sandbox: the affinity has to do
+        for folder in _cpu_groups(proc):
+            quotas += [_second_version(folder), _first_version(folder)]
+    return min(quotas)
+
+
+def _cpu_groups(proc: Path) -> list[Path]:
+    """Return the folders of the process's control groups for CPU time, from the innermost one to the outermost one
+    that can be seen from here."""
+    paths: dict[str, PurePosixPath] = {}  # by controller; "" is the hierarchy of version 2
+    for line in (proc / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), PurePosixPath(path)))
+    folders = []
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        root, mounted_at = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        if kind == "cgroup2":
+            group = paths.get("")
+        elif kind == "cgroup" and "cpu" in options.split(","):
+            group = paths.get("cpu")
+        else:
+            continue
+        # A container may see its own group at the mount's root, though its path is told as from the host's root.
+        is_below = group is not None and group.is_relative_to(root)
+        inside = group.relative_to(root) if group is not None and is_below else PurePosixPath()
+        folders += [Path(mounted_at) / each for each in (inside, *inside.parents)]
+    return folders
+
+
+def _second_version(group: Path) -> float:
+    """Return the quota in cores; infinity where there is none."""
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except OSError:
+        return math.inf
+    return math.inf if quota == "max" else int(quota) / int(period)
+
+
+def _first_version(group: Path) -> float:
+    """Return the quota in cores; infinity where there is none."""
+    try:
+        quota = int((group / "cpu.cfs_quota_us").read_text())
+        period = int((group / "cpu.cfs_period_us").read_text())
+    except OSError:
+        return math.inf
+    return math.inf if quota < 0 else quota / period

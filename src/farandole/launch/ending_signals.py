@@ -1,0 +1,39 @@
+"""The signals that ask a launcher to end: Ctrl-C, SIGTERM, and the hang-up of its terminal. Used by local.py and
+agent_command.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def ending_signals(on_signal: Callable[[signal.Signals, bool], None]) -> Iterator[None]:
+    """Inside, `on_signal(number, is_urgent)` is called on the running event loop for each SIGINT, SIGTERM and SIGHUP.
+    To be entered in the main thread.
+
+    Urgent is the second Ctrl-C or SIGTERM. A SIGHUP is as good as the first one and never the second: the kernel and
+    the shell both send it when a terminal closes, and systemd sends it right after SIGTERM (SendSIGHUP= in
+    systemd.kill(5)). Where it is ignored already, as under nohup, it stays so.
+    """
+    was_asked = False
+
+    def hear(number: signal.Signals) -> None:
+        nonlocal was_asked
+        is_urgent = was_asked and number != signal.SIGHUP
+        was_asked |= number != signal.SIGHUP
+        on_signal(number, is_urgent)
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, hear, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
