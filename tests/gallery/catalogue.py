@@ -76,7 +76,7 @@ _ALL = [
     *_bodies("gan", "two", "wgan"),
     *_bodies("schedules", "body", "applied", "callback", "chained", "sequential", "onecycle", "by-hand"),
     *_bodies("schedules", "epoch", "mean", "callback-mean", "plateau-callback", "plateau-body", "plateau-epoch"),
-    *_bodies("evaluation", "end", "middle", "once", "best", own=("scores", "best")),
+    *_bodies("evaluation", "end", "middle", "once", "best"),
     *_bodies("evaluation", "save-rank-0", "save-once", "stop", "any", "barrier", "gather"),
     *_bodies("evaluation", "metrics", own=("scores",)),
     *_bodies(
@@ -95,9 +95,8 @@ _ALL = [
     *_bodies("optimizers", "warm-up", "weight-noise", "reset", "decay-between", "decay-data", "lowered"),
     *_bodies("optimizers", "lbfgs", refused="closure"),
     *_bodies("rl", "plain", "returns"),
-    *_bodies(
-        "ddp", "plain", "view", "no-sync", "micro", "log", "ema", "scheduler", "metrics", "all-reduce", witness=_ONCE
-    ),
+    *_bodies("ddp", "plain", "view", "micro", "log", "ema", "scheduler", "metrics", "all-reduce", witness=_ONCE),
+    *_bodies("ddp", "no-sync", own=("model.seen",)),
     *_bodies("ddp", "clip", "scaler", "scaler-clip"),
     *_bodies("hvd", "each", "plain", "clip", "schedule", horovod=True, is_exact=False),
     *_bodies("hvd", "metrics", horovod=True, is_exact=False, own=("losses",)),

@@ -1,5 +1,5 @@
-"""A loop body of the gallery as the job of a chaos run: more steps, as fast as it is told, and records of what the tensors
-really hold. The body's script knows nothing of this."""
+"""A loop body of the gallery as the job of a chaos run: more steps, as fast as it is told, and records of what the
+tensors really hold. The body's script knows nothing of this."""
 
 from __future__ import annotations
 
