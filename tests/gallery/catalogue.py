@@ -14,6 +14,7 @@ class Body:
     """One script in one of its kinds.
 
     witness   what each sample adds to its entry of `seen` in the whole job, where the optimizer leaves it alone
+    is_padded  whether a few samples are repeated at the end of an epoch, to divide it equally, as Horovod does
     is_exact  whether its result does not depend on how batches are divided among workers
     own       names of tracked values that are means over workers, taken behind a decided step: they may lack the value
               of one that is lost, and are compared among the workers only
@@ -28,6 +29,7 @@ class Body:
     file: str
     arguments: tuple[str, ...] = ()
     witness: float | None = None
+    is_padded: bool = False
     is_exact: bool = True
     own: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
@@ -76,7 +78,8 @@ _ALL = [
     *_bodies("gan", "two", "wgan"),
     *_bodies("schedules", "body", "applied", "callback", "chained", "sequential", "onecycle", "by-hand"),
     *_bodies("schedules", "epoch", "mean", "callback-mean", "plateau-callback", "plateau-body", "plateau-epoch"),
-    *_bodies("evaluation", "end", "middle", "once", "best"),
+    *_bodies("evaluation", "end", "once", "best"),
+    *_bodies("evaluation", "middle", own=("scores",)),
     *_bodies("evaluation", "save-rank-0", "save-once", "stop", "any", "barrier", "gather"),
     *_bodies("evaluation", "metrics", own=("scores",)),
     *_bodies(
@@ -98,8 +101,9 @@ _ALL = [
     *_bodies("ddp", "plain", "view", "micro", "log", "ema", "scheduler", "metrics", "all-reduce", witness=_ONCE),
     *_bodies("ddp", "no-sync", own=("model.seen",)),
     *_bodies("ddp", "clip", "scaler", "scaler-clip"),
-    *_bodies("hvd", "each", "plain", "clip", "schedule", horovod=True, is_exact=False),
-    *_bodies("hvd", "metrics", horovod=True, is_exact=False, own=("losses",)),
+    *_bodies("hvd", "each", "plain", horovod=True, is_exact=False, witness=-0.1 * 2 / 2, is_padded=True),
+    *_bodies("hvd", "metrics", horovod=True, is_exact=False, own=("losses",), witness=-0.1 * 2 / 2, is_padded=True),
+    *_bodies("hvd", "clip", "schedule", horovod=True, is_exact=False),
     *_bodies("compiled", "eager", "inductor", is_slow=True),
     *_bodies("bad", "swallow", "swallow-collective", "replace-grad", "requires-grad", "re-enter", "untracked"),
     *_bodies("bad", "fork-train"),

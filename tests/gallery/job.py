@@ -24,6 +24,8 @@ DEADLINE_S = 40.0
 _SLOW_S = 180.0
 _BUDGET_S, _BUDGET_OF_STOPS_S, _STEP_TIMEOUT_S = 2.0, 0.7, 4.0
 _SHARED_MEMORY = Path("/dev/shm")
+_MOST_PADDED = 8  # of two epochs: workers - 1 in the last batch of each worker's, in each of them
+_FORK_SERVER_LOST = "the fork server is lost"
 _ERROR = re.compile(
     r"^(?:\[\w+\] )?(?:[\w.]*(?:Error|Lost|Ended|Mismatch|Exception|Interrupt|Outdated)\b.*)$", re.MULTILINE
 )
@@ -145,8 +147,9 @@ class Gallery:
         for name in ("tmp", "out"):
             (folder / name).mkdir()
         most = max([case.workers, *(int(f.kind.split()[1]) for f in case.faults if f.kind.startswith("join"))])
-        flags = ["-np", str(case.workers), "--max-np", str(most), "--restarts", str(case.restarts)]
-        flags += ["-H", f"localhost:{most}", "--transport", case.transport, "--fork-server", "on", "--verbose"]
+        flags = ["-np", str(case.workers), "--restarts", str(case.restarts), "--verbose"]
+        flags += ["--spares", str(case.spares)] if case.spares else ["--max-np", str(most), "-H", f"localhost:{most}"]
+        flags += ["--transport", case.transport, "--fork-server", "on"]
         kinds = {fault.kind for fault in case.faults}
         budget_s = _BUDGET_OF_STOPS_S if "stop" in kinds else _BUDGET_S
         flags += ["--detection-budget", str(budget_s), "--events", str(folder / "events")]
@@ -156,7 +159,11 @@ class Gallery:
         deadline_s = _SLOW_S if body.is_slow else DEADLINE_S
         variables = {"TMPDIR": str(folder / "tmp"), **environment}
         horovod = ["--horovod"] if body.horovod else []
-        return folder, self._server.run(["run", *flags, *horovod, *script], folder, variables, deadline_s)
+        ended = self._server.run(["run", *flags, *horovod, *script], folder, variables, deadline_s)
+        if _FORK_SERVER_LOST in (folder / "output").read_text(errors="replace"):
+            shutil.rmtree(folder)  # its workers were started in the plain way, which takes longer than a job may
+            return self._start(body, case, environment)
+        return folder, ended
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
@@ -169,7 +176,7 @@ def _findings(body: Body, records: Mapping[str, Any], undisturbed: Mapping[str, 
         return
     yield from verdict.unequal(records, body.local)
     if body.witness is not None:
-        yield from verdict.miscounted(records, body.witness)
+        yield from verdict.miscounted(records, body.witness, _MOST_PADDED if body.is_padded else 0)
     if undisturbed is not None and body.is_exact:
         yield from verdict.unlike(records, undisturbed, _without(body))
     elif undisturbed is not None:

@@ -21,7 +21,8 @@ Hits = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Fault:
-    """kind  kill, stop, hang, leave, exit, raise; or pause S, scale N, join N"""
+    """kind  kill, stop, hang, leave, exit, raise; or pause S, scale N, join N (wait for a newcomer), await N (wait
+    until N are about to join, or have joined)"""
 
     worker: str
     kind: str
@@ -37,15 +38,18 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """One job: how many workers it begins with, how they talk, how often a lost one is replaced, what happens."""
+    """One job: how many workers it begins with, how they talk, how often a lost one is replaced, what happens; how many
+    wait beside, to take the place of a lost one at once."""
 
     workers: int
     transport: str
     restarts: int
     faults: tuple[Fault, ...]
+    spares: int = 0
 
     def __str__(self) -> str:
         replaced = f", {self.restarts} restarts" if self.restarts else ""
+        replaced += f", {self.spares} spares" if self.spares else ""
         return f"{self.workers} workers, {self.transport}{replaced}: {'; '.join(map(str, self.faults)) or 'nothing'}"
 
 
@@ -73,10 +77,19 @@ def draw(seed: str, hits: Hits) -> Case:
     if kind in LETHAL and chance.random() < _LAG:
         other = chance.choice([name for name in names if name != worker])
         faults.append(_beside(chance, fault, other, f"pause {_LAG_S}", lines))
+    transport, beside = chance.choice(["tcp", "shm"]), chance.choice(["", "", "", "restarts", "restarts", "spares"])
     if workers > 2 and chance.random() < _SECOND:
         other = chance.choice([name for name in names if name != worker])
         faults.append(_at(chance, other, "kill", lines))
-    return Case(workers, chance.choice(["tcp", "shm"]), chance.choice([0, 0, 3]), tuple(faults))
+    if beside == "restarts" and kind in LETHAL:
+        other = chance.choice([name for name in names if name != worker])
+        alike = sorted(place for place, count in lines.items() if count > 6 and "/" not in place)
+        hit = fault.hit * lines[alike[0]] // lines[fault.place] + chance.randint(1, 3) if alike else 0
+        if alike and hit <= lines[alike[0]]:  # it is too late for a newcomer behind the last steps
+            faults.append(Fault(other, "await 1", alike[0], hit))
+    return Case(
+        workers, transport, 3 if beside == "restarts" else 0, tuple(faults), int(beside == "spares" and kind in LETHAL)
+    )
 
 
 def every_line(hits: Hits, worker: str, of_library: bool) -> list[Fault]:

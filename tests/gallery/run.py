@@ -119,6 +119,7 @@ def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, results: P
         "workers": case.workers,
         "transport": case.transport,
         "restarts": case.restarts,
+        "spares": case.spares,
         "plan": "; ".join(map(str, case.faults)),
         "happened": outcome.happened,
         "generations": outcome.generations,

@@ -44,13 +44,13 @@ def unlike(
             return
 
 
-def miscounted(records: Mapping[str, Record], expected: float) -> Iterator[str]:
-    """The witness says that each sample was trained in each epoch, once."""
+def miscounted(records: Mapping[str, Record], expected: float, most_repeated: int = 0) -> Iterator[str]:
+    """The witness says that each sample was trained in each epoch, once; of `most_repeated` samples more often."""
     for name, record in sorted(records.items()):
         seen = next(value for key, value in record.items() if key.split(".")[-1] == "seen")
         ratios = [value / expected for value in seen]
         wrong = {index: round(ratio, 4) for index, ratio in enumerate(ratios) if abs(ratio - 1) > 1e-9}
-        if wrong:
+        if len(wrong) > most_repeated or any(ratio < 1 for ratio in wrong.values()):
             yield f"{name}: of what each sample adds in all epochs, these added: {_some(map(str, wrong.items()))}"
             return
 

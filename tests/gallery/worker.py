@@ -125,13 +125,18 @@ class Tracer:
             self._scale(amount)
         elif what == "join":
             self._scale(amount)
-            self._wait_for(lambda: '"ChangePlanned"' in (self._folder / "events").read_text())
+            self._wait_for_newcomers(1)
+        elif what == "await":
+            self._wait_for_newcomers(int(amount))
 
     def _scale(self, size: str) -> None:
         name = f"{self._worker}-{time.monotonic_ns()}"
         (self._folder / f"new-{name}").write_text(size)
         (self._folder / f"new-{name}").rename(self._folder / f"ask-{name}")
         self._wait_for((self._folder / f"answer-{name}").exists)
+
+    def _wait_for_newcomers(self, count: int) -> None:
+        self._wait_for(lambda: (self._folder / "events").read_text().count('"ChangePlanned"') >= count)
 
     def _wait_for(self, condition: Any) -> None:
         from farandole.whereabouts import say_that_it_moves

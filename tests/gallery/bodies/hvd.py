@@ -11,7 +11,7 @@ kind = sys.argv[1]
 hvd.init()
 model = Net()
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), op=hvd.Sum
 )
 dataset = Samples()
 sampler = hvd.elastic.ElasticSampler(dataset, shuffle=False)
