@@ -15,6 +15,7 @@ from farandole.optim.options import check_passes, names_of
 from farandole.optim.passes import Passes
 from farandole.optim.scaled_step import ScaledStep
 from farandole.state import boundary
+from farandole.state.optimizer_state import load_state_dict_in_place
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -90,15 +91,7 @@ class WrappedOptimizer(ScaledStep):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; backward passes are counted from zero again."""
         self._passes.forget()
-        groups, state = self.param_groups, self.state
-        super().load_state_dict(state_dict)
-        # torch makes new ones, but the optimizer that was wrapped has these: a scheduler of it would change nothing.
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        state.clear()
-        state.update(self.state)
-        self.param_groups, self.state = groups, state
+        load_state_dict_in_place(self, super().load_state_dict, state_dict)
 
 
 def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
