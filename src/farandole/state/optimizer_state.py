@@ -200,13 +200,27 @@ def outline(value: Any) -> str:
 
 # Where optimizers keep what ---------------------------------------------------------------------------------------
 
-_TORCH_OWN = frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {}))) | {
-    "step",  # a scheduler's, which counts calls
-    "_opt_called",
-    "grad_scale",  # a GradScaler's, while it steps
-    "found_inf",
-    "_step_supports_amp_scaling",
-}
+_TORCH_OWN = frozenset(
+    {
+        "state",
+        "param_groups",
+        "defaults",
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+        "_step_supports_amp_scaling",
+        "step",  # a scheduler's, which counts calls
+        "_opt_called",
+        "grad_scale",  # a GradScaler's, while it steps
+        "found_inf",
+    }
+)
+"""Attributes that torch puts on optimizers."""
 
 
 def with_inner(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
@@ -260,7 +274,7 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _is_large(key: str, value: Any) -> bool:
     """Whether something in a parameter group is tensors that only a step changes. A tensor of one number is an option:
     a scheduler changes a learning rate at any time."""
-    if key == "params":
+    if type(value) not in _HOLDERS or key == "params":
         return False
     if isinstance(value, torch.Tensor):
         return value.numel() > 1

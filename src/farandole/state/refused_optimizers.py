@@ -21,6 +21,11 @@ _WHY = {
 def refuse_for_loader(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that has one inside."""
     for each in with_inner("optimizer", optimizer).values():
+        if each is not optimizer and hasattr(each, "abandon_step"):
+            raise ConfigError(
+                f"there is a DistributedOptimizer inside of the {type(optimizer).__name__} of the TorchState, which "
+                f"would step whether or not its step is applied: DistributedOptimizer(...) belongs around all of it"
+            )
         for kind, why in _WHY.items():
             if isinstance(each, kind):
                 raise ConfigError(

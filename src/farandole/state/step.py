@@ -28,6 +28,14 @@ class Phase(str, enum.Enum):
     DECIDED = "decided"  # the optimizer step is applied (or skipped by all, as GradScaler does on inf)
 
 
+class Undoable(Protocol):
+    """A copy of what an optimizer can change (undo.py)."""
+
+    def put_back(self) -> None:
+        """Return to it."""
+        ...
+
+
 class Participant(Protocol):
     """What an optimizer keeps of the step that is open (optim/native_path.py)."""
 
@@ -47,7 +55,7 @@ class _OpenStep:
     on_decided: Callable[[Batch | None], None] | None = None
     tracked: frozenset[int] = frozenset()
     stepped: set[int] = field(default_factory=set)
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: dict[int, Undoable] = field(default_factory=dict)  # by id of the optimizer
     participants: list[Participant] = field(default_factory=list)
     weight: float | None = None
     is_weighed: bool = False
@@ -107,11 +115,16 @@ def reduced() -> None:
 
 
 def aborted() -> None:
-    """The step in flight will not be applied; its gradients are dropped. Optimizers that have stepped already go
-    back to where they were."""
+    """The step in flight will not be applied; its gradients are dropped. The loop body goes on to its end: what
+    optimizers have changed, and change until then, is taken back by take_back()."""
     _end_flights("its step was aborted")
-    _undo()
     _step.phase = Phase.ABORTED
+
+
+def take_back() -> None:
+    """The loop body of an undecided step is over, or left: optimizers go back to where they were before it."""
+    aborted()
+    _undo()
 
 
 # Several optimizers ------------------------------------------------------------------------------------------
@@ -148,9 +161,14 @@ def awaits_others(optimizer: object) -> bool:
     return bool(_step.tracked - _step.stepped - {id(optimizer)}) and id(optimizer) in _step.tracked
 
 
-def undo_by(function: Callable[[], None]) -> None:
-    """Called before an optimizer steps: how to take that back, should the step not be decided."""
-    _step.undo.append(function)
+def undo_by(optimizer: object, undo: Undoable) -> None:
+    """Called before an optimizer changes anything: how to take that back, should the step not be decided."""
+    _step.undo[id(optimizer)] = undo
+
+
+def undo_of(optimizer: object) -> Undoable | None:
+    """What undo_by() was told for it in the step that is open."""
+    return _step.undo.get(id(optimizer))
 
 
 def stepped(optimizer: object) -> None:
@@ -207,7 +225,7 @@ def _end_flights(reason: str) -> None:
 def _undo() -> None:
     if _step.phase not in _NOT_UNDONE:
         while _step.undo:
-            _step.undo.pop()()
+            _step.undo.popitem()[1].put_back()
     _step.stepped.clear()
 
 

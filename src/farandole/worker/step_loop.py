@@ -150,8 +150,6 @@ class StepLoop:
         self._is_busy = True
         is_inside_ticket = step.state() == "open"
         if self._job is not None and (step.state() == "aborted" or self._job.has_to_regroup()):
-            if step.is_undecided():
-                step.aborted()
             self._regroup()
         elif is_inside_ticket or step.state() in ("reduced", "aborted"):
             self._is_busy = False
@@ -217,6 +215,7 @@ class StepLoop:
         state, self._is_busy = self._state, True
         begun, in_flight = state.step, step.batch() if step.is_undecided() else None
         if step.is_undecided():
+            step.take_back()
             state.put_back()  # the aborted pass has moved BatchNorm's statistics, and perhaps more
         else:
             state.capture()
@@ -249,7 +248,7 @@ class StepLoop:
         self._is_busy = True
         is_undecided = step.is_undecided()
         if is_undecided:
-            step.aborted()
+            step.take_back()
         if self._checkpoints is not None:
             self._checkpoints.in_emergency(is_captured=is_undecided)
 

@@ -270,3 +270,9 @@ def test_what_is_there_already_is_overwritten() -> None:
     assert optimizer.state[parameter]["exp_avg"] is kept
     assert kept.tolist() == [5, 5]
     assert "step" not in optimizer.state[parameter]
+
+
+def test_torchs_own_attributes_are_known() -> None:
+    """Also of the release of torch that is installed: all that an Optimizer without a class of its own has."""
+    optimizer = torch.optim.Optimizer(parameters(), {})
+    assert OptimizerState("optimizer", optimizer).entries() == {"optimizer.attributes": {}}
