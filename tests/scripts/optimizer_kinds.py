@@ -95,6 +95,9 @@ class LookaheadState(torch.optim.Optimizer):
         self._total_steps = 0
         self.k, self.alpha = k, alpha
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base_optimizer.zero_grad(set_to_none)
+
     def step(self, closure: Closure | None = None) -> Any:
         loss = self.base_optimizer.step(closure)
         self._total_steps += 1

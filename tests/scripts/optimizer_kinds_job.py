@@ -141,7 +141,8 @@ def alone(job: Job) -> None:
         module = torch.nn.parallel.DistributedDataParallel(model)
     else:
         optimizer = fd.DistributedOptimizer(base)
-    loader = fd.elastic.DataLoader(dataset(), global_batch_size=BATCH, seed=SEED)
+    # A body that runs once for each step, however few workers are left.
+    loader = fd.elastic.DataLoader(dataset(), global_batch_size=BATCH, seed=SEED, max_local_batch=BATCH)
     job.state = fd.elastic.TorchState(model=module, optimizer=optimizer, loader=loader)
     body = BODIES[kind]
 

@@ -239,7 +239,7 @@ class NativePath:
         self._notice(batch)
         if self._has_stepped:
             raise StepError(STEPPED_TWICE)
-        if not self._is_reduced:
+        if step.state() != "reduced":
             raise StepError(
                 f"{type(optimizer).__name__} has stepped without the gradients of the global batch: each loop body "
                 f"needs a backward pass between zero_grad() and the step"

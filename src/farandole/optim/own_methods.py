@@ -44,15 +44,21 @@ class OwnMethods(ScaledStep):
         if batch is None or self._is_inside or not step.is_undecided():
             return method()
         undo = protect(self)
+        refusal = (
+            f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
+            f"added up yet; leave micro_batch_size out, or make it as large as the worker's share"
+        )
         with self._inside(), _watching() as watch:
-            result = method()
+            try:
+                result = method()
+            except Exception as error:
+                if batch.ticket.micro_batches > 1:
+                    raise StepError(refusal) from error
+                raise
         if step.state() == "aborted":
             return result
         if batch.ticket.micro_batches > 1 and undo.has_moved():
-            raise StepError(
-                f"{type(self).__name__}.{name}() has changed parameters before all micro-batches of the global batch "
-                f"were added up; leave micro_batch_size out, or make it as large as the worker's share"
-            )
+            raise StepError(refusal)
         if watch.has_stepped:
             self._decide_within(batch)
         return result

@@ -286,6 +286,9 @@ def _is_large(key: str, value: Any) -> bool:
 
 _PARAMETER, _ID = "farandole.parameter", "farandole.id"
 """(_PARAMETER, place) stands for a parameter, (_ID, place) for its id()."""
+_STRIDED = "farandole.strided"
+"""(_STRIDED, (tensor, strides)) stands for a tensor whose dimensions do not lie in memory in their order, as those of
+torch.linalg.qr: matrix products round differently then."""
 _STAYS = ("farandole.stays", 0)
 """Stands for what belongs to the process, and for what was found before."""
 _LEAVES = frozenset({int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -318,7 +321,9 @@ class _Taker:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             place = self._places.get(id(value))
-            return value if place is None else (_PARAMETER, place)
+            if place is not None:
+                return _PARAMETER, place
+            return (_STRIDED, (value, value.stride())) if _is_permuted(value) else value
         if type(value) is int and value in self._places:
             return _ID, self._places[value]
         if type(value) in _LEAVES or isinstance(value, enum.Enum | type):
@@ -432,7 +437,7 @@ class _Putter:
 
     def _tensor(self, live: Any, saved: torch.Tensor, key: Any) -> Any:
         if isinstance(live, torch.Generator):
-            live.set_state(saved)
+            live.set_state(saved.contiguous())
             return live
         if not isinstance(live, torch.Tensor):
             return self.beside(saved, key)
@@ -450,6 +455,12 @@ class _Putter:
                     f"this one: make it in the optimizer's __init__()"
                 )
             return live
+        if kind == _STRIDED:
+            tensor, strides = saved[1]
+            if not isinstance(live, torch.Tensor) or live.stride() != tuple(strides):
+                tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+                return self._tensor(_MISSING, tensor, None)
+            return self._tensor(live, tensor, None)
         if kind is not None:
             return self.key(saved)
         lives = live if isinstance(live, tuple) and len(live) == len(saved) else [_MISSING] * len(saved)
@@ -478,4 +489,19 @@ class _Putter:
 
 def _kind(saved: tuple[Any, ...]) -> str | None:
     """What a tuple stands for, if it is none of the optimizer's."""
-    return saved[0] if len(saved) == 2 and type(saved[0]) is str and saved[0] in (_PARAMETER, _ID, _STAYS[0]) else None
+    return saved[0] if len(saved) == 2 and type(saved[0]) is str and saved[0] in _KINDS else None
+
+
+_KINDS = frozenset({_PARAMETER, _ID, _STRIDED, _STAYS[0]})
+
+
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether it fills its memory without holes, in another order than that of its dimensions."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

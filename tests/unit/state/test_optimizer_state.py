@@ -276,3 +276,15 @@ def test_torchs_own_attributes_are_known() -> None:
     """Also of the release of torch that is installed: all that an Optimizer without a class of its own has."""
     optimizer = torch.optim.Optimizer(parameters(), {})
     assert OptimizerState("optimizer", optimizer).entries() == {"optimizer.attributes": {}}
+
+
+def test_a_tensor_lies_in_memory_as_it_did() -> None:
+    """Products of matrices round by it: those of a newcomer would differ from the others' in the last bit."""
+    old, new = (torch.optim.SGD(parameters(), lr=0.1) for _ in range(2))
+    old.state[old.param_groups[0]["params"][1]]["Q"] = basis = torch.linalg.qr(torch.randn(3, 3)).Q
+    for _ in range(2):
+        take_over(new, told(old))
+        found = new.state[new.param_groups[0]["params"][1]]["Q"]
+        assert torch.equal(found, basis)
+        assert found.stride() == basis.stride() == (1, 3)
+        basis += 1

@@ -63,7 +63,8 @@ class SteppingOptimizer(OwnMethods):
         return loss
 
     def _decide_within(self, batch: Batch) -> None:
-        self._refuse_local_gradients(self._begin_step(batch))
+        self._begin_step(batch)
+        self._refuse_local_gradients(step.state() == "reduced")
         self._end_step(batch)
 
     def _begin_step(self, batch: Batch) -> bool:
