@@ -53,6 +53,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - `zero_grad()` does nothing while the micro-batches of a global batch are being accumulated.
     - Several backward passes before `step()` add up, as with DDP: each of them reduces. Not with micro-batches or
       loss="sum": there the second one raises StepError.
+    - `step(closure)` gives the closure's loss; methods that the optimizer's class adds, such as SAM's `first_step()`,
+      are part of the step, and one in which an optimizer inside steps decides it. Not with micro-batches: StepError.
     - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all. Each batch
       is trained with those that step in its body: a generator may step for every fifth batch only.
     - Of the arguments only `compression`, `loss` and `bucket_mb` may differ from their defaults; else the first batch

@@ -13,8 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farandole.errors import StepError
-from farandole.optim.scaled_step import ScaledStep
+from farandole.optim.scaled_step import STEPPED_TWICE, ScaledStep
 from farandole.state import step
+from farandole.state.background_copy import finish_all
 from farandole.state.ticket import Batch
 from farandole.state.undo import Undo
 
@@ -41,8 +42,20 @@ class OwnMethods(ScaledStep):
         takes it back. One in which an optimizer steps, as in second_step(), counts as step().
         """
         batch = step.batch()
-        if batch is None or self._is_inside or not step.is_undecided():
+        if self._is_inside:
             return method()
+        finish_all()  # copies of parameters, for a commit or a checkpoint, which only step() ends by itself
+        if batch is None:
+            return method()
+        if not step.is_undecided():
+            with _watching() as watch:
+                result = method()
+            if watch.has_stepped:
+                raise StepError(STEPPED_TWICE)
+            return result
+        return self._run_undecided(name, method, batch)
+
+    def _run_undecided(self, name: str, method: Callable[[], Any], batch: Batch) -> Any:
         undo = protect(self)
         refusal = (
             f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "

@@ -14,6 +14,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.errors import ConfigError, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.state import boundary, step
+from farandole.state.background_copy import BackgroundCopy
 from tests.run_loops import RepeatingRunLoop
 from tests.scripts.optimizer_kinds import Attributes, LookaheadList, Rules, ScheduleFree, sam, whole
 
@@ -153,8 +154,20 @@ def test_two_steps_for_one_batch_are_refused() -> None:
     (x,) = next(batches)
     ours.two_steps(x)
     assert ours.state.step == 1
-    ours.two_steps(x)  # as with step(): behind a decided step it is the script's own business
-    assert ours.state.step == 1
+    with pytest.raises(StepError, match="twice"):
+        ours.two_steps(x)
+
+
+def test_what_is_being_copied_is_copied_before_a_method_changes_it() -> None:
+    ours = Training(sam)
+    (x,) = next(iter(ours.loader))
+    loss_of(ours.model, x).backward()
+    source = ours.model.weight.detach()
+    before, target, copies = source.clone(), torch.empty_like(source), BackgroundCopy()
+    copies.postpone([(source, target)])
+    ours.optimizer.first_step()
+    assert not torch.equal(source, before)
+    assert torch.equal(target, before)
 
 
 def test_parameters_must_not_move_between_micro_batches() -> None:
