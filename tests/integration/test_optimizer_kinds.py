@@ -3,6 +3,7 @@ parameters and the same state of their optimizers at the end, which are those of
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ Found = list[dict[str, Any]]
 def run_job(folder: Path, kinds: str, die: str, way: str = "optimizer") -> Found:
     """Three workers, one of which dies once and is replaced."""
     words = ["--folder", str(folder), "--kinds", kinds, "--way", way, "--die", die]
-    done = farandole_run("-np", "3", "python", str(SCRIPTS / "optimizer_kinds_job.py"), *words, timeout_s=280)
+    done = farandole_run("-np", "3", sys.executable, str(SCRIPTS / "optimizer_kinds_job.py"), *words, timeout_s=280)
     assert done.returncode == 0, done.stderr
     found = [torch.load(path) for path in sorted(folder.glob("worker-*.pt"))]
     assert len(found) == 3, done.stderr

@@ -103,13 +103,13 @@ class ModelStateHandler(SnapshotHandler):
 
 
 class OptimizerStateHandler(SnapshotHandler):
-    """A torch.optim.Optimizer: its state_dict(). That of a class that is not torch's may leave something out, so its
-    whole state (optimizer_state.py) is kept too; tensors that are in both are copied once."""
+    """A torch.optim.Optimizer: its state_dict() if the class is torch's, else its whole state (optimizer_state.py), and
+    the state_dict() of a class that has one of its own. Tensors that are in both are copied once."""
 
     is_on_host = True
 
     def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
-        state, (entries, options) = self.value.state_dict(), self._whole()
+        state, (entries, options) = self._state_dict(), self._whole()
         # Not what is in the groups: a scheduler changes a learning rate that is a tensor, outside of step().
         now = [options, *(each for key, each in state.items() if key != "state")]
         others = {id(tensor) for tensor in tensors_in(now)}
@@ -119,7 +119,8 @@ class OptimizerStateHandler(SnapshotHandler):
     def restore(self) -> None:
         finish_all_to_restore()
         saved = self._snapshot.copy()
-        load_state_dict_in_place(self.value, self.value.load_state_dict, saved["state_dict"])
+        if saved["state_dict"]:
+            load_state_dict_in_place(self.value, self.value.load_state_dict, saved["state_dict"])
         self._load_whole(saved["entries"], saved["options"])
 
     def sync(self) -> None:
@@ -128,6 +129,11 @@ class OptimizerStateHandler(SnapshotHandler):
         if not is_torchs_own(self.value):
             self._load_whole(*broadcast_object(self._whole(), 0))
         self.save()
+
+    def _state_dict(self) -> dict[str, Any]:
+        if is_torchs_own(self.value) or type(self.value).state_dict is not torch.optim.Optimizer.state_dict:
+            return dict(self.value.state_dict())
+        return {}  # where a class does not call its base's __init__(), that method does not work
 
     def _whole(self) -> tuple[Entries, Options]:
         if is_torchs_own(self.value):

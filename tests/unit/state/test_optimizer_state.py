@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -147,6 +147,42 @@ def test_a_commit_has_what_state_dict_leaves_out() -> None:
     handler.restore()
     assert everything(optimizer) == expected
     assert optimizer.param_groups is optimizer.inner.param_groups
+
+
+class Bare(torch.optim.Optimizer):
+    """Without Optimizer.__init__(), as some that are around another one; state_dict() does not work then."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.count = inner, inner.param_groups, inner.state, 0
+
+
+def test_a_commit_needs_no_state_dict() -> None:
+    optimizer = Bare(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9))
+    handler, expected = OptimizerStateHandler(optimizer), everything(optimizer)
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones(1)
+    optimizer.count = 3
+    handler.restore()
+    assert everything(optimizer) == expected
+
+
+def test_a_commit_keeps_a_state_dict_that_the_class_has_written() -> None:
+    class Secret(torch.optim.SGD):
+        hidden: ClassVar[list[int]] = [1]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"hidden": list(self.hidden)}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.hidden[:] = state_dict["hidden"]
+
+    optimizer = Secret(parameters(), lr=0.1)
+    handler = OptimizerStateHandler(optimizer)
+    optimizer.hidden.append(2)
+    optimizer.param_groups[0]["lr"] = 0.3
+    handler.restore()
+    assert optimizer.hidden == [1]
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_checkpoint_can_hold_it() -> None:
