@@ -14,6 +14,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import FatalError
 from farandole.membership import Progress
 from farandole.state import packing, streaming
+from farandole.state.optimizer_state import outline
 
 
 class Shared(Protocol):
@@ -37,7 +38,7 @@ class Shared(Protocol):
     def load_small(self, small: Mapping[str, Any]) -> None: ...
 
     def large(self) -> dict[str, Any]:
-        """{"parameters": {module: {name: tensor}}, "optimizer": {key: {name: value}}}; live, not copied."""
+        """{"parameters": {module: {name: tensor}}, "optimizer": OptimizerState.entries()}; live, not copied."""
         ...
 
     def load_large(self, large: Mapping[str, Any]) -> None:
@@ -156,10 +157,7 @@ def _digest(large: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
     """Of contents and structure. Not of the skeleton's bytes: equal values may be pickled differently."""
     structure = {
         "parameters": {name: list(group) for name, group in large["parameters"].items()},
-        "optimizer": {
-            index: sorted((key, repr(value)) for key, value in entry.items() if not torch.is_tensor(value))
-            for index, entry in large["optimizer"].items()
-        },
+        "optimizer": {name: outline(entry) for name, entry in large["optimizer"].items()},
     }
     text = repr(sorted((name, repr(part)) for name, part in structure.items()))
     return hashlib.blake2b(text.encode() + streaming.digest(tensors), digest_size=16).digest()

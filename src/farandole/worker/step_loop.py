@@ -169,7 +169,7 @@ class StepLoop:
             self._job.link.raise_if_over()
         self._is_busy = True
         has_to_regroup = self._has_to_regroup()
-        if has_to_regroup and step.state() in ("open", "reduced"):
+        if has_to_regroup and step.is_undecided():
             step.aborted()
         if step.expects_micro_batch() and not has_to_regroup:
             self._state.begin_micro_batch()
@@ -194,6 +194,8 @@ class StepLoop:
 
     def _put_back(self) -> None:
         """Whatever the loop body, or the code behind an epoch's batches, has changed is as it was before."""
+        if step.is_undecided():
+            step.take_back()
         if self._rehearsal is None:
             self._state.put_back()
         else:
@@ -310,10 +312,7 @@ class StepLoop:
         assert self._job is not None
         state, self._is_busy = self._state, True
         begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
-        is_undecided = step.is_undecided()
-        if is_undecided:
-            step.aborted()
-        if is_undecided or self._is_behind_batches:
+        if step.is_undecided() or self._is_behind_batches:
             self._put_back()
         else:
             state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
@@ -348,10 +347,7 @@ class StepLoop:
 
     def _save_in_emergency(self) -> None:
         self._is_busy = True
-        is_undecided = step.is_undecided()
-        if is_undecided:
-            step.aborted()
-        if is_undecided or self._is_behind_batches:
+        if step.is_undecided() or self._is_behind_batches:
             self._put_back()
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
