@@ -17,6 +17,7 @@ from typing import Protocol
 
 from farandole import whereabouts
 from farandole.errors import StepError
+from farandole.state import recording
 from farandole.state.ticket import Batch
 
 
@@ -155,6 +156,7 @@ def undo_by(function: Callable[[], None]) -> None:
 
 def stepped(optimizer: object) -> None:
     """The optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
+    recording.updated(optimizer)
     _step.stepped.add(id(optimizer))
     if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
         decided()
@@ -208,6 +210,7 @@ def _undo() -> None:
     if _step.phase not in _NOT_UNDONE:
         while _step.undo:
             _step.undo.pop()()
+            recording.undone()
     _step.stepped.clear()
 
 

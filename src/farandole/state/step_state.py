@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -12,10 +12,12 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import recording, step
 from farandole.state.buffers import buffers_of
+from farandole.state.named_tensors import named_tensors
 from farandole.state.object_state import State
 from farandole.state.packing import Packed, unpack
 from farandole.state.parts import is_stateful, load_optimizer_entry, load_stateful, refuse_other_model
 from farandole.state.small_snapshot import SmallSnapshot
+from farandole.state.state_digest import StateDigest
 from farandole.state.ticket import Batch, Ticket
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
 
@@ -64,14 +66,13 @@ class StepState(TorchState):
     **tracked   every keyword becomes an attribute: objects with state_dict()/load_state_dict() (schedulers, a
                 GradScaler, further modules) and picklable values. On a regroup they come from the source rank;
                 when a step is done again they are put back to where they were before it.
+    on_divergence  what happens when workers are found to have different states: "mend", those that differ copy the
+                state of the majority (of the lowest rank where there is none); "fail", the job ends
 
     `state.step` is the number of decided steps. Raises ConfigError for values that cannot be pickled.
 
     Large state is parameters and optimizer tensors, small state all the rest (design: words).
     """
-
-    is_equal_by_rule = True
-    """A step is applied whole, from the same gradients, or not at all: replicas at the same step are equal."""
 
     def __init__(
         self,
@@ -79,8 +80,11 @@ class StepState(TorchState):
         optimizer: torch.optim.Optimizer | None = None,
         loader: Loader | None = None,
         after_step: Iterable[Callable[[], object]] = (),
+        on_divergence: Literal["mend", "fail"] = "mend",
         **tracked: Any,
     ) -> None:
+        if on_divergence not in ("mend", "fail"):
+            raise ConfigError(f'TorchState: on_divergence must be "mend" or "fail", got {on_divergence!r}')
         if "commit_follows_step" in tracked:
             raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
         self._kinds: _Kinds | None = None
@@ -94,6 +98,9 @@ class StepState(TorchState):
         self.boundary = 0
         self.once = (0, 0)  # an epoch, and how many calls of Epoch.once() are done in it
         self.is_holder = False
+        self.on_divergence = on_divergence
+        # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
+        self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__))
         self.after_step = list(after_step)
         self._names = list(tracked)
         for name, value in tracked.items():

@@ -29,13 +29,14 @@ from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.randomness import reseed
 from farandole.worker.recovery import regroup, report_first_step
 from farandole.worker.sample_records import sample_records
+from farandole.worker.state_watch import StateWatch
 
 ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger("farandole")
 
 _ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
-_EPOCH_END = struct.Struct("<3q")  # epoch, decided steps, prepared
+_EPOCH_END = struct.Struct("<3qQ")  # epoch, decided steps, prepared, digest
 
 
 class StepLoop:
@@ -46,6 +47,7 @@ class StepLoop:
         self._state = state
         self._records = sample_records(state)
         self._checkpoints = checkpoints(job, state, "step")
+        self._watch = StateWatch(job, state, self._records, self._checkpoints)
         self._is_busy = False  # the state is being changed by us, not by user code
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -119,7 +121,7 @@ class StepLoop:
             return
         here = world.current()
         try:
-            self._agree(here.transport, founding=not self._state.is_holder)
+            report = self._agree(here.transport, founding=not self._state.is_holder)
         except RecoverableError:
             if job is None:
                 raise
@@ -130,7 +132,7 @@ class StepLoop:
         if self._state.loader is not None:
             self._state.loader.set_world(here.placement.rank, here.placement.size)
         if self._records is not None:
-            self._records.started()
+            self._records.started(here.placement.rank in report.behind)
 
     def _get_ready(self) -> None:
         """What a newcomer can do before the others wait for it."""
@@ -147,7 +149,7 @@ class StepLoop:
         """A boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
         if self._job is not None and self._job.link.is_over():
             self._job.link.raise_if_over()
-        self._is_busy = True
+        state, self._is_busy = self._state, True
         is_inside_ticket = step.state() == "open"
         if self._job is not None and (step.state() == "aborted" or self._job.has_to_regroup()):
             if step.is_undecided():
@@ -156,6 +158,8 @@ class StepLoop:
         elif is_inside_ticket or step.state() in ("reduced", "aborted"):
             self._is_busy = False
             return  # the next micro-batch, or a loop body that the loader is about to refuse
+        elif state.digests.is_suspicious:
+            self._mend()
         self._pass_boundary()
         self._is_busy = False
 
@@ -166,7 +170,8 @@ class StepLoop:
         state.boundary += 1  # ahead of those that are in the tail: should it come again, the epoch is through for all
         epoch = state.progress.epoch
         try:
-            notes = world.current().transport.all_gather(_EPOCH_END.pack(epoch, state.step, self.prepared()))
+            note = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
+            notes = world.current().transport.all_gather(note)
         except RecoverableError:
             if self._job is None:
                 raise
@@ -178,6 +183,9 @@ class StepLoop:
                 f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
             )
         self.agree([each[2] for each in said])
+        self._watch.compare([each[3] for each in said], is_sample=True)
+        if state.digests.is_suspicious and not self._mend():
+            return False
         if self._records is not None:
             self._records.epoch_ended()
         state.boundary += 1
@@ -205,11 +213,28 @@ class StepLoop:
         state = self._state
         state.boundary += 1
         state.capture()
-        if self._checkpoints is not None:
-            self._checkpoints.at_boundary()
+        self._watch.at_boundary(self._checkpoints is not None and self._checkpoints.at_boundary())
         whereabouts.say_place(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
+
+    def _mend(self) -> bool:
+        """The states of the workers are not the same, as all of them know: compare everything, and make them so. False:
+        there was a regroup instead."""
+        self._is_busy = True
+        self._state.capture()
+        here = world.current()
+        try:
+            self._agree(here.transport, founding=False, compares_all=True)
+        except RecoverableError:
+            if self._job is None:
+                raise
+            self._regroup()
+            return False
+        if self._state.loader is not None:
+            self._state.loader.set_world(here.placement.rank, here.placement.size)
+        self._is_busy = False
+        return True
 
     def _regroup(self) -> None:
         """From a fault or an agreed change to the same state on all members of the next generation."""
@@ -225,7 +250,7 @@ class StepLoop:
         if state.loader is not None:
             state.loader.set_world(done.rank, done.size)
         if self._records is not None:
-            self._records.started()
+            self._records.started(done.report is not None and done.rank in done.report.behind)
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         if in_flight is not None and state.step == begun:
             report_first_step(self._job, done, 1, in_flight.ticket.global_samples)
@@ -234,10 +259,12 @@ class StepLoop:
         done.log(f"step {state.step}")
         self._is_busy = False
 
-    def _agree(self, transport: Transport, founding: bool) -> SyncReport:
+    def _agree(self, transport: Transport, founding: bool, compares_all: bool = False) -> SyncReport:
         if self._checkpoints is not None:
             self._checkpoints.before_sync(transport.rank, founding)
-        return synchronize(self._state, transport, founding)
+        report = synchronize(self._state, transport, founding, compares_all)
+        self._watch.synchronized(report)
+        return report
 
     # The job ends before it is finished ------------------------------------------------------------------
 
@@ -267,6 +294,15 @@ class StepLoop:
     def agree(self, prepared_by_rank: list[int]) -> None:
         if self._job is not None:
             self._job.agree(prepared_by_rank)
+
+    def digest(self) -> int:
+        return self._watch.digest
+
+    def has_saved(self) -> bool:
+        return self._watch.has_saved
+
+    def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
+        self._watch.heard(digests_by_rank, has_any_saved)
 
     def hears_of_updates(self) -> bool:
         return True
