@@ -127,7 +127,8 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
 
 class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
     """The states of the members were compared after `step` steps, and were not the same: see
-    state/divergence.py. `rank` is that of the worker which writes this."""
+    state/divergence.py. `rank` is that of the worker which writes this. Without `ranks` it was found that these tensors
+    are computed from each worker's own samples."""
 
     lineage: int
     generation: int

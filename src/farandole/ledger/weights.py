@@ -81,9 +81,12 @@ class WeightsStory:
         """Say which workers had other weights, and until when."""
         for (key, step), record in sorted(self._differed.items()):
             who = _listed([self._members.get((key, rank), f"rank {rank}") for rank in record.ranks])
-            others = record.objects - 1
-            more = f" and {others} more tensor{'s' if others > 1 else ''}" if others else ""
+            further = record.objects - 1
+            more = f" and {further} more tensor{'s' if further > 1 else ''}" if further else ""
             source = self._members.get((key, record.source), f"rank {record.source}")
+            if not record.ranks:
+                self.remarks.append(f"{record.name}{more} is computed from each worker's own samples, and not compared")
+                continue
             said = f"the workers found before step {step} that {record.name}{more} of {who} differed from {source}'s"
             # Buffers may be computed from each worker's own samples, as BatchNorm's statistics are.
             (self.problems if record.is_large else self.remarks).append(said)

@@ -15,7 +15,7 @@ class Divergence(msgspec.Struct, frozen=True):
     name      the first object that differs, as "model.0.weight"
     objects   how many differ
     ranks     those that differ from the source
-    source    the lowest rank of the majority, or of the highest progress where no majority is right
+    source    the rank that most are equal to, the lowest one where several are; only of those that are furthest
     is_large  parameters or optimizer state differ, not only buffers and tracked tensors
     """
 
@@ -33,14 +33,19 @@ class Divergence(msgspec.Struct, frozen=True):
         return f"at step {self.step} {self.name}{more} of {who} {said} differed from that of rank {self.source}"
 
 
-def majority(values: Mapping[int, object]) -> int:
-    """Return the lowest rank of those that have the value that most have; with ties, of the lowest rank's side.
+def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks: Collection[int]) -> int:
+    """Return the rank that has what most have, for most of the objects `names`; of several the lowest one.
 
     Args:
-        values: by rank, in any order.
+        table: digests by name, of each rank.
+        ranks: those that count.
     """
-    counts = Counter(values.values())
-    return min(values, key=lambda rank: (-counts[values[rank]], rank))
+    scores = dict.fromkeys(sorted(ranks), 0)
+    for name in names:
+        counts = Counter(table[rank].get(name) for rank in ranks)
+        for rank in scores:
+            scores[rank] += counts[table[rank].get(name)]
+    return max(scores, key=lambda rank: scores[rank])
 
 
 def differing(table: Sequence[Mapping[str, int]], ranks: Collection[int]) -> list[str]:

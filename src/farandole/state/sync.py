@@ -16,7 +16,7 @@ from farandole.errors import FatalError
 from farandole.membership import Progress
 from farandole.state import packing, streaming
 from farandole.state.digest import digest_of
-from farandole.state.divergence import Divergence, differing, majority
+from farandole.state.divergence import Divergence, choose_right, differing
 from farandole.state.named_tensors import tensors_in
 from farandole.state.state_digest import StateDigest
 
@@ -229,10 +229,10 @@ class _Findings:
     def _judge(self, tables: Tables, peers: Sequence[int], names: Sequence[str], is_large: bool) -> int:
         if not names:
             return self._source
-        values = {rank: tuple(tables[rank].get(name) for name in names) for rank in peers}
-        # Of those that are furthest: the others lack a part of the small state.
+        right = choose_right(tables, names, peers)
+        values = {rank: [tables[rank].get(name) for name in names] for rank in peers}
+        # The others lack a part of the small state.
         furthest = max(self._standings[rank].progress for rank in peers)
-        right = majority(values)
         same = [r for r in peers if values[r] == values[right] and self._standings[r].progress == furthest]
         self._source = min(same, default=self._source)
         ranks = tuple(rank for rank in peers if values[rank] != values[self._source])

@@ -75,6 +75,8 @@ class StateWatch:
         self.digest, self._is_asked, self._is_sample = 0, False, False
         self._judge_checkpoint(is_equal=report.divergence is None)
         if report.local:
+            if self._records is not None:
+                self._records.found_local(self._state.step, report.local)
             logger.warning(
                 "%s differs between workers again a step after it was made the same: it is computed from each worker's "
                 "own samples. It is treated as BatchNorm's statistics are, and not compared any more",
