@@ -41,7 +41,7 @@ class Ended:
 
 
 def test_what_differs_is_found_named_and_mended_and_the_ledger_says_so(tmp_path: Path) -> None:
-    job = Ended(tmp_path, "--changes", "21:1:ema", "30:0:weight", "39:2:buffer", "--epochs", "3")
+    job = Ended(tmp_path, "--changes", "21:1:ema", "41:0:weight", "61:2:buffer", "--epochs", "4")
     assert job.process.returncode == 0, job.output
     assert [each[1:] for each in job.found] == [
         ("ema.body.0.weight", ["w1"], "w0", False),

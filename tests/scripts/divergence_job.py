@@ -83,8 +83,9 @@ def main() -> None:
                 if state.step == options.kill_at and fd.rank() == 2 and fd.generation() == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 F.mse_loss(model(x), y).backward()
-                if optimizer.step():
-                    records.after_step(state)
+                if not optimizer.step():
+                    continue
+                records.after_step(state)
                 with torch.no_grad():
                     for mine, other in zip(state.ema.parameters(), net.parameters(), strict=True):
                         mine.lerp_(other, 0.01)
