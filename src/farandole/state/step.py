@@ -20,6 +20,7 @@ import torch
 
 from farandole import whereabouts
 from farandole.errors import StepError
+from farandole.state import recording
 from farandole.state.ticket import Batch
 
 
@@ -221,6 +222,7 @@ def undo_of(optimizer: object) -> Undoable | None:
 
 def stepped(optimizer: object) -> None:
     """The optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
+    recording.updated(optimizer)
     _step.stepped.add(id(optimizer))
     if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
         decided()
@@ -279,6 +281,7 @@ def _undo() -> None:
         while _step.undo:
             undo = _step.undo.popitem()[1]
             undo.put_back()
+            recording.undone()
             if _observer is not None:
                 _observer.trust(undo.parameters)
     _step.stepped.clear()

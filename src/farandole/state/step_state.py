@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -13,6 +13,7 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
+from farandole.state.named_tensors import named_tensors
 from farandole.state.object_state import State
 from farandole.state.optimizer_state import OptimizerState
 from farandole.state.packing import Packed, unpack
@@ -26,6 +27,7 @@ from farandole.state.parts import (
 )
 from farandole.state.refused_optimizers import refuse_for_loader
 from farandole.state.small_snapshot import SmallSnapshot
+from farandole.state.state_digest import StateDigest
 from farandole.state.ticket import Batch, Ticket
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
 from farandole.state.watched_tensors import WatchedTensors
@@ -83,14 +85,13 @@ class StepState(TorchState):
                 they were changed. Tensors, lists, dictionaries and sets are put back in place.
     rehearse    the first batch of a job is handed out twice: the first time its step is aborted on purpose, to find out
                 what the loop body changes before optimizer.step(), and whether it can be put back
+    on_divergence  what happens when workers are found to have different states: "mend", those that differ copy the
+                state of the majority (of the lowest rank where there is none); "fail", the job ends
 
     `state.step` is the number of decided steps. Raises ConfigError for values that cannot be pickled.
 
     Large state is parameters and optimizer tensors, small state all the rest (design: words).
     """
-
-    is_equal_by_rule = True
-    """A step is applied whole, from the same gradients, or not at all: replicas at the same step are equal."""
 
     def __init__(
         self,
@@ -99,8 +100,11 @@ class StepState(TorchState):
         loader: Loader | None = None,
         after_step: Iterable[Callable[[], object]] = (),
         rehearse: bool = True,
+        on_divergence: Literal["mend", "fail"] = "mend",
         **tracked: Any,
     ) -> None:
+        if on_divergence not in ("mend", "fail"):
+            raise ConfigError(f'TorchState: on_divergence must be "mend" or "fail", got {on_divergence!r}')
         if "commit_follows_step" in tracked:
             raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
         self._kinds: _Kinds | None = None
@@ -113,6 +117,9 @@ class StepState(TorchState):
         self.lineage = 1
         self.boundary = 0
         self.is_holder = False
+        self.on_divergence = on_divergence
+        # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
+        self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__))
         self.after_step = list(after_step)
         self._names = list(tracked)
         for name, value in tracked.items():
