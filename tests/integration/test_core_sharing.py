@@ -50,7 +50,7 @@ def alone(script: str) -> str:
 
 @pytest.mark.parametrize("fork_server", ["off", "on"])
 def test_workers_share_the_cores_and_it_is_said_once(script: str, fork_server: str) -> None:
-    done = farandole_run("-np", str(MANY), "--fork-server", fork_server, sys.executable, script)
+    done = farandole_run("-np", str(MANY), "--fork-server", fork_server, sys.executable, script, timeout_s=110.0)
     assert told(done) == ["['1', None, 1]"] * MANY
     assert done.stderr.count(SHARED) == 1
     assert f"{MANY} workers may share {CORES} cores: each computes with 1 thread" in done.stderr
@@ -64,7 +64,7 @@ def test_a_setting_of_the_users_is_left_alone(
     """Workers are as `python tell.py` is."""
     for name in names:
         monkeypatch.setenv(name, str(CORES))
-    done = farandole_run("-np", str(MANY), "--fork-server", fork_server, sys.executable, script)
+    done = farandole_run("-np", str(MANY), "--fork-server", fork_server, sys.executable, script, timeout_s=110.0)
     assert told(done) == [alone(script)] * MANY
     assert SHARED not in done.stderr
 
