@@ -17,3 +17,12 @@ class RepeatingRunLoop:
 
     def agree(self, prepared_by_rank: list[int]) -> None:
         pass
+
+    def digest(self) -> int:
+        return 0
+
+    def has_saved(self) -> bool:
+        return False
+
+    def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
+        pass

@@ -11,6 +11,7 @@ FarandoleError
     ├── NotInitialized     a call that needs init() came before it
     ├── GroupOutdated  a process group of an earlier generation was used
     ├── ShardLost          a part of a sharded state has no holder any more
+    ├── StateDiverged      workers at the same step had different states
     ├── StepError          the training loop broke a rule of the step
     ├── DataError          data set, loader or cursor do not fit together
     ├── AuthenticationError  the other side of a connection did not prove the job token
@@ -78,6 +79,10 @@ class GroupOutdated(FatalError):
 
 class ShardLost(FatalError):
     """A part of a sharded state was lost with the last worker that held it, and there is no checkpoint."""
+
+
+class StateDiverged(FatalError):
+    """Workers at the same step had different states, and TorchState(on_divergence="fail") ends the job then."""
 
 
 class CollectiveMismatch(FatalError, HorovodInternalError):

@@ -103,6 +103,23 @@ class FirstStep(Message, frozen=True):
     began_at: int = 0
 
 
+class StatesDiffered(Message, frozen=True):
+    """Members of generation `number` had different states after `step` steps. From rank 0, for the log only.
+
+    name, objects  the first parameter, buffer or other tensor that differed, and how many did
+    ranks, source  whose, and the rank whose state is everybody's now
+    is_fatal       the job ends instead
+    """
+
+    number: int
+    step: int
+    name: str
+    objects: int
+    ranks: tuple[int, ...]
+    source: int
+    is_fatal: bool
+
+
 class Failed(Message, frozen=True):
     """User code raised. `summary` is the exception's last line, `traceback` the whole text."""
 
@@ -151,6 +168,7 @@ WorkerMessage: TypeAlias = (
     | Probed
     | Connected
     | FirstStep
+    | StatesDiffered
     | Failed
     | Finished
     | Leaving

@@ -37,6 +37,8 @@ SAMPLES = [
     events.WorkersHung(7, ("w1",), 60.0),
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),
+    events.StatesDiverged(7, "model.0.weight", 3, ("w1",), "w0", False),
+    events.StatesDiverged(7, "ema.0", 1, ("w1", "w2"), "w0", True),
     events.StopAsked("SIGINT", 5.0),
     events.CoresShared(4, 2, 1),
     events.JobEnds(1, "No worker is left."),

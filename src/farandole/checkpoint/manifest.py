@@ -33,6 +33,7 @@ class Manifest(msgspec.Struct, frozen=True):
     workers     how many there were
     written_s   seconds since 1970, for people
     files       all files beside this one
+    digest      of all tensors, in the order in which they were written (state/digest.py)
     """
 
     format: int
@@ -46,6 +47,7 @@ class Manifest(msgspec.Struct, frozen=True):
     workers: int
     written_s: float
     files: dict[str, FileSum]
+    digest: str = ""
 
     @property
     def progress(self) -> Progress:

@@ -11,6 +11,7 @@ import torch
 from farandole.checkpoint.values import to_json
 from farandole.membership import Progress
 from farandole.state.background_copy import BackgroundCopy
+from farandole.state.deep_copy import tensors_in
 from farandole.state.packing import Packed, unpack
 
 
@@ -56,7 +57,7 @@ class Staging:
         """Right after state.capture(). The large state is copied from now on, and is through before an optimizer
         steps or `copies.finish()` returns. Raises what live() raises."""
         snapshot = live(state, progress)
-        large = {id(tensor) for tensor in _tensors(state.large())}
+        large = {id(tensor) for tensor in tensors_in(state.large())}
         targets, later = {}, []
         for name, source in snapshot.tensors.items():
             target = self._target(name, source)
@@ -74,8 +75,3 @@ class Staging:
         if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
             return kept
         return torch.empty(source.shape, dtype=source.dtype)
-
-
-def _tensors(large: Mapping[str, Any]) -> list[torch.Tensor]:
-    groups = [*large["parameters"].values(), *large["optimizer"].values()]
-    return [value for group in groups for value in group.values() if isinstance(value, torch.Tensor)]

@@ -14,6 +14,7 @@ from farandole.checkpoint.snapshot import Snapshot
 from farandole.clock import now_s, wall_time_s
 from farandole.errors import ConfigError, FarandoleError
 from farandole.membership import Progress
+from farandole.state.digest import digest_of
 
 Ask = Callable[[str, Progress], str]
 """ask(name, progress): whether the checkpoint may be published; "", or why not."""
@@ -109,6 +110,7 @@ class Writer:
         try:
             files = write_files(self._folder.store, name, snapshot.plain, snapshot.tensors, self._check)
             if refusal := self._ask(name, snapshot.progress):
+                self._check()
                 raise FarandoleError(f"it was not published: {refusal}")
             at = snapshot.progress
             manifest = Manifest(
@@ -123,6 +125,7 @@ class Writer:
                 workers=workers,
                 written_s=wall_time_s(),
                 files=files,
+                digest=f"{digest_of(snapshot.tensors.values()):016x}",
             )
             self._folder.publish(name, manifest)
         except BaseException:

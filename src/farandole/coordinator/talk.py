@@ -7,7 +7,7 @@ from dataclasses import replace
 from farandole.coordinator import finish, links, probes, publishing, recovery, regroup, slots, spares
 from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Worker
-from farandole.events import TransportChosen, UserCodeFailed, WorkerLeaves
+from farandole.events import StatesDiverged, TransportChosen, UserCodeFailed, WorkerLeaves
 from farandole.membership import Address
 from farandole.messages import (
     CheckpointEnded,
@@ -24,6 +24,7 @@ from farandole.messages import (
     Newcomer,
     Probed,
     Ready,
+    StatesDiffered,
     Synced,
     WorkerMessage,
 )
@@ -51,6 +52,8 @@ def worker_said(draft: Draft, worker: Worker, said: WorkerMessage) -> None:
                 draft.log(TransportChosen(number, way))
             case FirstStep():
                 recovery.first_step(draft, worker, said)
+            case StatesDiffered():
+                _differed(draft, said)
             case Failed():
                 _failed(draft, worker, said)
             case Finished():
@@ -105,6 +108,14 @@ def _synced(draft: Draft, worker: Worker, number: int) -> None:
     draft.change(was_synced=True)
     if all(member.synced == number for member in draft.job.survivors()):
         draft.change(links=replace(draft.job.links, retries=0))
+
+
+def _differed(draft: Draft, said: StatesDiffered) -> None:
+    generation = draft.job.generation
+    if generation is not None and generation.number == said.number:
+        workers = tuple(generation.members[rank] for rank in said.ranks)
+        source = generation.members[said.source]
+        draft.log(StatesDiverged(said.step, said.name, said.objects, workers, source, said.is_fatal))
 
 
 def _failed(draft: Draft, worker: Worker, said: Failed) -> None:

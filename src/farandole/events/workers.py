@@ -219,6 +219,26 @@ class CollectiveStalled(Event):
 
 
 @dataclass(frozen=True)
+class StatesDiverged(Event):
+    """These workers had another state than `source` after `step` steps. `name`: the first parameter, buffer or other
+    tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
+
+    step: int
+    name: str
+    objects: int
+    workers: tuple[str, ...]
+    source: str
+    is_fatal: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        more = f" and {count(self.objects - 1, 'more tensor')}" if self.objects > 1 else ""
+        who = ", ".join(self.workers)
+        done = "the job ends" if self.is_fatal else f"{who} copied the state of {self.source}"
+        return f"the states of workers differed at step {self.step}: {self.name}{more} of {who}; {done}"
+
+
+@dataclass(frozen=True)
 class StoppedWorkerKilled(Event):
     """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed for it."""
 

@@ -28,7 +28,9 @@ from farandole.ledger.records import (
     Record,
     Started,
     expand,
+    name_of,
 )
+from farandole.ledger.weights import WeightsStory
 
 Attempt = tuple[Generation, int]  # at a step
 
@@ -100,6 +102,7 @@ class _Story:
     """What became of the steps, from all but the samples.
 
     standing     by step, what was applied and is not void; void  attempts that are not
+    weights      what became of the weights of each worker
     is_doubtful  these steps do not follow each other: the start that made some of them void may be in a file that is
                  missing, the only one of its generation
     """
@@ -112,10 +115,12 @@ class _Story:
     ended: list[EpochEnded] = field(default_factory=list)
     begun: set[Attempt] = field(default_factory=set)
     standing: dict[int, Applied] = field(default_factory=dict)
+    weights: WeightsStory = field(default_factory=WeightsStory)
     is_doubtful: bool = False
 
     def hear(self, line: Line) -> None:
         record = line.record
+        self.weights.hear(line.file, record)
         if isinstance(record, Opened):
             self.workers.add(line.file.rpartition("-")[0])
             if record.status == HOLED:
@@ -126,9 +131,9 @@ class _Story:
             self.begun.add((record.key, record.step))
         elif isinstance(record, Applied):
             attempt = record.key, record.step
-            before = self.applied.setdefault(attempt, record)
-            if before != record:
-                self.problems.append(f"step {record.step}: workers of {_name(record.key)} recorded different ones")
+            agreed = msgspec.structs.replace(record, digest=0, updates=-1)
+            if self.applied.setdefault(attempt, agreed) != agreed:
+                self.problems.append(f"step {record.step}: workers of {name_of(record.key)} recorded different ones")
         elif isinstance(record, EpochEnded):
             self.ended.append(record)
 
@@ -136,16 +141,16 @@ class _Story:
         first = self.starts.setdefault(record.key, record)
         if first.nonce != record.nonce:
             raise ConfigError(
-                f"two jobs have written in this folder: there are two starts of {_name(record.key)}. Give each job "
+                f"two jobs have written in this folder: there are two starts of {name_of(record.key)}. Give each job "
                 f"a folder of its own, and check them one by one"
             )
         if first.samples != record.samples:
             raise ConfigError(
                 f"the data set has {first.samples} samples on one worker and {record.samples} on another one, "
-                f"in {_name(record.key)}"
+                f"in {name_of(record.key)}"
             )
         if (first.step, first.epoch, first.cursor) != (record.step, record.epoch, record.cursor):
-            self.problems.append(f"{_name(record.key)} starts at step {first.step} and at step {record.step}")
+            self.problems.append(f"{name_of(record.key)} starts at step {first.step} and at step {record.step}")
 
     def conclude(self) -> None:
         """Decide what stands, and whether the steps follow each other."""
@@ -164,6 +169,9 @@ class _Story:
         newest = max(self.starts.items())[1]
         if before is not None and newest.step > before.step + 1:
             self.problems.append(_nobody(before.step + 1, newest.step - 1))
+        self.weights.conclude()
+        self.problems += self.weights.problems
+        self.remarks += self.weights.remarks
 
     def _follow(self, before: Applied | None, record: Applied) -> None:
         if record.samples != record.stop - record.start:
@@ -355,11 +363,6 @@ class _Count:
             length = int(np.flatnonzero(counts).max(initial=-1)) + 1
             gaps += (stream + self._streams * np.flatnonzero(counts[:length] == 0)).tolist()
         return sorted(gaps)
-
-
-def _name(key: Generation) -> str:
-    lineage, number = key
-    return f"generation {number}" + (f" of lineage {lineage}" if lineage > 1 else "")
 
 
 def _nobody(first: int, last: int) -> str:

@@ -43,6 +43,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     cursor   samples of `epoch` that are trained already
     samples  positions of one epoch's order: of the data set, where each sample comes once; 0 where nobody knows
     order    name of the order, as the loader gives it
+    copied   this worker has copied parameters and optimizer state from another one; None where nobody says
     """
 
     lineage: int
@@ -55,6 +56,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     cursor: int
     samples: int
     order: str = ""
+    copied: bool | None = None
 
     @property
     def key(self) -> Generation:
@@ -100,7 +102,12 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     """This worker has applied a step. `samples` and `ids_hash` are sums over the shares of all ranks, as they
-    agreed on in the step's last reduction; the hash is hashing.ids_hash."""
+    agreed on in the step's last reduction; the hash is hashing.ids_hash.
+
+    digest   of a part of the state before the step, the same part on all ranks; 0 where nothing was hashed
+    updates  how often optimizers have moved this worker's weights since the last step that it has applied, and it
+             has not copied a state since; -1 where nobody counts
+    """
 
     lineage: int
     generation: int
@@ -110,6 +117,28 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     stop: int
     samples: int
     ids_hash: int
+    digest: int = 0
+    updates: int = -1
+
+    @property
+    def key(self) -> Generation:
+        return self.lineage, self.generation
+
+
+class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
+    """The states of the members were compared after `step` steps, and were not the same: see
+    state/divergence.py. `rank` is that of the worker which writes this. Without `ranks` it was found that these tensors
+    are computed from each worker's own samples."""
+
+    lineage: int
+    generation: int
+    step: int
+    rank: int
+    name: str
+    objects: int
+    ranks: tuple[int, ...]
+    source: int
+    is_large: bool
 
     @property
     def key(self) -> Generation:
@@ -204,7 +233,7 @@ class Missed(msgspec.Struct, frozen=True, array_like=True, tag="missed"):
     lines: int
 
 
-Record: TypeAlias = Opened | Started | Intent | Applied | EpochEnded | Entered | Trained | EpochLeft | Missed
+Record: TypeAlias = Opened | Started | Intent | Applied | Differed | EpochEnded | Entered | Trained | EpochLeft | Missed
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
@@ -222,6 +251,12 @@ def decode(line: bytes) -> Record | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return record
+
+
+def name_of(key: Generation) -> str:
+    """For people."""
+    lineage, number = key
+    return f"generation {number}" + (f" of lineage {lineage}" if lineage > 1 else "")
 
 
 def compact(ids: Sequence[int] | NDArray[np.int64]) -> Ids:

@@ -17,6 +17,7 @@ from farandole.collectives.named.process_sets import global_process_set
 from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.errors import StepError
 from farandole.optim.options import Options
+from farandole.optim.scaled_step import zeroing
 from farandole.optim.wrapping import WrappedOptimizer, counts_passes
 from farandole.state import boundary, step
 
@@ -36,6 +37,8 @@ class DeltaOptimizer(WrappedOptimizer):
     - After a failed collective the parameters are as before the step; the state of the user's class (momentum)
       has moved. A TorchState puts both back.
     """
+
+    farandole_attributes = WrappedOptimizer.farandole_attributes | {"_compression", "_has_warned"}
 
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         if options.process_set is not global_process_set:
@@ -79,7 +82,7 @@ class DeltaOptimizer(WrappedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Raises AssertionError between backward() and step()."""
         self._passes.refuse_zeroing()
-        super().zero_grad(set_to_none=set_to_none)
+        super().zero_grad(**zeroing(set_to_none))
 
     def _counted(self, closure: Callable[[], float]) -> Callable[[], float]:
         def counted() -> float:

@@ -19,8 +19,10 @@ from farandole.optim.advice import recommend_fused
 from farandole.optim.named_path import NamedPath
 from farandole.optim.native_path import NativePath
 from farandole.optim.options import Options, groups_of
+from farandole.optim.scaled_step import zeroing
 from farandole.optim.wrapping import OptimizerT, WrappedOptimizer, wrap
 from farandole.state import step
+from farandole.state.ticket import Batch
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -51,6 +53,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - `zero_grad()` does nothing while the micro-batches of a global batch are being accumulated.
     - Several backward passes before `step()` add up, as with DDP: each of them reduces. Not with micro-batches or
       loss="sum": there the second one raises StepError.
+    - `step(closure)` gives the closure's loss; methods that the optimizer's class adds, such as SAM's `first_step()`,
+      are part of the step, and one in which an optimizer inside steps decides it. Not with micro-batches: StepError.
     - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all. Each batch
       is trained with those that step in its body: a generator may step for every fifth batch only.
     - Of the arguments only `compression`, `loss` and `bucket_mb` may differ from their defaults; else the first batch
@@ -103,6 +107,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 class ReducingOptimizer(WrappedOptimizer):
     """Reduces gradients, then steps. Mixed in before the user's optimizer class."""
 
+    farandole_attributes = WrappedOptimizer.farandole_attributes | {"_native", "_named", "_reduces_in_step", "_loss"}
+
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         self._set_up(named_parameters, passes_per_step)
         self._native = NativePath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
@@ -145,6 +151,9 @@ class ReducingOptimizer(WrappedOptimizer):
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
     step.hooked = True  # type: ignore[attr-defined]
 
+    def _decide_within(self, batch: Batch) -> None:
+        self._native.decide_within(self, batch)
+
     def synchronize(self) -> None:
         """Reduce what is not reduced yet, and wait for it: then gradients may be changed."""
         batch = step.batch()
@@ -172,7 +181,7 @@ class ReducingOptimizer(WrappedOptimizer):
         else:
             self._passes.refuse_zeroing()
             self._named.forget()
-        super().zero_grad(set_to_none=set_to_none)
+        super().zero_grad(**zeroing(set_to_none))
 
     def abandon_step(self) -> None:
         """Drop what backward passes have left since the last step: gradients, and that there were passes.

@@ -11,7 +11,7 @@ import msgspec
 
 from farandole.errors import CollectiveMismatch
 
-_LAYOUT = struct.Struct("<8qQd")
+_LAYOUT = struct.Struct("<8qQdQq")
 SIZE = _LAYOUT.size
 
 
@@ -26,6 +26,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/t
     prepared    number of the planned generation it holds; 0 for none
     ids_hash    of the samples of its share, where a sample ledger is kept; else 0
     weight      what weighting.Weights.said() tells
+    digest      of a part of the state before the step (state/state_digest.py); 0 where nothing was hashed
+    saved       1 where this rank has begun a checkpoint before the step
     """
 
     generation: int
@@ -38,6 +40,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/t
     prepared: int
     ids_hash: int = 0
     weight: float = -1.0
+    digest: int = 0
+    saved: int = 0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -51,6 +55,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/t
             self.prepared,
             self.ids_hash,
             self.weight,
+            self.digest,
+            self.saved,
         )
 
     @classmethod

@@ -13,13 +13,13 @@ import torch
 from farandole.errors import RecoverableError, StepError
 from farandole.optim.options import Options
 from farandole.optim.own_gradients import OwnGradients
+from farandole.optim.own_methods import protect
 from farandole.optim.passes import Passes
-from farandole.optim.scaled_step import STEPPED_TWICE, refuse_closure
+from farandole.optim.scaled_step import STEPPED_TWICE, call_dropped, refuse_closure
 from farandole.optim.step_reduction import StepReduction
 from farandole.optim.weighting import Weights
 from farandole.state import boundary, step
 from farandole.state.ticket import Batch
-from farandole.state.undo import Undo
 
 
 class NativePath:
@@ -196,33 +196,67 @@ class NativePath:
         batch: Batch,
         apply: Callable[..., Any],
         closure: Callable[[], float] | None,
-    ) -> bool:
-        """Apply the reduced gradients by `apply`. True: applied by all. False: not applied."""
-        refuse_closure(closure)
-        if not step.is_tracked(optimizer):
-            raise StepError(
-                "optimizer.step() of an optimizer that no TorchState has, while a batch of a DataLoader of Farandole "
-                "is out, whose step is decided by others: give it to the state, TorchState(..., NAME=optimizer), or "
-                "step it when no batch is out"
-            )
+    ) -> Any:
+        """Apply the reduced gradients by `apply`. True: applied by all. False: not applied. With a closure its loss."""
+        self._refuse_untracked(optimizer)
         self._notice(batch)
+        if closure is not None:
+            return self._step_with(closure, optimizer, batch, apply)
         if not batch.is_last:
             self._weights.note(batch)
             self._has_passed, self._is_closed = False, True
             return False
         self.reduce_rest(batch)
-        step.applying()
+        step.applying(optimizer)
         if step.state() == "aborted":
             return False
         if self._has_stepped:
             raise StepError(STEPPED_TWICE)
         self._refuse_unplanned()
         if step.awaits_others(optimizer):
-            step.undo_by(Undo(optimizer))
+            protect(optimizer)
         self._has_stepped = True
         apply(gradients=self._reduction.gradients.tensors())
         step.stepped(optimizer)
         return True
+
+    def _step_with(
+        self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer, batch: Batch, apply: Callable[..., Any]
+    ) -> Any:
+        """The optimizer runs backward passes itself, each of which reduces; it may change parameters between them."""
+        refuse_closure(batch)
+        if step.state() == "aborted":
+            return call_dropped(closure)
+        self._refuse_unplanned()
+        step.applying(optimizer)
+        protect(optimizer)
+        loss = apply(closure)
+        if step.state() != "aborted":
+            self.decide_within(optimizer, batch)
+        return loss
+
+    def decide_within(self, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+        """It has applied the reduced gradients by itself: in step(closure), or in a method of its own."""
+        self._refuse_untracked(optimizer)
+        self._notice(batch)
+        if self._has_stepped:
+            raise StepError(STEPPED_TWICE)
+        if step.state() != "reduced":
+            raise StepError(
+                f"{type(optimizer).__name__} has stepped without the gradients of the global batch: each loop body "
+                f"needs a backward pass between zero_grad() and the step"
+            )
+        self._refuse_unplanned()
+        self._has_stepped = True
+        step.stepped(optimizer)
+
+    def _refuse_untracked(self, optimizer: torch.optim.Optimizer) -> None:
+        if not step.is_tracked(optimizer):
+            raise StepError(
+                "optimizer.step() of an optimizer that no TorchState has, while a batch of a DataLoader of Farandole "
+                "is out, whose step is decided by others: give it to the state, TorchState(..., NAME=optimizer), or "
+                "step it when no batch is out"
+            )
 
     def _refuse_unplanned(self) -> None:
         """A parameter whose gradients nobody reduces would be trained on local ones: workers would drift apart."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from farandole.errors import StepError
+from farandole.errors import ConfigError, StepError
+from farandole.state.ticket import Batch
 
 
 class ScaledStep(torch.optim.Optimizer):
@@ -48,10 +51,41 @@ class ScaledStep(torch.optim.Optimizer):
 STEPPED_TWICE = "optimizer.step() twice for one batch of the loader; call it once in each loop body"
 
 
-def refuse_closure(closure: object | None) -> None:
-    """With a loader of Farandole. Raises StepError."""
-    if closure is not None:
+def refuse_closure(batch: Batch) -> None:
+    """Raise StepError for step(closure) where the backward passes of the closure would not be the whole step."""
+    if batch.ticket.micro_batches > 1 or batch.is_padding:
         raise StepError(
-            "step(closure) would run several backward passes in one step, which would be reduced separately; call "
-            "backward() first and step() without a closure"
+            "step(closure) with micro-batches of a DataLoader of Farandole: the closure's backward pass would be one "
+            "of several. Call backward() first and step() without a closure, or leave micro_batch_size out"
         )
+
+
+def zeroing(set_to_none: bool) -> dict[str, bool]:
+    """Arguments for zero_grad() of the user's class, which may take none."""
+    return {} if set_to_none else {"set_to_none": False}
+
+
+def call_dropped(closure: Callable[[], Any]) -> Any:
+    """The closure of an aborted step: its loss may be asked for, its gradients do not count."""
+    with torch.enable_grad():
+        return closure()
+
+
+def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler that was made before has put the step of the user's class on the object, to see that it is called:
+    put that of the class as it is now there. Raises ConfigError for a step() that is somebody else's."""
+    patched = optimizer.__dict__["step"]
+    if not getattr(patched, "_wrapped_by_lr_sched", False):
+        raise ConfigError(
+            f"step() of this {type(optimizer).__name__} was replaced on the object; make a class of your own of it, so "
+            f"that it can be called only when the step is applied"
+        )
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(patched)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        each: Any = reference()
+        each._opt_called = True
+        return type(each).step(each, *args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]

@@ -25,6 +25,8 @@ def header_of(batch: Batch, plan: int, weight_said: float) -> StepHeader:
         prepared=boundary.prepared(),
         weight=weight_said,
         ids_hash=recording.intend(batch),
+        digest=boundary.digest(),
+        saved=int(boundary.has_saved()),
     )
 
 
@@ -36,6 +38,7 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     weight = total([header.weight for header in said])
     recording.agree(sum(header.samples for header in said), ids_hash(said))
     boundary.agree([header.prepared for header in said])
+    boundary.compare([header.digest for header in said], any(header.saved for header in said))
     return batch.ticket.global_samples / weight if weight else 1.0  # with 0, nothing was added up
 
 

@@ -12,9 +12,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from farandole.collectives import world
 from farandole.errors import StepError
 from farandole.optim.options import check_passes, names_of
+from farandole.optim.own_methods import OwnMethods, overriding_methods
 from farandole.optim.passes import Passes
-from farandole.optim.scaled_step import ScaledStep
+from farandole.optim.scaled_step import as_schedulers_patch_it
 from farandole.state import boundary
+from farandole.state.optimizer_state import load_state_dict_in_place, with_inner
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -24,15 +26,21 @@ the newest counts, and one that is stepped all the same reduces in step()."""
 
 
 def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
-    """An instance of a class made of `mixin` and the user's, sharing state, defaults and groups by identity."""
+    """An instance of a class made of `mixin` and the user's. It shares all attributes with the optimizer that was
+    given: functions that its class has made of `self` see the same ones."""
     if isinstance(optimizer, WrappedOptimizer):
         raise StepError("this optimizer is a DistributedOptimizer already; wrap it once")
+    if any(isinstance(each, WrappedOptimizer) for each in with_inner("optimizer", optimizer).values()):
+        raise StepError(
+            f"there is a DistributedOptimizer inside of this {type(optimizer).__name__}: wrap the outermost one only"
+        )
     world.current()  # NotInitialized here is clearer than in the first backward pass
     base = optimizer.__class__
-    wrapped_class = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    wrapped_class = type(base.__name__, (mixin, base), {"__module__": base.__module__, **overriding_methods(base)})
     wrapped: OptimizerT = object.__new__(wrapped_class)
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # a scheduler made before patched the step of the original into it
+    wrapped.__dict__ = optimizer.__dict__
+    if "step" in wrapped.__dict__:
+        as_schedulers_patch_it(wrapped)
     return wrapped
 
 
@@ -42,12 +50,14 @@ def counts_passes() -> bool:
     return here.placement.size > 1 or (boundary.is_elastic() and here.id.number > 0)
 
 
-class WrappedOptimizer(ScaledStep):
+class WrappedOptimizer(OwnMethods):
     """Mixed in before the user's optimizer class."""
+
+    farandole_attributes = OwnMethods.farandole_attributes | {"_passes", "_parameter_names"}
 
     def _set_up(self, named_parameters: Iterable[Any] | None, passes_per_step: int) -> None:
         # Fused optimizers unscale and skip by themselves; they say so on the instance or on their class.
-        self._base_scales = self.__dict__.pop("_step_supports_amp_scaling", False)
+        self._base_scales = bool(self.__dict__.pop("_step_supports_amp_scaling", self.__dict__.get("_base_scales")))
         self._passes = Passes(check_passes(passes_per_step))
         self._parameter_names = names_of(self.param_groups, named_parameters)
         self._hook_parameters()
@@ -90,15 +100,7 @@ class WrappedOptimizer(ScaledStep):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; backward passes are counted from zero again."""
         self._passes.forget()
-        groups, state = self.param_groups, self.state
-        super().load_state_dict(state_dict)
-        # torch makes new ones, but the optimizer that was wrapped has these: a scheduler of it would change nothing.
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        state.clear()
-        state.update(self.state)
-        self.param_groups, self.state = groups, state
+        load_state_dict_in_place(self, super().load_state_dict, state_dict)
 
 
 def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

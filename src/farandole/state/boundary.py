@@ -26,6 +26,18 @@ class RunLoop(Protocol):
         """Take note of what every rank holds: a planned change is agreed when all hold the same."""
         ...
 
+    def digest(self) -> int:
+        """What was hashed of the state at the last boundary; 0 for nothing."""
+        ...
+
+    def has_saved(self) -> bool:
+        """Whether this rank has begun a checkpoint at the last boundary."""
+        ...
+
+    def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
+        """Take note of what every rank has hashed: where they differ, states do; and of a checkpoint."""
+        ...
+
     def hears_of_updates(self) -> bool:
         """Whether it answers `agreed_update`; else nobody but the state itself can know of host events."""
         ...
@@ -70,6 +82,22 @@ def agree(prepared_by_rank: list[int]) -> None:
     """From the headers of all ranks, in order of rank."""
     if _run_loop is not None:
         _run_loop.agree(prepared_by_rank)
+
+
+def digest() -> int:
+    """For the step header; 0 outside an elastic function."""
+    return _run_loop.digest() if _run_loop is not None else 0
+
+
+def has_saved() -> bool:
+    """For the step header; False outside an elastic function."""
+    return _run_loop is not None and _run_loop.has_saved()
+
+
+def compare(digests_by_rank: list[int], has_any_saved: bool) -> None:
+    """From the headers of all ranks, in order of rank."""
+    if _run_loop is not None:
+        _run_loop.compare(digests_by_rank, has_any_saved)
 
 
 def hears_of_updates() -> bool:

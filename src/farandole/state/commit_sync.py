@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +18,9 @@ from farandole.state.handlers import (
     StatefulHandler,
     StateHandler,
 )
+from farandole.state.optimizer_state import OptimizerState
 from farandole.state.packing import Packed
-from farandole.state.parts import load_optimizer_entry, pack_small, refuse_other_model
+from farandole.state.parts import pack_small, refuse_other_model
 from farandole.state.sync import SyncReport, synchronize
 from farandole.state.torch_state import TorchState
 
@@ -52,7 +53,7 @@ class CommittedState:
     Large state is what an optimizer can move: parameters and the optimizers' tensors. Small state is the rest.
     """
 
-    is_equal_by_rule = False
+    digests = None
     """What a script does between two commits is its own business."""
 
     def __init__(self, state: TorchState) -> None:
@@ -112,9 +113,8 @@ class CommittedState:
         state = self.state
         for name, handler in self._of(ModelStateHandler).items():
             handler.value.load_state_dict(small["buffers"][name], strict=False)
-        for name, optimizer in self._of(OptimizerStateHandler).items():
-            for group, options in zip(optimizer.value.param_groups, small["groups"][name], strict=True):
-                group.update(options)
+        for each in self._optimizers():
+            each.load_options(small["groups"])
         for name, stateful in self._stateful().items():
             stateful.value.load_state_dict(small["stateful"][name])
         for name, value in small["values"].items():
@@ -125,7 +125,7 @@ class CommittedState:
         return {
             "commits": self.state._commits,
             "buffers": {name: _others(handler.value) for name, handler in self._of(ModelStateHandler).items()},
-            "groups": {name: _options(handler.value) for name, handler in self._of(OptimizerStateHandler).items()},
+            "groups": {name: groups for each in self._optimizers() for name, groups in each.options().items()},
             "stateful": {name: handler.value.state_dict() for name, handler in self._stateful().items()},
             "values": self.state._values(),
         }
@@ -136,12 +136,8 @@ class CommittedState:
     # Large state -----------------------------------------------------------------------------------------
 
     def large(self) -> dict[str, Any]:
-        optimizers = {
-            key: dict(optimizer.state[parameter])
-            for key, optimizer, parameter in self._optimized()
-            if parameter in optimizer.state
-        }
-        return {"parameters": self._parameters(), "optimizer": optimizers}
+        entries = {name: entry for each in self._optimizers() for name, entry in each.entries().items()}
+        return {"parameters": self._parameters(), "optimizer": entries}
 
     def load_large(self, large: Mapping[str, Any]) -> None:
         ours = self._parameters()
@@ -151,17 +147,14 @@ class CommittedState:
             for name, parameters in ours.items():
                 for key, parameter in parameters.items():
                     parameter.copy_(large["parameters"][name][key])
-            for key, optimizer, parameter in self._optimized():
-                load_optimizer_entry(optimizer, parameter, large["optimizer"].get(key))
+        for each in self._optimizers():
+            each.load(large["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         return {name: _parameters(handler.value) for name, handler in self._of(ModelStateHandler).items()}
 
-    def _optimized(self) -> Iterator[tuple[str, torch.optim.Optimizer, torch.Tensor]]:
-        for name, handler in self._of(OptimizerStateHandler).items():
-            parameters = (p for group in handler.value.param_groups for p in group["params"])
-            for place, parameter in enumerate(parameters):
-                yield f"{name}.{place}", handler.value, parameter
+    def _optimizers(self) -> list[OptimizerState]:
+        return [OptimizerState(name, handler.value) for name, handler in self._of(OptimizerStateHandler).items()]
 
     def _of(self, kind: type[HandlerT]) -> dict[str, HandlerT]:
         return {name: each for name, each in self.state._handlers.items() if isinstance(each, kind)}
@@ -175,7 +168,3 @@ def _others(module: torch.nn.Module) -> dict[str, Any]:
     """Of the state_dict() all but the parameters: buffers, and what modules add to it."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {key: value for key, value in module.state_dict().items() if key not in parameters}
-
-
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -20,6 +20,7 @@ from farandole.collectives.named.objects import (
 )
 from farandole.state.background_copy import finish_all, finish_all_to_restore, finish_before_loading
 from farandole.state.deep_copy import Snapshot, TensorPair, tensors_in
+from farandole.state.optimizer_state import Entries, OptimizerState, Options, is_torchs_own, load_state_dict_in_place
 from farandole.state.parts import is_stateful
 
 
@@ -103,20 +104,49 @@ class ModelStateHandler(SnapshotHandler):
 
 
 class OptimizerStateHandler(SnapshotHandler):
-    """A torch.optim.Optimizer: its state and the options of its groups."""
+    """A torch.optim.Optimizer: its state_dict() if the class is torch's, else its whole state (optimizer_state.py), and
+    the state_dict() of a class that has one of its own. Tensors that are in both are copied once."""
 
     is_on_host = True
 
     def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
-        state = self.value.state_dict()
+        state, (entries, options) = self._state_dict(), self._whole()
         # Not what is in the groups: a scheduler changes a learning rate that is a tensor, outside of step().
-        others = {id(tensor) for tensor in tensors_in([each for key, each in state.items() if key != "state"])}
-        return self._snapshot.take(state, (lambda tensor: id(tensor) not in others) if optimized else None)
+        now = [options, *(each for key, each in state.items() if key != "state")]
+        others = {id(tensor) for tensor in tensors_in(now)}
+        saved = {"state_dict": state, "entries": entries, "options": options}
+        return self._snapshot.take(saved, (lambda tensor: id(tensor) not in others) if optimized else None)
+
+    def restore(self) -> None:
+        finish_all_to_restore()
+        saved = self._snapshot.copy()
+        if saved["state_dict"]:
+            load_state_dict_in_place(self.value, self.value.load_state_dict, saved["state_dict"])
+        self._load_whole(saved["entries"], saved["options"])
 
     def sync(self) -> None:
         finish_all()
         broadcast_optimizer_state(self.value, 0)
+        if not is_torchs_own(self.value):
+            self._load_whole(*broadcast_object(self._whole(), 0))
         self.save()
+
+    def _state_dict(self) -> dict[str, Any]:
+        if is_torchs_own(self.value) or type(self.value).state_dict is not torch.optim.Optimizer.state_dict:
+            return dict(self.value.state_dict())
+        return {}  # where a class does not call its base's __init__(), that method does not work
+
+    def _whole(self) -> tuple[Entries, Options]:
+        if is_torchs_own(self.value):
+            return {}, {}
+        whole = OptimizerState("optimizer", self.value)
+        return whole.entries(), whole.options()
+
+    def _load_whole(self, entries: Entries, options: Options) -> None:
+        if not is_torchs_own(self.value):
+            whole = OptimizerState("optimizer", self.value)
+            whole.load(entries)
+            whole.load_options(options)
 
 
 @runtime_checkable

@@ -96,36 +96,6 @@ def refuse_other_model(
             )
 
 
-def load_optimizer_entry(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry: Mapping[str, Any] | None
-) -> None:
-    """One parameter's optimizer state: in place where the same tensor exists already, else taken as it is."""
-    if entry is None:
-        optimizer.state.pop(parameter, None)
-        return
-    live = optimizer.state[parameter]
-    for key in set(live) - set(entry):
-        del live[key]
-    for key, value in entry.items():
-        old = live.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and old.shape == value.shape:
-            old.copy_(value)
-        else:
-            live[key] = _beside(optimizer, parameter, key, value)
-
-
-def _beside(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> Any:
-    """Where torch has it after load_state_dict(): on the parameter's device, but for a step counter, which stays on the
-    CPU unless a kernel reads it."""
-    if not isinstance(value, torch.Tensor) or value.device == parameter.device:
-        return value
-    if key == "step":
-        group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
-        if not (group.get("capturable") or group.get("fused")):
-            return value
-    return value.to(parameter.device)
-
-
 def _refuse_unpicklable(name: str, value: object, error: Exception) -> None:
     try:
         pack(value)

@@ -21,6 +21,8 @@ class Recorder(Protocol):
     def intend(self, batch: Batch) -> int: ...
     def agree(self, samples: int, ids_hash: int) -> None: ...
     def apply(self, batch: Batch) -> None: ...
+    def updated(self, optimizer: object) -> None: ...
+    def undone(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,18 @@ def apply(batch: Batch) -> None:
     """The step is decided on this rank; its number and the loader's cursor have not moved yet."""
     if _recorder is not None:
         _recorder.apply(batch)
+
+
+def updated(optimizer: object) -> None:
+    """The optimizer has moved its parameters."""
+    if _recorder is not None:
+        _recorder.updated(optimizer)
+
+
+def undone() -> None:
+    """The last updated() was taken back."""
+    if _recorder is not None:
+        _recorder.undone()
 
 
 # Under the commit rule ---------------------------------------------------------------------------------------

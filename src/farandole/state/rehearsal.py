@@ -61,7 +61,7 @@ class Rehearsal:
     def _changed(self) -> set[str]:
         """Also what was written with the bytes that it had: the next loop body may write others."""
         others = {name for name, live in self._watched.items() if not _are_equal(live, self._copies[name])}
-        return others | set(self._watched.changed(self._mark))
+        return others | (set(self._watched.changed(self._mark)) - self._watched.trusted)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

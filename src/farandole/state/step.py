@@ -20,6 +20,7 @@ import torch
 
 from farandole import whereabouts
 from farandole.errors import StepError
+from farandole.state import recording
 from farandole.state.ticket import Batch
 
 
@@ -29,6 +30,19 @@ class Phase(str, enum.Enum):
     REDUCED = "reduced"  # every gradient of the global batch is here
     ABORTED = "aborted"  # a fault came first: the same global batch will be handed out again
     DECIDED = "decided"  # the optimizer step is applied (or skipped by all, as GradScaler does on inf)
+
+
+class Undoable(Protocol):
+    """A copy of what an optimizer can change (undo.py)."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The parameters that it puts back."""
+        ...
+
+    def put_back(self) -> None:
+        """Return to it."""
+        ...
 
 
 class Participant(Protocol):
@@ -41,17 +55,6 @@ class Participant(Protocol):
     def end_flight(self, reason: str) -> None:
         """The step ends: nothing may be on its way to other ranks any more."""
         ...
-
-
-class Undoing(Protocol):
-    """How to take back the step of one optimizer (state/undo.py)."""
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """The parameters that it puts back."""
-        ...
-
-    def put_back(self) -> None: ...
 
 
 class Observer(Protocol):
@@ -77,7 +80,7 @@ class _OpenStep:
     on_decided: Callable[[Batch | None], None] | None = None
     tracked: frozenset[int] = frozenset()
     stepped: set[int] = field(default_factory=set)
-    undo: list[Undoing] = field(default_factory=list)
+    undo: dict[int, Undoable] = field(default_factory=dict)  # by id of the optimizer
     participants: list[Participant] = field(default_factory=list)
     weight: float | None = None
     is_weighed: bool = False
@@ -153,13 +156,18 @@ def reduced() -> None:
 
 
 def aborted() -> None:
-    """The step in flight will not be applied; its gradients are dropped. Optimizers that have stepped already go
-    back to where they were."""
+    """The step in flight will not be applied; its gradients are dropped. The loop body goes on to its end: what
+    optimizers have changed, and change until then, is taken back by take_back()."""
     _end_flights("its step was aborted")
-    _undo()
     if _step.phase is not Phase.ABORTED and _observer is not None:
         _observer.aborted()
     _step.phase = Phase.ABORTED
+
+
+def take_back() -> None:
+    """The loop body of an undecided step is over, or left: optimizers go back to where they were before it."""
+    aborted()
+    _undo()
 
 
 # Several optimizers ------------------------------------------------------------------------------------------
@@ -196,19 +204,25 @@ def awaits_others(optimizer: object) -> bool:
     return bool(_step.tracked - _step.stepped - {id(optimizer)}) and id(optimizer) in _step.tracked
 
 
-def applying() -> None:
-    """Called before an optimizer applies its gradients, or does not because the step is aborted."""
-    if _observer is not None and not _step.stepped:
+def applying(optimizer: object) -> None:
+    """Called before an optimizer changes anything, or would if the step was not aborted."""
+    if _observer is not None and not _step.stepped and id(optimizer) not in _step.undo:
         _observer.before_applying()
 
 
-def undo_by(undo: Undoing) -> None:
-    """Called before an optimizer steps: how to take that back, should the step not be decided."""
-    _step.undo.append(undo)
+def undo_by(optimizer: object, undo: Undoable) -> None:
+    """Called before an optimizer changes anything: how to take that back, should the step not be decided."""
+    _step.undo[id(optimizer)] = undo
+
+
+def undo_of(optimizer: object) -> Undoable | None:
+    """What undo_by() was told for it in the step that is open."""
+    return _step.undo.get(id(optimizer))
 
 
 def stepped(optimizer: object) -> None:
     """The optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
+    recording.updated(optimizer)
     _step.stepped.add(id(optimizer))
     if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
         decided()
@@ -265,8 +279,9 @@ def _end_flights(reason: str) -> None:
 def _undo() -> None:
     if _step.phase not in _NOT_UNDONE:
         while _step.undo:
-            undo = _step.undo.pop()
+            undo = _step.undo.popitem()[1]
             undo.put_back()
+            recording.undone()
             if _observer is not None:
                 _observer.trust(undo.parameters)
     _step.stepped.clear()

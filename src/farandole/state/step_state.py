@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -13,18 +13,21 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
+from farandole.state.named_tensors import named_tensors
 from farandole.state.object_state import State
+from farandole.state.optimizer_state import OptimizerState
 from farandole.state.packing import Packed, unpack
 from farandole.state.parts import (
     is_same,
     is_stateful,
-    load_optimizer_entry,
     load_stateful,
     load_value,
     pack_small,
     refuse_other_model,
 )
+from farandole.state.refused_optimizers import refuse_for_loader
 from farandole.state.small_snapshot import SmallSnapshot
+from farandole.state.state_digest import StateDigest
 from farandole.state.ticket import Batch, Ticket
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
 from farandole.state.watched_tensors import WatchedTensors
@@ -56,6 +59,7 @@ class _Kinds:
     modules: dict[str, torch.nn.Module]
     extra: dict[str, ExtraState]
     optimizers: dict[str, torch.optim.Optimizer]
+    states: list[OptimizerState]  # of the optimizers
     stateful: dict[str, Any]
     scalers: list[torch.amp.GradScaler]
     values: list[str]
@@ -81,14 +85,13 @@ class StepState(TorchState):
                 they were changed. Tensors, lists, dictionaries and sets are put back in place.
     rehearse    the first batch of a job is handed out twice: the first time its step is aborted on purpose, to find out
                 what the loop body changes before optimizer.step(), and whether it can be put back
+    on_divergence  what happens when workers are found to have different states: "mend", those that differ copy the
+                state of the majority (of the lowest rank where there is none); "fail", the job ends
 
     `state.step` is the number of decided steps. Raises ConfigError for values that cannot be pickled.
 
     Large state is parameters and optimizer tensors, small state all the rest (design: words).
     """
-
-    is_equal_by_rule = True
-    """A step is applied whole, from the same gradients, or not at all: replicas at the same step are equal."""
 
     def __init__(
         self,
@@ -97,8 +100,11 @@ class StepState(TorchState):
         loader: Loader | None = None,
         after_step: Iterable[Callable[[], object]] = (),
         rehearse: bool = True,
+        on_divergence: Literal["mend", "fail"] = "mend",
         **tracked: Any,
     ) -> None:
+        if on_divergence not in ("mend", "fail"):
+            raise ConfigError(f'TorchState: on_divergence must be "mend" or "fail", got {on_divergence!r}')
         if "commit_follows_step" in tracked:
             raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
         self._kinds: _Kinds | None = None
@@ -111,6 +117,9 @@ class StepState(TorchState):
         self.lineage = 1
         self.boundary = 0
         self.is_holder = False
+        self.on_divergence = on_divergence
+        # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
+        self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__))
         self.after_step = list(after_step)
         self._names = list(tracked)
         for name, value in tracked.items():
@@ -119,6 +128,8 @@ class StepState(TorchState):
             setattr(self, name, value)
         self.rehearses = rehearse
         self.on_step: Callable[[], None] | None = None  # in a rehearsal: what looks at the state when a step is called
+        for optimizer in self.optimizers():
+            refuse_for_loader(optimizer)
         self._snapshot = SmallSnapshot()
         self._watched = WatchedTensors()
         self._is_tracking = False  # the watched tensors are those of the values as they are now
@@ -265,9 +276,8 @@ class StepState(TorchState):
             for key, buffer in buffers_of(module).items():
                 buffer.detach().copy_(small["buffers"][name][key])
             load_extra_state(module, small["extra"].get(name, {}))
-        for name, optimizer in self._optimizers_by_name().items():
-            for group, saved in zip(optimizer.param_groups, small["groups"][name], strict=True):
-                group.update(saved)
+        for each in (self._kinds or self._sort()).states:
+            each.load_options(small["groups"])
         for name, saved in small["stateful"].items():
             load_stateful(getattr(self, name), saved)
         for name, value in small["values"].items():
@@ -289,7 +299,7 @@ class StepState(TorchState):
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
             "extra": {name: extra_state_of(modules) for name, modules in kinds.extra.items()},
-            "groups": {name: list(map(_options, each.param_groups)) for name, each in kinds.optimizers.items()},
+            "groups": {name: groups for each in kinds.states for name, groups in each.options().items()},
             "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
             "values": {name: getattr(self, name) for name in kinds.values},
         }
@@ -297,21 +307,16 @@ class StepState(TorchState):
     def _track(self) -> None:
         groups = self._parameters().items()
         named = {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
-        ids = {id(parameter) for _, _, parameter in self._optimized()}
+        ids = {id(parameter) for each in self._sort().states for parameter in each.parameters}
         self._watched.track(named, {name for name, each in named.items() if id(each) in ids})
         self._is_tracking = True
 
     # Large state -----------------------------------------------------------------------------------------
 
     def large(self) -> dict[str, Any]:
-        """Parameters by module and name, and the optimizers' state by name and parameter index, as
-        "optimizer.0"; live, not copied."""
-        state = {
-            key: dict(optimizer.state[parameter])
-            for key, optimizer, parameter in self._optimized()
-            if parameter in optimizer.state
-        }
-        return {"parameters": self._parameters(), "optimizer": state}
+        """Parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
+        entries = {name: entry for each in self._sort().states for name, entry in each.entries().items()}
+        return {"parameters": self._parameters(), "optimizer": entries}
 
     def load_large(self, large: Mapping[str, Any]) -> None:
         """Take over parameters and optimizer tensors that came from another worker. Raises ConfigError, with
@@ -322,8 +327,8 @@ class StepState(TorchState):
             for name, parameters in ours.items():
                 for key, parameter in parameters.items():
                     parameter.copy_(large["parameters"][name][key])
-            for key, optimizer, parameter in self._optimized():
-                load_optimizer_entry(optimizer, parameter, large["optimizer"].get(key))
+        for each in self._sort().states:
+            each.load(large["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         """By module and name; those that the optimizer moves and no module has, by their place in it."""
@@ -331,16 +336,13 @@ class StepState(TorchState):
             name: dict(module.named_parameters()) for name, module in self._modules().items()
         }
         known = {id(parameter) for group in named.values() for parameter in group.values()}
-        loose = {key: parameter for key, _, parameter in self._optimized() if id(parameter) not in known}
+        loose = {
+            f"{each.name}.{index}": parameter
+            for each in (self._kinds or self._sort()).states
+            for index, parameter in enumerate(each.parameters)
+            if id(parameter) not in known
+        }
         return {**named, "": loose}
-
-    def _optimized(self) -> list[tuple[str, torch.optim.Optimizer, torch.Tensor]]:
-        """A name for each parameter of an optimizer, alike on all ranks; the optimizer; the parameter."""
-        return [
-            (f"{name}.{index}", optimizer, parameter)
-            for name, optimizer in self._optimizers_by_name().items()
-            for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
-        ]
 
     # What is what ----------------------------------------------------------------------------------------
 
@@ -359,12 +361,13 @@ class StepState(TorchState):
         }
         modules = {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}
         optimizers = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
+        states = [OptimizerState(name, each) for name, each in optimizers.items()]
         others = [name for name in self._names if name not in modules and name not in optimizers]
         stateful = {name: named[name] for name in others if is_stateful(named[name])}
         extra = {name: found for name, module in modules.items() if (found := modules_with_extra_state(module))}
         scalers = [each for each in stateful.values() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
         values = [name for name in others if name not in stateful]
-        self._kinds = _Kinds(modules, extra, optimizers, stateful, scalers, values)
+        self._kinds = _Kinds(modules, extra, optimizers, states, stateful, scalers, values)
         return self._kinds
 
     def _optimizers_by_name(self) -> dict[str, torch.optim.Optimizer]:
@@ -372,10 +375,3 @@ class StepState(TorchState):
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return (self._kinds or self._sort()).modules
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    options = dict(group)
-    del options["params"]
-    return options

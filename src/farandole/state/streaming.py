@@ -1,8 +1,7 @@
-"""Move a list of tensors through a transport in pieces of a fixed size, and tell two lists apart by a digest."""
+"""Move a list of tensors through a transport in pieces of a fixed size."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -31,23 +30,6 @@ def broadcast_all(transport: Transport, tensors: Sequence[torch.Tensor] | None, 
 
 def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def digest(tensors: Sequence[torch.Tensor]) -> bytes:
-    """16 bytes that differ, in practice, when any element differs: for comparing replicas, not for security.
-
-    Reads each tensor once at memory speed: the sum of its 8-byte words modulo 2^64, hashed with shapes.
-    """
-    result = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        raw = as_bytes(tensor)
-        if raw.storage_offset() % 8:  # a view in the middle of a buffer: words must be aligned
-            raw = raw.clone()
-        whole = raw.numel() // 8 * 8
-        total = int(raw[:whole].view(torch.int64).sum()) if whole else 0
-        result.update(f"{tuple(tensor.shape)}{tensor.dtype}{total}".encode())
-        result.update(bytes(raw[whole:].tolist()))
-    return result.digest()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

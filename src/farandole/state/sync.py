@@ -1,9 +1,10 @@
-"""Everyone agrees on the state: progress is compared, and whoever is behind copies from the source rank."""
+"""Everyone agrees on the state: progress and digests are compared, and whoever is behind or differs copies from the
+source rank."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,14 +15,23 @@ from farandole.collectives.transport import Transport
 from farandole.errors import FatalError
 from farandole.membership import Progress
 from farandole.state import packing, streaming
+from farandole.state.digest import digest_of
+from farandole.state.divergence import Divergence, choose_right, differing
+from farandole.state.named_tensors import tensors_in
+from farandole.state.optimizer_state import outline
+from farandole.state.state_digest import StateDigest
 
 
 class Shared(Protocol):
     """A state as a sync sees it: StepState, or the one of commit_sync.py."""
 
     is_holder: bool
-    is_equal_by_rule: bool
-    """Whether holders at the same step cannot differ in their large state: it is compared only where it is copied."""
+
+    @property
+    def digests(self) -> StateDigest | None:
+        """Where holders at the same step must be the same, what tells whether they are, and most of them are right.
+        None where they may differ: then all of the large state is compared, and the source is right."""
+        ...
 
     @property
     def progress(self) -> Progress: ...
@@ -37,7 +47,7 @@ class Shared(Protocol):
     def load_small(self, small: Mapping[str, Any]) -> None: ...
 
     def large(self) -> dict[str, Any]:
-        """{"parameters": {module: {name: tensor}}, "optimizer": {key: {name: value}}}; live, not copied."""
+        """{"parameters": {module: {name: tensor}}, "optimizer": OptimizerState.entries()}; live, not copied."""
         ...
 
     def load_large(self, large: Mapping[str, Any]) -> None:
@@ -52,21 +62,35 @@ class Standing(msgspec.Struct, frozen=True):
     progress    how far it is
     small       bytes of its small state: (skeleton, tensors)
     large       bytes of its large state: (skeleton, tensors)
+    sample      digest of a sample of its large state; 0 where that is not compared
+    is_suspicious, local, suspects   see StateDigest
     """
 
     is_holder: bool
     progress: Progress
     small: tuple[int, int]
     large: tuple[int, int]
+    sample: int = 0
+    is_suspicious: bool = False
+    local: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync did. `behind`: ranks that copied the large state; `copied_bytes`: what each of them received."""
+    """What a sync did.
+
+    behind        ranks that copied the large state
+    copied_bytes  what each of them received
+    divergence    ranks at the same step had different states; they have the same one now
+    local         tensors that have turned out to be computed from each rank's own share
+    """
 
     source: int
     behind: tuple[int, ...]
     copied_bytes: int
+    divergence: Divergence | None = None
+    local: tuple[str, ...] = ()
 
 
 def choose_source(standings: list[Standing], founding: bool) -> int:
@@ -80,45 +104,56 @@ def choose_source(standings: list[Standing], founding: bool) -> int:
 
 
 def is_behind(standing: Standing, source: Standing) -> bool:
-    """Whether a rank has to copy the large state, whatever is in it."""
-    return not standing.is_holder or standing.progress.step != source.progress.step
+    """Whether a rank has to copy the large state, whatever is in it. At another boundary of the same step it may not
+    have finished what the source has done there, such as an average of weights behind the step."""
+    ours, theirs = standing.progress, source.progress
+    return not standing.is_holder or (ours.step, ours.boundary) != (theirs.step, theirs.boundary)
 
 
-def synchronize(state: Shared, transport: Transport, founding: bool) -> SyncReport:
+def synchronize(state: Shared, transport: Transport, founding: bool, compares_all: bool = False) -> SyncReport:
     """Make the state of all ranks equal to the source's. All ranks of a generation call it.
 
     The small state has been captured (state.capture()). Copies arrive in staging memory, are checked, and only
     then take the place of the old state: a source that dies in the middle leaves everyone as they were.
     Raises PeerLost or GenerationEnded for that, with this rank's state unharmed; FatalError on a rank whose copy is
     not what the source has.
+
+    Args:
+        founding: nobody holds state yet, and rank 0's counts.
+        compares_all: all ranks are at the same boundary, and compare every tensor, also those of the small state.
     """
     small, large = state.captured(), packing.pack(state.large())
-    mine = Standing(
-        is_holder=state.is_holder,
-        progress=state.progress,
-        small=(len(small.skeleton), streaming.total_bytes(small.tensors)),
-        large=(len(large.skeleton), streaming.total_bytes(large.tensors)),
-    )
+    mine = _standing(state, small, large, is_compared=state.is_holder and not founding and transport.size > 1)
     packed = transport.all_gather(msgspec.msgpack.encode(mine))
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
     source = choose_source(standings, founding)
-    wanted = standings[source]
-    new_small = _receive(transport, source, small, wanted.small, needed=True)
-    new_large = None
-    behind = {rank for rank, each in enumerate(standings) if rank != source and is_behind(each, wanted)}
-    if not behind and not state.is_equal_by_rule:
-        behind = _differing(state.large(), transport, source)
-    copied = set[int]()
+    findings = _Findings(standings, source)
+    behind = {rank for rank, each in enumerate(standings) if rank != source and is_behind(each, standings[source])}
+    if founding:
+        pass
+    elif state.digests is None:
+        if not behind:
+            behind = findings.differing_from(source, _tables(transport, _by_name(state.large())))
+    elif compares_all or findings.are_in_doubt():
+        source = findings.judge(_tables(transport, _by_name(state.large())))
+        behind |= findings.differing
+        if compares_all:
+            source = findings.judge_small(_tables(transport, state.digests.by_name()))
+    new_large, copied = None, set[int]()
     while behind:
-        received = _receive(transport, source, large, wanted.large, needed=transport.rank in behind)
+        received = _receive(transport, source, large, standings[source].large, needed=transport.rank in behind)
         new_large = received or new_large
         copied |= behind
-        behind = _differing(new_large or state.large(), transport, source)
-        if transport.rank in behind & copied:
+        tables = _tables(transport, _by_name(new_large or state.large()))
+        if transport.rank in behind and tables[transport.rank] != tables[source]:
             raise FatalError(
                 f"the state of rank {source} arrived as another one: its digest differs. Does anything change "
                 "parameters or the optimizer's state while workers regroup, for example another thread?"
             )
+        if not founding and state.digests is not None:
+            source = findings.judge(tables, without=copied)
+        behind = findings.differing_from(source, tables)
+    new_small = _receive(transport, source, small, standings[source].small, needed=True)
     if transport.rank != source:
         if new_large is not None:
             state.is_holder = False  # torn from the first byte until the last
@@ -126,13 +161,95 @@ def synchronize(state: Shared, transport: Transport, founding: bool) -> SyncRepo
         state.load_small(new_small)
         state.capture()
     state.is_holder = True
-    return SyncReport(source, tuple(sorted(copied)), sum(wanted.large) if copied else 0)
+    if state.digests is not None:
+        state.digests.resolved(state.progress.step, findings.repaired, findings.all_local)
+    copied_bytes = sum(standings[source].large) if copied else 0
+    return SyncReport(source, tuple(sorted(copied)), copied_bytes, findings.divergence, findings.local)
 
 
-def _differing(large: dict[str, Any], transport: Transport, source: int) -> set[int]:
-    """The ranks whose large state is not the source's. All read theirs at the same time."""
-    digests = transport.all_gather(_digest(large, packing.pack(large).tensors))
-    return {rank for rank, digest in enumerate(digests) if digest != digests[source]}
+def _standing(state: Shared, small: packing.Packed, large: packing.Packed, is_compared: bool) -> Standing:
+    digests, progress = state.digests, state.progress
+    return Standing(
+        is_holder=state.is_holder,
+        progress=progress,
+        small=(len(small.skeleton), streaming.total_bytes(small.tensors)),
+        large=(len(large.skeleton), streaming.total_bytes(large.tensors)),
+        sample=digests.of_sample(progress.step, large_only=True) if digests is not None and is_compared else 0,
+        is_suspicious=digests.is_suspicious if digests is not None else False,
+        local=tuple(sorted(digests.local)) if digests is not None else (),
+        suspects=tuple(sorted(digests.suspects)) if digests is not None else (),
+    )
+
+
+Tables = Sequence[Mapping[str, int]]
+"""Digests by name, of each rank."""
+
+
+class _Findings:
+    """What the comparisons of one sync have shown, alike on all ranks.
+
+    peers        ranks whose large states must be the same, since they have decided as many steps as the source
+    differing    those whose large state is not the source's
+    repaired     names of tensors of the small state that were not the same
+    local        those that are computed from each rank's own share, as this sync has shown; all_local  ... as is known
+    """
+
+    def __init__(self, standings: Sequence[Standing], source: int) -> None:
+        self._standings, self._source = standings, source
+        self.peers = [
+            rank
+            for rank, each in enumerate(standings)
+            if not is_behind(each, standings[source]) and standings[source].is_holder
+        ]
+        self.divergence: Divergence | None = None
+        self.differing: set[int] = set()
+        self.repaired: tuple[str, ...] = ()
+        self.local: tuple[str, ...] = ()
+        self.all_local = {name for each in standings for name in each.local}
+
+    def are_in_doubt(self) -> bool:
+        """Whether the samples differ, or the header of a step has said so."""
+        peers = [self._standings[rank] for rank in self.peers]
+        return len({each.sample for each in peers}) > 1 or any(each.is_suspicious for each in peers)
+
+    def judge(self, tables: Tables, without: Collection[int] = ()) -> int:
+        """Compare the large states of the peers, but for those that have copied it. Return the source."""
+        peers = [rank for rank in self.peers if rank not in without]
+        return self._judge(tables, peers, differing(tables, peers), is_large=True)
+
+    def judge_small(self, tables: Tables) -> int:
+        """Compare the other tensors of the peers. Return the source: where large states differ, that of these."""
+        names = differing(tables, self.peers)
+        suspects = {name for each in self._standings for name in each.suspects}
+        self.local = tuple(name for name in names if name in suspects)
+        self.all_local.update(self.local)
+        self.repaired = tuple(name for name in names if name not in suspects)
+        return self._source if self.divergence else self._judge(tables, self.peers, self.repaired, is_large=False)
+
+    def differing_from(self, source: int, tables: Tables) -> set[int]:
+        return {rank for rank, table in enumerate(tables) if table != tables[source]}
+
+    def _judge(self, tables: Tables, peers: Sequence[int], names: Sequence[str], is_large: bool) -> int:
+        if not names:
+            return self._source
+        right = choose_right(tables, names, peers)
+        values = {rank: [tables[rank].get(name) for name in names] for rank in peers}
+        # The others lack a part of the small state.
+        furthest = max(self._standings[rank].progress for rank in peers)
+        same = [r for r in peers if values[r] == values[right] and self._standings[r].progress == furthest]
+        self._source = min(same, default=self._source)
+        ranks = tuple(rank for rank in peers if values[rank] != values[self._source])
+        if is_large:
+            self.differing.update(ranks)
+        step = self._standings[self._source].progress.step
+        self.divergence = Divergence(step, names[0], len(names), ranks, self._source, is_large)
+        return self._source
+
+
+def _tables(transport: Transport, mine: Mapping[str, int]) -> Tables:
+    """What each rank has found. All read their state at the same time."""
+    packed = transport.all_gather(msgspec.msgpack.encode(mine))
+    return [msgspec.msgpack.decode(each, type=dict[str, int]) for each in packed]
 
 
 def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool) -> Any:
@@ -152,14 +269,12 @@ def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tup
     return value
 
 
-def _digest(large: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
-    """Of contents and structure. Not of the skeleton's bytes: equal values may be pickled differently."""
-    structure = {
-        "parameters": {name: list(group) for name, group in large["parameters"].items()},
-        "optimizer": {
-            index: sorted((key, repr(value)) for key, value in entry.items() if not torch.is_tensor(value))
-            for index, entry in large["optimizer"].items()
-        },
-    }
-    text = repr(sorted((name, repr(part)) for name, part in structure.items()))
-    return hashlib.blake2b(text.encode() + streaming.digest(tensors), digest_size=16).digest()
+def _by_name(large: Mapping[str, Any]) -> dict[str, int]:
+    """Digests of all that is in a large state. Not of the skeleton's bytes: equal values may be pickled differently."""
+    found = {}
+    for group in ("parameters", "optimizer"):
+        for keys, value in tensors_in(large[group]):
+            name = ".".join(str(key) for key in keys if key != "")
+            is_tensor = isinstance(value, torch.Tensor)
+            found[name] = digest_of([value]) if is_tensor else zlib.crc32(outline(value).encode())
+    return found

@@ -88,6 +88,8 @@ class TorchState(ObjectState):
         commit_follows_step: bool = False,
         **kwargs: Any,
     ) -> None:
+        if "on_divergence" in kwargs:
+            raise ConfigError("on_divergence needs a loader of Farandole: without one the last commit of rank 0 counts")
         self._commit_follows_step = commit_follows_step
         self._handlers: dict[str, StateHandler] = {}
         self._copies = BackgroundCopy()

@@ -30,6 +30,7 @@ class WatchedTensors:
         self._changing_late: set[str] = set()
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: list[str] = []  # those of which the copy is that of the last capture()
+        self.trusted: set[str] = set()  # since then
 
     def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
         """Watch these from now on, of which optimizers own some. A capture() has to follow."""
@@ -74,6 +75,7 @@ class WatchedTensors:
     def capture(self, is_whole: bool = False) -> None:
         """Remember the tensors as they are now; with `is_whole` the bytes of all of them."""
         self._versions = [each._version for each in self._tensors]
+        self.trusted.clear()
         if not (is_whole or self._changing or self._copied):
             return
         wanted = self._names if is_whole else [name for name in self._names if name in self._changing]
@@ -113,9 +115,10 @@ class WatchedTensors:
     def trust(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are as they were at the last capture(), whatever their versions say."""
         keys = set(map(id, tensors))
-        for place, each in enumerate(self._tensors):
+        for place, (name, each) in enumerate(self.items()):
             if id(each) in keys:
                 self._versions[place] = each._version
+                self.trusted.add(name)
 
     def put_back(self) -> list[str]:
         """Return every tensor to what it was at the last capture(). Returns the names of those that cannot be, because

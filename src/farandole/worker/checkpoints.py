@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Literal
 
 import msgspec
@@ -49,7 +50,11 @@ class Checkpoints:
         self._due = Due(parse_every(settings.every), now_s(), 0)
         self._restored = 0  # the lineage that this worker has begun from a checkpoint
         self._folder = CheckpointFolder(open_store(settings.folder))
-        self._writer = Writer(self._folder, rule, settings.keep, office.ask, office.tell)
+        self._writer = Writer(self._folder, rule, settings.keep, self._ask, office.tell)
+        self._is_judged = threading.Event()  # whether all workers had the state that is being written is known
+        self._is_judged.set()
+        self._refusal = ""
+        self._is_owed = False  # the last one was refused
 
     def before_sync(self, rank: int, founding: bool) -> None:
         """Before a state is copied to others, or another one is taken over. At the start of the job, and when all who
@@ -82,16 +87,24 @@ class Checkpoints:
             live(self._state, self._state.progress)
         self._due.restart(now_s(), self._state.progress.step)
 
-    def at_boundary(self, is_captured: bool = True) -> None:
-        """Begin a checkpoint if one is due. Else nothing: the small state need not be captured for that."""
+    def at_boundary(self, is_captured: bool = True) -> bool:
+        """Begin a checkpoint if one is due. Else nothing: the small state need not be captured for that.
+
+        Returns:
+            Whether one was begun. Under the step rule with several workers, it is published after compared().
+        """
         here = world.current()
         if here.placement.rank != 0:
-            return
+            return False
         progress = self._progress()
-        if self._due.is_due(now_s(), progress.step) and not self._writer.is_busy():
+        is_due = self._is_owed or self._due.is_due(now_s(), progress.step)
+        if is_due and not self._writer.is_busy():
             self._due.restart(now_s(), progress.step)
             if not is_captured:
                 self._state.capture()
+            self._is_owed = False
+            if self._rule == "step" and here.placement.size > 1:
+                self._is_judged.clear()
             self._writer.begin(
                 lambda: self._staging.take(self._state, progress),
                 self._staging.copies.finish,
@@ -99,9 +112,30 @@ class Checkpoints:
                 here.id.number,
                 here.placement.size,
             )
+            return True
+        return False
+
+    def compared(self, is_equal: bool) -> None:
+        """All workers have compared their states, a step after a checkpoint was begun or later: states that differ do
+        not become the same by themselves."""
+        if not self._is_judged.is_set():
+            self._is_owed = not is_equal
+            self._judge("" if is_equal else "the states of the workers differ; the next one follows when they do not")
+
+    def _judge(self, refusal: str) -> None:
+        if not self._is_judged.is_set():
+            self._refusal = refusal
+            self._is_judged.set()
+
+    def _ask(self, name: str, progress: Progress) -> str:
+        """Runs in the writer's thread."""
+        self._is_judged.wait()
+        refusal, self._refusal = self._refusal, ""
+        return refusal or self._office.ask(name, progress)
 
     def at_end(self) -> None:
         """All have finished: the last one, so that the same command has nothing to do any more."""
+        self._judge("")  # nothing is compared any more
         self._writer.wait()
         if world.current().placement.rank == 0:
             self._state.capture()
@@ -114,15 +148,20 @@ class Checkpoints:
     def in_emergency(self) -> None:
         """The job ends before it is finished: save the live state, if this worker is the one to do so."""
         if self.is_keeper():
-            self._writer.give_up()
+            self._give_up()
             self._staging.copies.finish()
             self._state.capture()
             self._write_now()
 
     def close(self) -> None:
         """Nothing is left running; what was begun and is not published is removed."""
-        self._writer.give_up()
+        self._give_up()
         self._office.close()
+
+    def _give_up(self) -> None:
+        self._judge("the job has ended")
+        self._writer.give_up()
+        self._refusal = ""
 
     def _write_now(self) -> None:
         here, progress = world.current(), self._progress()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from farandole.collectives import world
 from farandole.env import read_sample_ledger, read_worker_env
 from farandole.ledger.hashing import ids_hash
-from farandole.ledger.records import Applied, EpochEnded, Intent, Started, compact
+from farandole.ledger.records import Applied, Differed, EpochEnded, Intent, Started, compact
 from farandole.ledger.writer import Writer
+from farandole.state import boundary
+from farandole.state.divergence import Divergence
 from farandole.state.step_state import StepState
 from farandole.state.ticket import Batch
 
@@ -23,9 +26,16 @@ class SampleRecords:
         self._ids: list[int] = []  # of the ticket that is out, from all of its micro-batches so far
         self._intended: int | None = None  # their hash, once it is written down
         self._agreed: tuple[int, int] | None = None
+        self._updates: list[int] = []  # optimizers, by id, that have moved weights since the last applied step
 
-    def started(self) -> None:
-        """The members of the generation all have this state."""
+    def started(self, has_copied: bool) -> None:
+        """The members of the generation all have this state.
+
+        Args:
+            has_copied: parameters and optimizer state of this worker are copies of another one's.
+        """
+        if has_copied:
+            self._updates.clear()
         here, progress = world.current(), self._state.progress
         lineage, number = self._generation()
         loader = self._state.loader.state_dict()
@@ -41,6 +51,7 @@ class SampleRecords:
                 cursor=progress.cursor,
                 samples=loader.get("size", 0),
                 order=str(loader.get("order", "")),
+                copied=has_copied,
             )
         )
 
@@ -48,6 +59,27 @@ class SampleRecords:
         """All workers have come back for the next epoch; the loader has not moved yet."""
         progress = self._state.progress
         self._writer.write(EpochEnded(*self._generation(), progress.step, progress.epoch, progress.cursor))
+
+    def differed(self, found: Divergence) -> None:
+        """The states of the members were not the same. This worker may have copied its own since."""
+        self._updates.clear()
+        self._writer.write(
+            Differed(
+                *self._generation(),
+                found.step,
+                world.current().placement.rank,
+                found.name,
+                found.objects,
+                found.ranks,
+                found.source,
+                found.is_large,
+            )
+        )
+
+    def found_local(self, step: int, names: Sequence[str]) -> None:
+        """Some tensors are computed from each worker's own samples, and not compared any more."""
+        rank = world.current().placement.rank
+        self._writer.write(Differed(*self._generation(), step, rank, names[0], len(names), (), rank, False))
 
     def close(self) -> None:
         self._writer.close()
@@ -79,8 +111,17 @@ class SampleRecords:
         """The next ticket is another one, also of a loader that does not say what it delivers."""
         if self._agreed is not None:
             ticket, key = batch.ticket, self._generation()
-            self._writer.write(Applied(*key, self._state.step, ticket.epoch, ticket.start, ticket.stop, *self._agreed))
+            updates = max(Counter(self._updates).values(), default=0)
+            place = (self._state.step, ticket.epoch, ticket.start, ticket.stop)
+            self._writer.write(Applied(*key, *place, *self._agreed, boundary.digest(), updates))
         self._ids, self._intended, self._agreed = [], None, None
+        self._updates.clear()
+
+    def updated(self, optimizer: object) -> None:
+        self._updates.append(id(optimizer))
+
+    def undone(self) -> None:
+        self._updates.pop()
 
     def _generation(self) -> tuple[int, int]:
         """A job that goes on from a checkpoint has a higher lineage, and counts its generations anew."""

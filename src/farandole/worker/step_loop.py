@@ -33,13 +33,14 @@ from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.randomness import reseed
 from farandole.worker.recovery import Connection, connect, regroup, report_first_step
 from farandole.worker.sample_records import sample_records
+from farandole.worker.state_watch import StateWatch
 
 ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger("farandole")
 
 _ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
-_EPOCH_END = struct.Struct("<3q")  # epoch, decided steps, prepared
+_EPOCH_END = struct.Struct("<3qQ")  # epoch, decided steps, prepared, digest
 _INTERRUPTED = "a worker was lost in this run of the loop body; the others take part again after it"
 
 
@@ -51,6 +52,7 @@ class StepLoop:
         self._state = state
         self._records = sample_records(state)
         self._checkpoints = checkpoints(job, state, "step")
+        self._watch = StateWatch(job, state, self._records, self._checkpoints)
         self._is_busy = False  # the state is being changed by us, not by user code
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
@@ -139,7 +141,7 @@ class StepLoop:
             return
         here = world.current()
         try:
-            self._agree(here.transport, founding=not self._state.is_holder)
+            report = self._agree(here.transport, founding=not self._state.is_holder)
         except RecoverableError:
             if job is None:
                 raise
@@ -150,7 +152,7 @@ class StepLoop:
         if self._state.loader is not None:
             self._state.loader.set_world(here.placement.rank, here.placement.size)
         if self._records is not None:
-            self._records.started()
+            self._records.started(here.placement.rank in report.behind)
 
     def _get_ready(self) -> None:
         """What a newcomer can do before the others wait for it."""
@@ -169,13 +171,15 @@ class StepLoop:
             self._job.link.raise_if_over()
         self._is_busy = True
         has_to_regroup = self._has_to_regroup()
-        if has_to_regroup and step.state() in ("open", "reduced"):
+        if has_to_regroup and step.is_undecided():
             step.aborted()
         if step.expects_micro_batch() and not has_to_regroup:
             self._state.begin_micro_batch()
         elif step.is_undecided():
             self._repeat(has_to_regroup)
         else:
+            if self._state.digests.is_suspicious and not has_to_regroup:
+                self._mend()
             self._pass_boundary()
             if has_to_regroup:
                 self._regroup()
@@ -194,6 +198,8 @@ class StepLoop:
 
     def _put_back(self) -> None:
         """Whatever the loop body, or the code behind an epoch's batches, has changed is as it was before."""
+        if step.is_undecided():
+            step.take_back()
         if self._rehearsal is None:
             self._state.put_back()
         else:
@@ -238,7 +244,8 @@ class StepLoop:
         try:
             if self._has_to_regroup():
                 raise GenerationEnded("the end of an epoch", world.current().id.number)
-            notes = world.current().transport.all_gather(_EPOCH_END.pack(epoch, state.step, self.prepared()))
+            note = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
+            notes = world.current().transport.all_gather(note)
         except RecoverableError:
             if self._job is None:
                 raise
@@ -250,6 +257,9 @@ class StepLoop:
                 f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
             )
         self.agree([each[2] for each in said])
+        self._watch.compare([each[3] for each in said], is_sample=True)
+        if state.digests.is_suspicious and not self._mend():
+            return False
         if self._records is not None:
             self._records.epoch_ended()
         return True
@@ -283,8 +293,7 @@ class StepLoop:
         state.boundary += 1
         state.capture()
         self._is_behind_batches = False
-        if self._checkpoints is not None:
-            self._checkpoints.at_boundary()
+        self._watch.at_boundary(self._checkpoints is not None and self._checkpoints.at_boundary())
         whereabouts.say_place(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
@@ -305,15 +314,30 @@ class StepLoop:
             world.interrupt_collectives(_INTERRUPTED)
         self._is_busy = was_busy
 
+    def _mend(self) -> bool:
+        """The states of the workers are not the same, as all of them know: compare everything, and make them so. False:
+        there was a regroup instead."""
+        self._is_busy = True
+        self._state.capture()
+        here = world.current()
+        try:
+            self._agree(here.transport, founding=False, compares_all=True)
+        except RecoverableError:
+            if self._job is None:
+                raise
+            self._regroup()
+            return False
+        if self._state.loader is not None:
+            self._state.loader.set_world(here.placement.rank, here.placement.size)
+        self._is_busy = False
+        return True
+
     def _regroup(self) -> None:
         """From a fault or an agreed change to the same state on all members of the next generation."""
         assert self._job is not None
         state, self._is_busy = self._state, True
         begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
-        is_undecided = step.is_undecided()
-        if is_undecided:
-            step.aborted()
-        if is_undecided or self._is_behind_batches:
+        if step.is_undecided() or self._is_behind_batches:
             self._put_back()
         else:
             state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
@@ -325,7 +349,7 @@ class StepLoop:
         if state.loader is not None:
             state.loader.set_world(done.rank, done.size)
         if self._records is not None:
-            self._records.started()
+            self._records.started(done.report is not None and done.rank in done.report.behind)
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         if in_flight is not None and state.step == begun:
             report_first_step(self._job, done, state.step, "step", 1, in_flight.ticket.global_samples)
@@ -334,11 +358,13 @@ class StepLoop:
         done.log(f"step {state.step}")
         self._is_busy = False
 
-    def _agree(self, transport: Transport, founding: bool) -> SyncReport:
+    def _agree(self, transport: Transport, founding: bool, compares_all: bool = False) -> SyncReport:
         self._calls.wait_for_bodies(transport)
         if self._checkpoints is not None:
             self._checkpoints.before_sync(transport.rank, founding)
-        return synchronize(self._state, transport, founding)
+        report = synchronize(self._state, transport, founding, compares_all)
+        self._watch.synchronized(report)
+        return report
 
     # The job ends before it is finished ------------------------------------------------------------------
 
@@ -348,10 +374,7 @@ class StepLoop:
 
     def _save_in_emergency(self) -> None:
         self._is_busy = True
-        is_undecided = step.is_undecided()
-        if is_undecided:
-            step.aborted()
-        if is_undecided or self._is_behind_batches:
+        if step.is_undecided() or self._is_behind_batches:
             self._put_back()
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
@@ -370,6 +393,15 @@ class StepLoop:
     def agree(self, prepared_by_rank: list[int]) -> None:
         if self._job is not None:
             self._job.agree(prepared_by_rank)
+
+    def digest(self) -> int:
+        return self._watch.digest
+
+    def has_saved(self) -> bool:
+        return self._watch.has_saved
+
+    def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
+        self._watch.heard(digests_by_rank, has_any_saved)
 
     def hears_of_updates(self) -> bool:
         return True

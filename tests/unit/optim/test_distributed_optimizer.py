@@ -288,9 +288,9 @@ def test_a_step_without_any_gradient_takes_part_with_zeros() -> None:
     assert torch.equal(net.weight, before)
 
 
-def test_a_closure_is_refused_under_a_loader() -> None:
+def test_a_closure_is_refused_with_micro_batches() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1))
-    for _ in hand_out([4]):
+    for _ in hand_out([4, 4]):
         with pytest.raises(StepError, match="closure"):
             optimizer.step(lambda: 1.0)
 

@@ -9,8 +9,10 @@ import torch
 
 from farandole.errors import FatalError, PeerLost
 from farandole.membership import Progress
-from farandole.state import streaming
-from farandole.state.step_state import StepState
+from farandole.state import streaming, sync
+from farandole.state.digest import digest_of
+from farandole.state.divergence import Divergence
+from farandole.state.state_digest import StateDigest
 from farandole.state.sync import Standing, choose_source, synchronize
 from farandole.state.torch_state import TorchState
 from farandole.testing.thread_world import ThreadTransport, ThreadWorld
@@ -63,7 +65,7 @@ def content(state: TorchState) -> Any:
     large = state.large()
     return (
         state.progress,
-        streaming.digest(list(large["parameters"]["model"].values())),
+        digest_of(list(large["parameters"]["model"].values())),
         {i: {k: torch.as_tensor(v).tolist() for k, v in e.items()} for i, e in large["optimizer"].items()},
         {name: buffer.tolist() for name, buffer in state.model.named_buffers()},
         [group["lr"] for group in state.optimizer.param_groups],
@@ -72,12 +74,12 @@ def content(state: TorchState) -> Any:
     )
 
 
-def sync_all(states: list[TorchState], world: ThreadWorld, founding: bool) -> list[Any]:
+def sync_all(states: list[TorchState], world: ThreadWorld, founding: bool, compares_all: bool = False) -> list[Any]:
     for state in states:
         state.capture()
 
     def call(transport: ThreadTransport) -> Any:
-        return synchronize(states[transport.rank], transport, founding)
+        return synchronize(states[transport.rank], transport, founding, compares_all)
 
     return world.run(call)
 
@@ -122,15 +124,70 @@ def two_that_differ_in_one_weight() -> list[TorchState]:
     return states
 
 
-def test_equal_counters_with_different_weights_are_noticed_where_no_rule_forbids_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(StepState, "is_equal_by_rule", False)
+def test_survivors_at_the_same_step_with_different_weights_are_noticed_named_and_made_the_same() -> None:
     states = two_that_differ_in_one_weight()
     wanted = content(states[0])
     reports = sync_all(states, ThreadWorld(2), founding=False)
     assert reports[0].behind == (1,)
+    assert reports[0].divergence == reports[1].divergence == Divergence(2, "model.0.weight", 1, (1,), 0, True)
     assert content(states[1]) == wanted
+
+
+def test_the_majority_is_right_and_not_the_lowest_rank() -> None:
+    states = [trained_state(5, 2) for _ in range(3)]
+    for state in states:
+        state.is_holder = True
+    with torch.no_grad():
+        states[0].optimizer.state[states[0].model[2].bias]["exp_avg"] += 1e-3
+    wanted = content(states[1])
+    reports = sync_all([*states, trained_state(6, 0)], ThreadWorld(4), founding=False)
+    assert reports[0].source == 1
+    assert reports[0].behind == (0, 3)
+    assert reports[0].divergence == Divergence(2, "optimizer.5.exp_avg", 1, (0,), 1, True)
+    assert [content(state) for state in states] == [wanted] * 3
+
+
+def test_a_difference_that_no_sample_shows_is_found_when_somebody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newcomer has copied from a rank that turns out to be the only one that is wrong: it copies again."""
+    monkeypatch.setattr(StateDigest, "of_sample", lambda *_, **__: 1)
+    states = [trained_state(5, 2) for _ in range(3)]
+    for state in states:
+        state.is_holder = True
+    with torch.no_grad():
+        states[0].model[2].weight[0, 0] += 1e-3
+    wanted = content(states[1])
+    newcomer = trained_state(6, 0)
+    reports = sync_all([*states, newcomer], ThreadWorld(4), founding=False)
+    assert reports[0].divergence == Divergence(2, "model.2.weight", 1, (0,), 1, True)
+    assert [content(state) for state in (*states, newcomer)] == [wanted] * 4
+
+
+def test_a_header_that_differed_has_the_next_sync_read_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateDigest, "of_sample", lambda *_, **__: 1)
+    states = two_that_differ_in_one_weight()
+    assert sync_all(states, ThreadWorld(2), founding=False)[0].divergence is None
+    states[1].digests.is_suspicious = True
+    assert sync_all(states, ThreadWorld(2), founding=False)[0].behind == (1,)
+    assert not states[1].digests.is_suspicious
+
+
+def test_buffers_and_tracked_tensors_are_compared_where_all_are_at_the_same_boundary() -> None:
+    states = [trained_state(5, 2), trained_state(5, 2)]
+    for state in states:
+        state.is_holder = True
+        state.model[0].register_buffer("queue", torch.zeros(4))
+    states[1].model[0].queue[2] = 1.0
+    reports = sync_all(states, ThreadWorld(2), founding=False, compares_all=True)
+    assert reports[0].divergence == Divergence(2, "model.0.queue", 1, (1,), 0, False)
+    assert reports[0].behind == ()
+    assert states[1].model[0].queue.tolist() == [0.0] * 4
+    states[0].model[0].queue[1] = 2.0  # computed from its own share
+    reports = sync_all(states, ThreadWorld(2), founding=False, compares_all=True)
+    assert (reports[0].divergence, reports[0].local) == (None, ("model.0.queue",))
+    newcomer = trained_state(5, 0)
+    newcomer.model[0].register_buffer("queue", torch.ones(4))
+    sync_all([*states, newcomer], ThreadWorld(3), founding=False)
+    assert newcomer.digests.local == states[0].digests.local == {"model.0.queue"}
 
 
 def test_different_weights_are_noticed_when_somebody_copies() -> None:
@@ -141,16 +198,15 @@ def test_different_weights_are_noticed_when_somebody_copies() -> None:
     assert [content(state) for state in states] == [wanted] * 3
 
 
-def test_under_the_step_rule_a_loss_reads_no_weight() -> None:
-    """Survivors wait for the next step: reading gigabytes is not worth it, where nothing can have changed them."""
+def test_a_loss_reads_a_sample_of_the_weights_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors wait for the next step: reading gigabytes is not worth it, where hardly anything can change them."""
     states = [trained_state(5, 2), trained_state(5, 2)]
     for state in states:
         state.is_holder = True
     read = list[int]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "digest", lambda tensors: read.append(len(tensors)) or b"")
-        reports = sync_all(states, ThreadWorld(2), founding=False)
-    assert reports[0].behind == ()
+    monkeypatch.setattr(sync, "digest_of", lambda tensors: read.append(len(tensors)) or 1)
+    reports = sync_all(states, ThreadWorld(2), founding=False)
+    assert (reports[0].behind, reports[0].divergence) == ((), None)
     assert not read
 
 
@@ -178,7 +234,7 @@ def test_a_copy_that_is_not_what_the_source_has_is_refused() -> None:
 
 @pytest.mark.parametrize("collective", range(7))
 def test_a_source_that_dies_in_the_middle_leaves_the_others_as_they_were(collective: int) -> None:
-    """Collectives of a sync: standings, small skeleton, small data, large skeleton, large data, digests."""
+    """Collectives of a sync: standings, large skeleton, large data, digests, small skeleton, small data."""
     ahead, behind, newcomer = trained_state(1, 4), trained_state(2, 3), trained_state(3, 0)
     ahead.is_holder = behind.is_holder = True
     world = ThreadWorld(3)

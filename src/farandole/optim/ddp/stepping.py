@@ -3,8 +3,6 @@ DistributedOptimizer does. adoption.py makes them."""
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +10,22 @@ import torch
 
 from farandole.errors import ConfigError, StepError
 from farandole.optim.ddp.ddp_path import DdpPath
-from farandole.optim.scaled_step import STEPPED_TWICE, ScaledStep, refuse_closure
+from farandole.optim.own_methods import OwnMethods, overriding_methods, protect
+from farandole.optim.scaled_step import STEPPED_TWICE, as_schedulers_patch_it, call_dropped, refuse_closure, zeroing
 from farandole.state import step
-from farandole.state.ticket import Ticket
-from farandole.state.undo import Undo
+from farandole.state.ticket import Batch, Ticket
 
 _OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: they take a while to import
 
 
-class SteppingOptimizer(ScaledStep):
+class SteppingOptimizer(OwnMethods):
     """Mixed in before the user's class, by make_stepping()."""
+
+    farandole_attributes = OwnMethods.farandole_attributes | {
+        "_farandole_paths",
+        "_farandole_reduced",
+        "_farandole_ticket",
+    }
 
     _farandole_paths: Sequence[DdpPath]
     _farandole_reduced: frozenset[int]  # parameters, by id
@@ -35,25 +39,51 @@ class SteppingOptimizer(ScaledStep):
             loss = self._apply(closure, self._gradients())
             step.stepped(self)
             return loss
-        refuse_closure(closure)
+        if closure is not None:
+            return self._step_with(closure, batch)
+        are_reduced = self._begin_step(batch)
+        if not batch.is_last:
+            return False
+        step.applying(self)
+        if step.state() == "aborted":
+            return False
+        self._refuse_local_gradients(are_reduced)
+        if step.awaits_others(self):
+            protect(self)
+        self._apply(gradients=self._gradients())
+        self._end_step(batch)
+        return True
+
+    def _step_with(self, closure: Callable[[], Any], batch: Batch) -> Any:
+        """The optimizer runs backward passes itself; it may change parameters between them."""
+        refuse_closure(batch)
+        if step.state() == "aborted":
+            return call_dropped(closure)
+        step.applying(self)
+        protect(self)
+        loss = self._apply(closure)
+        if step.state() != "aborted":
+            self._decide_within(batch)
+        return loss
+
+    def _decide_within(self, batch: Batch) -> None:
+        self._begin_step(batch)
+        self._refuse_local_gradients(step.state() == "reduced")
+        self._end_step(batch)
+
+    def _begin_step(self, batch: Batch) -> bool:
+        """Whether the gradients are those of the global batch."""
         if self._farandole_ticket is batch.ticket:
             raise StepError(STEPPED_TWICE)
         keys = self._keys()
         are_reduced = [path.begin_step(batch, keys) for path in self._farandole_paths]
-        if not batch.is_last:
-            return False
-        step.applying()
-        if step.state() == "aborted":
-            return False
-        self._refuse_local_gradients(all(are_reduced))
-        if step.awaits_others(self):
-            step.undo_by(Undo(self))
+        return all(are_reduced)
+
+    def _end_step(self, batch: Batch) -> None:
         self._farandole_ticket = batch.ticket
-        self._apply(gradients=self._gradients())
         for path in self._farandole_paths:
-            path.stepped(keys)
+            path.stepped(self._keys())
         step.stepped(self)
-        return True
 
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
     step.hooked = True  # type: ignore[attr-defined]
@@ -66,7 +96,7 @@ class SteppingOptimizer(ScaledStep):
             may_zero = [path.begin_zeroing(batch, keys) for path in self._farandole_paths]
             if not all(may_zero):
                 return
-        super().zero_grad(set_to_none=set_to_none)
+        super().zero_grad(**zeroing(set_to_none))
 
     def abandon_step(self) -> None:
         """Drop what backward passes have left since the last step."""
@@ -96,15 +126,16 @@ def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) ->
         )
     reduced = frozenset[int]().union(*(path.keys for path in paths))
     _refuse_unreduced(optimizer, reduced)
+    namespace = {"__module__": type(optimizer).__module__, **overriding_methods(type(optimizer))}
     base, scales = type(optimizer), getattr(optimizer, "_step_supports_amp_scaling", False)
-    optimizer.__class__ = type(base.__name__, (SteppingOptimizer, base), {"__module__": base.__module__})
+    optimizer.__class__ = type(base.__name__, (SteppingOptimizer, base), namespace)
     assert isinstance(optimizer, SteppingOptimizer)
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
     optimizer._base_scales = bool(scales)
     optimizer._farandole_paths, optimizer._farandole_reduced = list(paths), reduced
     optimizer._farandole_ticket = None
     if "step" in optimizer.__dict__:
-        optimizer.step = _as_schedulers_patch_it(optimizer)  # type: ignore[method-assign]
+        as_schedulers_patch_it(optimizer)
     for path in paths:
         path.own(optimizer._keys())
 
@@ -119,22 +150,3 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer, reduced: frozenset[int])
                     f"reduced by no DistributedDataParallel of the TorchState: its gradients would differ from worker "
                     f"to worker. Wrap the module that it belongs to when it requires gradients already"
                 )
-
-
-def _as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """A scheduler that was made before has put the step of the old class on the object, to see that it is called."""
-    patched = optimizer.__dict__["step"]
-    if not getattr(patched, "_wrapped_by_lr_sched", False):
-        raise ConfigError(
-            f"step() of this {type(optimizer).__name__} was replaced on the object; make a class of your own of it, so "
-            f"that it can be called only when the step is applied"
-        )
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(patched)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        each: Any = reference()
-        each._opt_called = True
-        return type(each).step(each, *args, **kwargs)
-
-    return step

@@ -1,0 +1,145 @@
+"""Methods that an optimizer's class adds to torch's: first_step() and second_step() of SAM, train() and eval() of a
+schedule-free one. While a batch of a loader of ours is out, what they change is part of its step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from farandole.errors import StepError
+from farandole.optim.scaled_step import STEPPED_TWICE, ScaledStep
+from farandole.state import step
+from farandole.state.background_copy import finish_all
+from farandole.state.ticket import Batch
+from farandole.state.undo import Undo
+
+
+class OwnMethods(ScaledStep):
+    """Mixed in before the user's optimizer class, with overriding_methods() in the namespace of the class made."""
+
+    farandole_attributes = frozenset({"_base_scales", "_is_inside"})
+    """Names of attributes that are Farandole's, and no state of the optimizer."""
+    _is_inside = False
+
+    def _decide_within(self, batch: Batch) -> None:
+        """An optimizer has stepped inside a method: the step is applied. Raises StepError if it must not be."""
+        raise NotImplementedError
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        with self._inside():
+            return super()._apply(*args, **kwargs)
+
+    def _run_own(self, name: str, method: Callable[[], Any]) -> Any:
+        """Call a method of the user's class.
+
+        Before it changes anything there is a copy, one for each global batch, so that a fault later in the loop body
+        takes it back. One in which an optimizer steps, as in second_step(), counts as step().
+        """
+        batch = step.batch()
+        if self._is_inside:
+            return method()
+        finish_all()  # copies of parameters, for a commit or a checkpoint, which only step() ends by itself
+        if batch is None:
+            return method()
+        if not step.is_undecided():
+            with _watching() as watch:
+                result = method()
+            if watch.has_stepped:
+                raise StepError(STEPPED_TWICE)
+            return result
+        return self._run_undecided(name, method, batch)
+
+    def _run_undecided(self, name: str, method: Callable[[], Any], batch: Batch) -> Any:
+        step.applying(self)
+        undo = protect(self)
+        refusal = (
+            f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
+            f"added up yet; leave micro_batch_size out, or make it as large as the worker's share"
+        )
+        with self._inside(), _watching() as watch:
+            try:
+                result = method()
+            except Exception as error:
+                if batch.ticket.micro_batches > 1:
+                    raise StepError(refusal) from error
+                raise
+        if step.state() == "aborted":
+            return result
+        if batch.ticket.micro_batches > 1 and undo.has_moved():
+            raise StepError(refusal)
+        if watch.has_stepped:
+            self._decide_within(batch)
+        return result
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Within it methods call each other: only the outermost call counts."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+
+def protect(optimizer: torch.optim.Optimizer) -> Undo:
+    """Copy what the optimizer can change, once for each global batch: until its step is decided it can be undone."""
+    undo = step.undo_of(optimizer)
+    if undo is None:
+        undo = Undo(optimizer)
+        step.undo_by(optimizer, undo)
+    assert isinstance(undo, Undo)
+    return undo
+
+
+def overriding_methods(base: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """For each public method that the user's classes add to torch's one that calls it through _run_own()."""
+    names = {
+        name
+        for kind in base.__mro__
+        if not kind.__module__.startswith("torch.optim.") and issubclass(kind, torch.optim.Optimizer)
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+    }
+    return {name: _overriding(name, getattr(base, name)) for name in sorted(names)}
+
+
+def _overriding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: OwnMethods, *args: Any, **kwargs: Any) -> Any:
+        return self._run_own(name, functools.partial(method, self, *args, **kwargs))
+
+    return run
+
+
+class _Watch:
+    has_stepped = False
+
+
+_watches: list[_Watch] = []
+
+
+@contextmanager
+def _watching() -> Iterator[_Watch]:
+    """Notes whether any optimizer steps within it."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_note_step))
+    watch = _Watch()
+    _watches.append(watch)
+    try:
+        yield watch
+    finally:
+        _watches.remove(watch)
+
+
+_hooks: list[Any] = []
+
+
+def _note_step(*_: Any) -> None:
+    for each in _watches:
+        each.has_stepped = True

@@ -1,0 +1,71 @@
+"""Which part of the state is hashed at which step. It follows from the sizes of the tensors and from the step alone, so
+that all ranks hash the same part. Pure; state_digest.py uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+EVERY = 4
+"""Steps from one hashed block to the next one."""
+
+BLOCKS = 64
+"""Most blocks that a state is cut into."""
+
+TURN = EVERY * BLOCKS
+"""Steps after which every block was hashed."""
+
+HEAD_BYTES = 4096  # of each tensor of a sample
+_WHOLE_BYTES = 8 << 20  # a state that is not larger is its own sample: some 3 ms
+_HEADS = 400  # tensors in a sample: some 3 ms
+
+_TENSOR_BYTES = 16 << 10  # what can be hashed in the time that another tensor takes
+_BLOCK_BYTES = 2 * _TENSOR_BYTES  # fewest, where that saves steps
+
+
+class Part(NamedTuple):
+    """Bytes [start, stop) of the tensor at `place` of the list."""
+
+    place: int
+    start: int
+    stop: int
+
+
+def is_due(step: int) -> bool:
+    """Whether a block is hashed at the boundary before this step."""
+    return step % EVERY == 0
+
+
+def cut(sizes: Sequence[int]) -> list[list[Part]]:
+    """Cut tensors of these sizes in bytes into at most BLOCKS blocks that take about the same time; at least one."""
+    total = sum(sizes) + _TENSOR_BYTES * len(sizes)
+    blocks = max(1, min(BLOCKS, total // _BLOCK_BYTES))
+    length = -(-total // blocks)
+    cuts: list[list[Part]] = [[] for _ in range(blocks)]
+    position = 0
+    for place, size in enumerate(sizes):
+        position += _TENSOR_BYTES
+        start = 0
+        while start < size:
+            block = min((position + start) // length, blocks - 1)
+            end = size if block == blocks - 1 else (block + 1) * length - position
+            stop = min(size, -(-end // 64) * 64)
+            cuts[block].append(Part(place, start, stop))
+            start = stop
+        position += size
+    return cuts
+
+
+def block_at(step: int, blocks: int) -> int:
+    """Number of the block that is due at this step, or was due last."""
+    return step // EVERY % blocks
+
+
+def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[Part]]) -> list[Part]:
+    """Return what is compared where time is short: all of a small state; of a large one the beginning of each tensor,
+    or of some of very many in turn, and one block in turn."""
+    if sum(sizes) <= _WHOLE_BYTES and len(sizes) <= _HEADS:
+        return [Part(place, 0, size) for place, size in enumerate(sizes)]
+    stride = -(-len(sizes) // _HEADS)
+    heads = [Part(place, 0, min(size, HEAD_BYTES)) for place, size in enumerate(sizes) if (place + step) % stride == 0]
+    return [*heads, *blocks[block_at(step, len(blocks))]]

@@ -1,0 +1,507 @@
+"""The whole state of an optimizer: everything that has to be the same on all workers, wherever its class keeps it.
+
+torch keeps state in `state[parameter]` and options in `param_groups`. Other optimizers have more: an optimizer inside
+(Lookahead, SAM), `state` under keys of their own, lists of tensors (Shampoo, SOAP), attributes. All of it is found here
+from the optimizer alone, and is given names that are the same on all ranks. What belongs to the process, such as
+functions and hooks, stays where it is. StepState, commits and Undo take the state of optimizers from here.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from farandole.errors import ConfigError
+
+Entries = dict[str, dict[Any, Any]]
+"""By name: "optimizer.0" belongs to the first parameter, "optimizer.base.0" to that of an optimizer in `self.base`;
+"optimizer.attributes", "optimizer.state" and "optimizer.groups" hold what belongs to no parameter."""
+
+Options = dict[str, list[dict[str, Any]]]
+"""By name of the optimizer: of each parameter group, what may change at any time."""
+
+
+class OptimizerState:
+    """The state of an optimizer and of the optimizers inside it. Make a new one when either may be another object.
+
+    Args:
+        name: What all names begin with.
+        optimizer: The outermost one.
+    """
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.name = name
+        self.optimizers = with_inner(name, optimizer)
+
+    # What small state has ------------------------------------------------------------------------------------
+
+    def options(self) -> Options:
+        """The options of the parameter groups. Asked for in each step."""
+        return {name: list(map(_options_of, groups)) for name, groups in self._groups().items()}
+
+    def load_options(self, options: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Take over options(). A tensor among them, such as a learning rate, stays the same object."""
+        for name, groups in self._groups().items():
+            for group, saved in zip(groups, options[name], strict=True):
+                for key in _options_of(group).keys() - saved.keys():
+                    del group[key]
+                for key, value in saved.items():
+                    live = group.get(key)
+                    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.shape == value.shape:
+                        live.detach().copy_(value)
+                    else:
+                        group[key] = value
+
+    # What large state has ------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that any of the optimizers moves, each once."""
+        found = (each for one in self.optimizers.values() for group in one.param_groups for each in group["params"])
+        return list({id(each): each for each in found}.values())
+
+    def entries(self) -> Entries:
+        """Everything but options(). The tensors are the live ones."""
+        parameters = self.parameters
+        take, found = _Taker(parameters, self._containers()), dict[str, Any]()
+        for name, optimizer in self._with_state():
+            own = _own_entries(optimizer, parameters)
+            found.update({f"{name}.{place}": take(optimizer.state[parameters[place]]) for place in own})
+            keyed = {parameters[place] for place in own}
+            found[f"{name}.state"] = take({key: each for key, each in optimizer.state.items() if key not in keyed})
+        for name, optimizer in self.optimizers.items():
+            attributes = {key: take(each) for key, each in vars(optimizer).items() if not _is_ours(optimizer, key)}
+            found[f"{name}.attributes"] = {key: each for key, each in attributes.items() if each is not _STAYS}
+        for name, groups in self._groups().items():
+            large = [{key: each for key, each in group.items() if _is_large(key, each)} for group in groups]
+            found[f"{name}.groups"] = {number: take(each) for number, each in enumerate(large) if each}
+        return {name: entry for name, entry in found.items() if entry or not name.endswith((".state", ".groups"))}
+
+    def load(self, entries: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Take over entries(), of another worker or of an earlier time. Tensors that exist are overwritten in place.
+
+        Raises:
+            ConfigError: Something that cannot be sent, such as a function, is missing here.
+        """
+        before, parameters = self.entries(), self.parameters
+        put = _Putter(parameters)
+        with torch.no_grad():
+            for name, optimizer in self._with_state():
+                self._load_state(name, optimizer, entries, put)
+            for name, optimizer in self.optimizers.items():
+                saved = entries.get(f"{name}.attributes")
+                if saved is None:  # a checkpoint of a release that kept no attributes
+                    continue
+                for key in before[f"{name}.attributes"].keys() - saved.keys():
+                    del vars(optimizer)[key]
+                self._load_items(vars(optimizer), saved, name, put)
+            for name, groups in self._groups().items():
+                saved_groups = entries.get(f"{name}.groups", {})
+                for number, group in enumerate(groups):
+                    saved = saved_groups.get(number, {})
+                    for key in before.get(f"{name}.groups", {}).get(number, {}).keys() - saved.keys():
+                        del group[key]
+                    self._load_items(group, saved, f"{name}.groups.{number}", put)
+
+    def _load_items(self, live: dict[str, Any], saved: Mapping[str, Any], path: str, put: _Putter) -> None:
+        for key, value in saved.items():
+            live[key] = put(live.get(key, _MISSING), value, f"{path}.{key}")
+
+    def _load_state(
+        self, name: str, optimizer: torch.optim.Optimizer, entries: Mapping[str, Mapping[Any, Any]], put: _Putter
+    ) -> None:
+        parameters, state = put.parameters, optimizer.state
+        for place in _own_entries(optimizer, parameters):
+            if f"{name}.{place}" not in entries:
+                del state[parameters[place]]
+        keyed = set()
+        for place, parameter in enumerate(parameters):
+            entry = entries.get(f"{name}.{place}")
+            if entry is not None:
+                keyed.add(parameter)
+                put.beside = _Beside(parameter, optimizer)
+                state[parameter] = put(state.get(parameter, _MISSING), entry, f"{name}.{place}")
+        put.beside = _Beside(parameters[0])
+        saved = {put.key(key): value for key, value in entries.get(f"{name}.state", {}).items()}
+        for key in [key for key in state if key not in saved and key not in keyed]:
+            del state[key]
+        for key, value in saved.items():
+            state[key] = put(state.get(key, _MISSING), value, f"{name}.state[{key!r}]")
+
+    def _with_state(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+        """The optimizers whose `state` is not that of another one before."""
+        seen = set[int]()
+        for name, optimizer in self.optimizers.items():
+            if id(optimizer.state) not in seen:
+                seen.add(id(optimizer.state))
+                yield name, optimizer
+
+    def _groups(self) -> dict[str, list[dict[str, Any]]]:
+        """The parameter groups of each optimizer, without those that one before has, too."""
+        if len(self.optimizers) == 1:
+            return {self.name: self.optimizers[self.name].param_groups}
+        seen, found = set[int](), {}
+        for name, optimizer in self.optimizers.items():
+            groups = [group for group in optimizer.param_groups if id(group) not in seen]
+            seen.update(map(id, groups))
+            if groups:
+                found[name] = groups
+        return found
+
+    def _containers(self) -> list[Any]:
+        """What is looked through anyway, and may also be found in attributes."""
+        every = self.optimizers.values()
+        return [each for one in every for each in (one.state, one.param_groups, *one.param_groups)]
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is one of torch's, whose state_dict() has everything."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def load_state_dict_in_place(
+    optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+) -> None:
+    """Call `load`, its load_state_dict(), so that the groups and `state` stay the same objects.
+
+    torch makes new ones, which an optimizer around this one, inside it, or a scheduler, would not see.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    load(state_dict)
+    if optimizer.param_groups is not groups:
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        optimizer.param_groups = groups
+    if optimizer.state is not state:
+        loaded_state = dict(optimizer.state)
+        state.clear()
+        state.update(loaded_state)
+        optimizer.state = state
+
+
+def outline(value: Any) -> str:
+    """What tells two entries apart, but for the contents of their tensors."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key!r}: {outline(each)}' for key, each in value.items()))}}}"
+    if isinstance(value, list | tuple | deque):
+        return f"[{', '.join(map(outline, value))}]"
+    return repr(value)
+
+
+# Where optimizers keep what ---------------------------------------------------------------------------------------
+
+_TORCH_OWN = frozenset(
+    {
+        "state",
+        "param_groups",
+        "defaults",
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+        "_step_supports_amp_scaling",
+        "step",  # a scheduler's, which counts calls
+        "_opt_called",
+        "grad_scale",  # a GradScaler's, while it steps
+        "found_inf",
+    }
+)
+"""Attributes that torch puts on optimizers."""
+
+
+def with_inner(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The optimizer, and those in its attributes, also in containers; each once."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    seen = set[int]()
+
+    def visit(path: str, value: Any) -> None:
+        inside: dict[Any, Any]
+        if isinstance(value, torch.optim.Optimizer):
+            inside = {key: each for key, each in vars(value).items() if not _is_ours(value, key)}
+        elif isinstance(value, dict):
+            inside = {key: each for key, each in value.items() if isinstance(key, str | int)}
+        elif isinstance(value, list | tuple):
+            inside = dict(enumerate(value))
+        else:
+            return
+        if id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, torch.optim.Optimizer):
+                found[path] = value
+            for key, each in inside.items():
+                visit(f"{path}.{key}", each)
+
+    visit(name, optimizer)
+    return found
+
+
+def _own_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Places of the parameters whose state is a dictionary, as with torch's own optimizers."""
+    state = optimizer.state
+    return [place for place, each in enumerate(parameters) if each in state and isinstance(state[each], dict)]
+
+
+def _is_ours(optimizer: torch.optim.Optimizer, attribute: str) -> bool:
+    """Whether an attribute is torch's or Farandole's, and none of the optimizer's class."""
+    return attribute in _TORCH_OWN or attribute in getattr(optimizer, "farandole_attributes", ())
+
+
+_HOLDERS = frozenset({torch.Tensor, torch.nn.Parameter, list, dict, OrderedDict, deque})
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = dict(group)
+    del options["params"]
+    if _HOLDERS.isdisjoint(map(type, options.values())):  # mostly, and it is asked for in each step
+        return options
+    return {key: value for key, value in options.items() if not _is_large(key, value)}
+
+
+def _is_large(key: str, value: Any) -> bool:
+    """Whether something in a parameter group is tensors that only a step changes. A tensor of one number is an option:
+    a scheduler changes a learning rate at any time."""
+    if type(value) not in _HOLDERS or key == "params":
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | deque) else ()
+    return any(isinstance(each, torch.Tensor) or _is_large("", each) for each in values)
+
+
+# From the live state to what can be sent --------------------------------------------------------------------------
+
+_PARAMETER, _ID = "farandole.parameter", "farandole.id"
+"""(_PARAMETER, place) stands for a parameter, (_ID, place) for its id()."""
+_STRIDED = "farandole.strided"
+"""(_STRIDED, (tensor, strides)) stands for a tensor whose dimensions do not lie in memory in their order, as those of
+torch.linalg.qr: matrix products round differently then."""
+_STAYS = ("farandole.stays", 0)
+"""Stands for what belongs to the process, and for what was found before."""
+_LEAVES = frozenset({int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_OF_PROCESS = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    types.GeneratorType,
+    functools.partial,
+)
+
+
+class _Made(NamedTuple):
+    """Stands for an object of a class of the script's, such as a preconditioner."""
+
+    kind: type
+    attributes: dict[str, Any]
+
+
+class _Taker:
+    """Turns live values into what pickle and checkpoints take, without copying tensors."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], known: Sequence[Any]) -> None:
+        self._places = {id(each): place for place, each in enumerate(parameters)}
+        self._seen = {id(each): each for each in known}  # what is found twice is sent once
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            place = self._places.get(id(value))
+            if place is not None:
+                return _PARAMETER, place
+            return (_STRIDED, (value, value.stride())) if _is_permuted(value) else value
+        if type(value) is int and value in self._places:
+            return _ID, self._places[value]
+        if type(value) in _LEAVES or isinstance(value, enum.Enum | type):
+            return value
+        if isinstance(value, torch.Generator):
+            return value.get_state()
+        if isinstance(value, _OF_PROCESS) or id(value) in self._seen:
+            return _STAYS
+        if isinstance(value, Mapping | list | deque) or hasattr(value, "__dict__"):
+            self._seen[id(value)] = value
+        return self._nested(value)
+
+    def _nested(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            kind = OrderedDict if isinstance(value, OrderedDict) else dict
+            return kind((self._key(key), self(each)) for key, each in value.items())
+        if isinstance(value, deque):
+            return deque(map(self, value), value.maxlen)
+        if isinstance(value, list):
+            return list(map(self, value))
+        if isinstance(value, tuple):
+            return tuple(map(self, value)) if type(value) is tuple else type(value)(*map(self, value))
+        if isinstance(value, set | frozenset):
+            return type(value)(map(self, value))
+        if type(value).__module__.partition(".")[0] in _FOREIGN:
+            return _STAYS
+        if hasattr(value, "__dict__"):
+            return _Made(type(value), {key: self(each) for key, each in vars(value).items()})
+        return value  # a number of NumPy's, an array
+
+    def _key(self, key: Any) -> Any:
+        taken = self(key)
+        if isinstance(taken, torch.Tensor) or taken is _STAYS:
+            raise ConfigError(
+                f"an optimizer has state under a key of type {type(key).__name__}, which other workers do not have: "
+                f"use parameters of its groups, strings or numbers as keys"
+            )
+        return taken
+
+
+_FOREIGN = sys.stdlib_module_names | {"torch", "farandole"}
+"""Their objects belong to the process: locks, weak references, handles of hooks."""
+
+
+# And back ----------------------------------------------------------------------------------------------------------
+
+
+class _Missing:
+    pass
+
+
+_MISSING = _Missing()
+
+
+class _Beside:
+    """Where a tensor belongs that was made on another worker, and is in the host's memory.
+
+    owner  whose entry it is in; None: it belongs to no parameter
+    """
+
+    def __init__(self, parameter: torch.Tensor, owner: torch.optim.Optimizer | None = None) -> None:
+        self._parameter, self._owner = parameter, owner
+
+    def __call__(self, tensor: torch.Tensor, key: Any) -> torch.Tensor:
+        """As torch's load_state_dict(): on the parameter's device, but for a step counter, which stays on the CPU
+        unless a kernel reads it."""
+        is_counter = key == "step" if self._owner is not None else tensor.dim() == 0
+        return tensor if is_counter and not self._is_read_by_kernel() else tensor.to(self._parameter.device)
+
+    def _is_read_by_kernel(self) -> bool:
+        groups = self._owner.param_groups if self._owner is not None else []
+        group = next((each for each in groups if any(p is self._parameter for p in each["params"])), {})
+        return bool(group.get("capturable") or group.get("fused"))
+
+
+class _Putter:
+    """Puts what a _Taker has made into live values, in place where it can."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.beside = _Beside(parameters[0])
+
+    def __call__(self, live: Any, saved: Any, path: str, key: Any = None) -> Any:
+        """What is to be in the place of `live`: often `live` itself, changed."""
+        if isinstance(saved, torch.Tensor):
+            return self._tensor(live, saved, key)
+        if isinstance(saved, _Made):
+            owner = live if type(live) is saved.kind else object.__new__(saved.kind)
+            self._mapping(vars(owner), saved.attributes, path)
+            return owner
+        if isinstance(saved, tuple):
+            return self._tuple(live, saved, path)
+        if isinstance(saved, Mapping):
+            made: MutableMapping[Any, Any] = live if isinstance(live, MutableMapping) else OrderedDict()
+            self._mapping(made, saved, path)
+            return dict(made) if made is not live and type(saved) is dict else made
+        if isinstance(saved, list | deque):
+            return self._sequence(live, saved, path)
+        if isinstance(saved, set | frozenset):
+            return type(saved)(map(self.key, saved))
+        return saved
+
+    def key(self, saved: Any) -> Any:
+        """A parameter, or its id(), for what stands for it; anything else as it is."""
+        if type(saved) is not tuple:
+            return saved
+        kind = _kind(saved)
+        if kind is None:
+            return tuple(map(self.key, saved))
+        return self.parameters[saved[1]] if kind == _PARAMETER else id(self.parameters[saved[1]])
+
+    def _tensor(self, live: Any, saved: torch.Tensor, key: Any) -> Any:
+        if isinstance(live, torch.Generator):
+            live.set_state(saved.contiguous())
+            return live
+        if not isinstance(live, torch.Tensor):
+            return self.beside(saved, key)
+        if live.shape != saved.shape or live.dtype != saved.dtype:
+            return saved.to(live.device)
+        live.detach().copy_(saved)
+        return live
+
+    def _tuple(self, live: Any, saved: tuple[Any, ...], path: str) -> Any:
+        kind = _kind(saved)
+        if kind == _STAYS[0]:
+            if isinstance(live, _Missing):
+                raise ConfigError(
+                    f"{path} is a function, or another thing that cannot be sent to other workers, and is missing on "
+                    f"this one: make it in the optimizer's __init__()"
+                )
+            return live
+        if kind == _STRIDED:
+            tensor, strides = saved[1]
+            if not isinstance(live, torch.Tensor) or live.stride() != tuple(strides):
+                tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+                return self._tensor(_MISSING, tensor, None)
+            return self._tensor(live, tensor, None)
+        if kind is not None:
+            return self.key(saved)
+        lives = live if isinstance(live, tuple) and len(live) == len(saved) else [_MISSING] * len(saved)
+        items = [self(one, each, f"{path}.{n}") for n, (one, each) in enumerate(zip(lives, saved, strict=True))]
+        return tuple(items) if type(saved) is tuple else type(saved)(*items)
+
+    def _mapping(self, live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> None:
+        """In the order of `saved`, so that digests agree."""
+        made = {}
+        for name, value in saved.items():
+            key = self.key(name)
+            made[key] = self(live.get(key, _MISSING), value, f"{path}.{name}", key)
+        live.clear()
+        live.update(made)
+
+    def _sequence(self, live: Any, saved: list[Any] | deque[Any], path: str) -> Any:
+        lives = [*(live if isinstance(live, list | deque) else ()), *[_MISSING] * len(saved)]
+        items = [self(lives[n], each, f"{path}.{n}") for n, each in enumerate(saved)]
+        made: Any = deque(items, saved.maxlen) if isinstance(saved, deque) else items
+        if type(live) is not type(made) or getattr(live, "maxlen", None) != getattr(made, "maxlen", None):
+            return made
+        live.clear()
+        live.extend(items)
+        return live
+
+
+def _kind(saved: tuple[Any, ...]) -> str | None:
+    """What a tuple stands for, if it is none of the optimizer's."""
+    return saved[0] if len(saved) == 2 and type(saved[0]) is str and saved[0] in _KINDS else None
+
+
+_KINDS = frozenset({_PARAMETER, _ID, _STRIDED, _STAYS[0]})
+
+
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether it fills its memory without holes, in another order than that of its dimensions."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,130 @@
+"""What one rank hashes of its state, and when: a block every few steps, a sample where time is short, or everything.
+
+sync.py compares what is hashed here, and the step header carries it (optim/header.py). Hashed is at boundaries only,
+where the state of all ranks is that of the last decided step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import torch
+
+from farandole.state.digest import digest, digest_of
+from farandole.state.digest_schedule import TURN, Part, block_at, cut, is_due, sample_at
+from farandole.state.named_tensors import NamedTensor
+from farandole.state.streaming import as_bytes
+
+
+class StateDigest:
+    """The digests of one state.
+
+    tensors  gives all that are compared, as they are now (named_tensors.py)
+
+    is_suspicious  a step header has shown that ranks differ: everything is to be compared
+    local          names of tensors that each rank computes from its own share: they are not compared. Not those of
+                   parameters and optimizers, ever
+    suspects       tensors that differed, and were made the same; should they differ again after a single step, they
+                   are local
+    """
+
+    def __init__(self, tensors: Callable[[], list[NamedTensor]]) -> None:
+        self._tensors = tensors
+        self._layout: _Layout | None = None
+        self._equal_at = 0  # the step at which the suspects were made the same
+        self.is_suspicious = False
+        self.local: frozenset[str] = frozenset()
+        self.suspects: frozenset[str] = frozenset()
+
+    def at_boundary(self, step: int) -> int:
+        """Return what the header of this step says: a digest of the block that is due; 0 when none is."""
+        if self.suspects and step > self._equal_at:
+            if step == self._equal_at + 1:
+                return self._of_suspects(step)
+            self.suspects = frozenset()
+        return self._of_block(step) if is_due(step) else 0
+
+    def of_sample(self, step: int, large_only: bool) -> int:
+        """Return a digest of what can be read in a few milliseconds, of the tensors as they are now."""
+        layout = self._begin_layout(step, (each for each in self._tensors() if each.is_large or not large_only))
+        return digest(layout.pieces(sample_at(step, layout.sizes, layout.blocks)) or ())
+
+    def by_name(self) -> dict[str, int]:
+        """Return the digest of each tensor that no optimizer changes. sync.py reads the others itself."""
+        found = ((each.name, each.find()) for each in self._compared() if not each.is_large)
+        return {name: digest_of([tensor]) for name, tensor in found if tensor is not None}
+
+    def resolved(self, step: int, repaired: Collection[str], local: Collection[str]) -> None:
+        """All ranks have the same state again.
+
+        Args:
+            step: decided steps.
+            repaired: names of buffers and tracked tensors that were not the same.
+            local: those that no comparison minds from now on.
+        """
+        self.is_suspicious, self._layout = False, None
+        self.local, self.suspects, self._equal_at = frozenset(local), frozenset(repaired), step
+
+    def _of_block(self, step: int) -> int:
+        layout = self._layout
+        if layout is None or layout.is_outdated(step):
+            layout = self._begin_layout(step, self._compared())
+            self._layout = layout
+        pieces = layout.pieces(layout.blocks[block_at(step, len(layout.blocks))])
+        if pieces is None:  # the tensors are others than before
+            self._layout = layout = self._begin_layout(step, self._compared())
+            pieces = layout.pieces(layout.blocks[block_at(step, len(layout.blocks))]) or []
+        return digest(pieces)
+
+    def _of_suspects(self, step: int) -> int:
+        found = (each.find() for each in self._compared() if each.name in self.suspects)
+        pieces = [as_bytes(tensor) for tensor in found if tensor is not None]
+        block = self._of_block(step) if is_due(step) else 0
+        return (digest(pieces) ^ block) or 1
+
+    def _compared(self) -> Iterator[NamedTensor]:
+        return (each for each in self._tensors() if each.name not in self.local)
+
+    def _begin_layout(self, step: int, tensors: Iterable[NamedTensor]) -> _Layout:
+        return _Layout(step, list(tensors))
+
+
+class _Layout:
+    """The tensors of a state, and the blocks that they are cut into.
+
+    It is made anew with each turn, after a sync and where a tensor is another one, on all ranks at the same step; in
+    the first steps more often, since optimizers make their state when they step for the first time."""
+
+    def __init__(self, step: int, tensors: Sequence[NamedTensor]) -> None:
+        self._step, self._tensors = step, tensors
+        self._shapes = []
+        self.sizes = []
+        for each in tensors:
+            tensor = each.find()
+            assert tensor is not None, "they were found a moment ago"
+            self._shapes.append((tensor.shape, tensor.dtype))
+            self.sizes.append(tensor.numel() * tensor.element_size())
+        self.blocks = cut(self.sizes)
+
+    def is_outdated(self, step: int) -> bool:
+        return step // TURN != self._step // TURN or step <= 16
+
+    def pieces(self, parts: Sequence[Part]) -> list[torch.Tensor] | None:
+        """The bytes of these parts; None when a tensor is not there any more, or has another shape."""
+        found = []
+        for place, start, stop in parts:
+            tensor = self._tensors[place].find()
+            if tensor is None or (tensor.shape, tensor.dtype) != self._shapes[place]:
+                return None
+            found.append(_bytes(tensor, start, stop))
+        return found
+
+
+def _bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Bytes [start, stop) of a tensor in its logical order. Of one that is not contiguous no more is copied than
+    needed."""
+    if tensor.is_contiguous() or tensor.dim() == 0:
+        return as_bytes(tensor)[start:stop]
+    row = tensor.numel() * tensor.element_size() // tensor.shape[0]
+    first, last = start // row, -(-stop // row)
+    return as_bytes(tensor[first:last])[start - first * row : stop - first * row]

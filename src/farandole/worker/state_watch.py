@@ -1,0 +1,106 @@
+"""Whether the states of all workers are the same: hashed at boundaries, compared by step headers. step_loop.py asks it,
+and mends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from farandole.collectives import world
+from farandole.errors import StateDiverged
+from farandole.messages import StatesDiffered
+from farandole.state.divergence import Divergence
+from farandole.state.step_state import StepState
+from farandole.state.sync import SyncReport
+from farandole.worker.checkpoints import Checkpoints
+from farandole.worker.job import Job
+from farandole.worker.sample_records import SampleRecords
+
+logger = logging.getLogger("farandole")
+
+
+class StateWatch:
+    """What this worker knows of the others' states.
+
+    digest      what it has hashed at the last boundary; 0 for nothing
+    has_saved   it has begun a checkpoint at that boundary: all compare a sample of their states at the next one. Should
+                they differ there, they may have differed before, for states that differ do not become the same
+    """
+
+    def __init__(
+        self, job: Job | None, state: StepState, records: SampleRecords | None, checkpoints: Checkpoints | None
+    ) -> None:
+        self._job, self._state, self._records, self._checkpoints = job, state, records, checkpoints
+        self.digest = 0
+        self.has_saved = False
+        self._is_asked = False  # somebody has begun a checkpoint
+        self._is_sample = False  # the digest is one of a sample
+
+    def at_boundary(self, has_saved: bool) -> None:
+        """Hash what is due. `has_saved`: a checkpoint was begun here."""
+        self.digest, self.has_saved, self._is_sample = 0, False, False
+        if world.current().placement.size > 1:
+            self.has_saved = has_saved
+            self.digest = self._state.digests.at_boundary(self._state.step)
+            if self._is_asked:
+                self.digest, self._is_sample = self.digest ^ self.sample(), True
+        self._is_asked = False
+
+    def sample(self) -> int:
+        """Hash what can be read in a few milliseconds; 0 where there is nobody to compare it with."""
+        if world.current().placement.size == 1:
+            return 0
+        return self._state.digests.of_sample(self._state.step, large_only=False)
+
+    def heard(self, digests: Collection[int], is_asked: bool) -> None:
+        """From the headers of all ranks.
+
+        Args:
+            digests: what each of them has hashed.
+            is_asked: one of them has begun a checkpoint.
+        """
+        self._is_asked = is_asked
+        self.compare(digests, self._is_sample)
+
+    def compare(self, digests: Collection[int], is_sample: bool) -> None:
+        """Find out whether states differ, and whether a checkpoint that was begun may count."""
+        if len(set(digests)) > 1:
+            self._state.digests.is_suspicious = True
+            self._judge_checkpoint(is_equal=False)
+        elif is_sample:
+            self._judge_checkpoint(is_equal=True)
+
+    def synchronized(self, report: SyncReport) -> None:
+        """All have the same state. Raises StateDiverged when they had not, and the state was told to fail then."""
+        self.digest, self._is_asked, self._is_sample = 0, False, False
+        self._judge_checkpoint(is_equal=report.divergence is None)
+        if report.local:
+            if self._records is not None:
+                self._records.found_local(self._state.step, report.local)
+            logger.warning(
+                "%s differs between workers again a step after it was made the same: it is computed from each worker's "
+                "own samples. It is treated as BatchNorm's statistics are, and not compared any more",
+                ", ".join(report.local),
+            )
+        if report.divergence is not None:
+            self._tell(report.divergence)
+
+    def _judge_checkpoint(self, is_equal: bool) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.compared(is_equal)
+
+    def _tell(self, found: Divergence) -> None:
+        fails = self._state.on_divergence == "fail"
+        here = world.current()
+        if self._records is not None:
+            self._records.differed(found)
+        if self._job is None:
+            logger.warning("%s%s", found, "" if fails else "; they have copied it")
+        elif here.placement.rank == 0:
+            said = (found.step, found.name, found.objects, found.ranks, found.source)
+            self._job.link.send(StatesDiffered(here.id.number, *said, fails))
+        if fails:
+            raise StateDiverged(
+                f'{found}; the job ends, as TorchState(on_divergence="fail") says. Does the script change {found.name} '
+                "on some workers only, or from values of their own samples?"
+            )
