@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import farandole as fd
+from farandole.state import step
 
 
 class Records:
@@ -33,9 +34,11 @@ class Records:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def before_step(self, state: fd.elastic.TorchState, ids: Sequence[int] | None = None) -> None:
-        """`ids`: the samples as they are in the tensors, where the data set tells; else what the loader says."""
+        """`ids`: the samples as they are in the tensors, where the data set tells; else what the loader says. None are
+        written for a batch without effect: a rehearsal's."""
         if self._file is not None:
             ids = state.loader.indices if ids is None else ids
+            ids = [] if step.is_rehearsal() else ids
             self._write({"before": state.step, "epoch": state.loader.epoch, "ids": ids})
 
     def after_step(self, state: fd.elastic.TorchState, is_counted: bool = True) -> None:
