@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,3 +88,16 @@ def raise_if_refused(op: str) -> None:
         raise StepError(f"{op} {_refusal}")
     if _interruption is not None:
         raise GenerationEnded(op, current().id.number, _interruption)
+
+
+def _refuse_in_child() -> None:
+    """A forked child knows its parent's rank, but must not speak in its place."""
+    if _current is not None:
+        refuse_collectives(
+            f"in process {os.getpid()}, which was forked by a worker and is no worker itself: train in the worker, or "
+            f"start the child without its memory (multiprocessing's spawn)"
+        )
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_refuse_in_child)

@@ -80,7 +80,7 @@ class DataLoader:
     count, so that the loop body runs equally often everywhere.
 
     In an elastic function a batch may be handed out whose step is aborted, so that optimizer.step() returns False:
-    after a fault, as the first batch of the job (TorchState(rehearse=...)), and behind the last batch of an epoch when
+    after a fault, as the second batch of the job (TorchState(rehearse=...)), and behind the last batch of an epoch when
     workers have regrouped there, so that the loop is never empty for a worker that comes in then.
 
     epoch, cursor  where training is. They move with decided steps only, through commit(); fetching ahead and
@@ -258,7 +258,7 @@ class DataLoader:
 
     def _rehearse_splitting(self) -> None:
         """With max_local_batch the loop body may once have to run several times for one step: let it show that it can,
-        in the rehearsal of the first step."""
+        in the rehearsal."""
         layout, largest = self._layout, -(-self._layout.global_batch_size // self._world)
         half = max(-(-largest // 2), 2 * layout.min_share - 1)
         if layout.max_local_batch is not None and half < largest <= layout.max_local_batch:

@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 PRELOADED = ("torch", "farandole", "farandole.elastic", "torch._dynamo")
 SIZE = struct.Struct("!I")
 
+_LOOKS = 50  # a millisecond apart
 _ADOPTED_S = 2.0  # the agent is the parent of an orphan at once; this bounds what goes wrong
 _was_interrupted = False
 
@@ -91,8 +92,12 @@ def _import_all(nice: int, channel: socket.socket) -> str:
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
-    threads = len(os.listdir("/proc/self/task"))
-    return "" if threads == 1 else f"importing {', '.join(PRELOADED)} left {threads} threads"
+    for _ in range(_LOOKS):  # a thread that was joined is listed until the kernel has freed it
+        threads = len(os.listdir("/proc/self/task"))
+        if threads == 1:
+            return ""
+        poll.poll(1)
+    return f"importing {', '.join(PRELOADED)} left {threads} threads"
 
 
 def _import_in_thread(nice: int, problems: list[str]) -> None:

@@ -71,7 +71,7 @@ class OwnMethods(ScaledStep):
                 raise
         if step.state() == "aborted":
             return result
-        if batch.ticket.micro_batches > 1 and undo.has_moved():
+        if batch.ticket.micro_batches > 1 and (undo.has_moved() or watch.has_stepped):
             raise StepError(refusal)
         if watch.has_stepped:
             self._decide_within(batch)

@@ -104,6 +104,7 @@ class StepReduction:
             return False
         if not gradients.may_fly():
             return False
+        world.raise_if_refused("gradients cannot be reduced")
         recording.intend(batch)  # before anything is contributed
         _company.flies(id(self))
         return True

@@ -3,7 +3,7 @@ that all ranks hash the same part. Pure; state_digest.py uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 EVERY = 4
@@ -16,7 +16,8 @@ TURN = EVERY * BLOCKS
 """Steps after which every block was hashed."""
 
 HEAD_BYTES = 4096  # of each tensor of a sample
-_WHOLE_BYTES = 8 << 20  # a state that is not larger is its own sample: some 3 ms
+_WHOLE_BYTES = 6 << 20  # a state that is not larger is its own sample: some 2 ms
+_MORE_BYTES = 1 << 20  # of the block in turn, in a sample
 _HEADS = 400  # tensors in a sample: some 3 ms
 
 _TENSOR_BYTES = 16 << 10  # what can be hashed in the time that another tensor takes
@@ -63,9 +64,17 @@ def block_at(step: int, blocks: int) -> int:
 
 def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[Part]]) -> list[Part]:
     """Return what is compared where time is short: all of a small state; of a large one the beginning of each tensor,
-    or of some of very many in turn, and one block in turn."""
+    or of some of very many in turn, and the beginning of one block in turn."""
     if sum(sizes) <= _WHOLE_BYTES and len(sizes) <= _HEADS:
         return [Part(place, 0, size) for place, size in enumerate(sizes)]
     stride = -(-len(sizes) // _HEADS)
     heads = [Part(place, 0, min(size, HEAD_BYTES)) for place, size in enumerate(sizes) if (place + step) % stride == 0]
-    return [*heads, *blocks[block_at(step, len(blocks))]]
+    return [*heads, *_beginning(blocks[block_at(step, len(blocks))])]
+
+
+def _beginning(block: Sequence[Part]) -> Iterator[Part]:
+    left = _MORE_BYTES
+    for place, start, stop in block:
+        if left > 0:
+            yield Part(place, start, min(stop, start + left))
+        left -= stop - start

@@ -1,4 +1,5 @@
-"""A rehearsal of what a fault does to the loop body: the first batch of a job runs once with a step that is aborted.
+"""A rehearsal of what a fault does to the loop body: the second batch of a job runs once with a step that is
+aborted.
 
 Whatever the body has changed then, before optimizer.step() or because step() returned False, has to be put back before
 the batch comes again. Here it is found out whether it is.

@@ -6,7 +6,7 @@ where the state of all ranks is that of the last decided step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,8 @@ from farandole.state.digest import digest, digest_of
 from farandole.state.digest_schedule import TURN, Part, block_at, cut, is_due, sample_at
 from farandole.state.named_tensors import NamedTensor
 from farandole.state.streaming import as_bytes
+
+STRIKES = 3
 
 
 class StateDigest:
@@ -24,8 +26,8 @@ class StateDigest:
     is_suspicious  a step header has shown that ranks differ: everything is to be compared
     local          names of tensors that each rank computes from its own share: they are not compared. Not those of
                    parameters and optimizers, ever
-    suspects       tensors that differed, and were made the same; should they differ again after a single step, they
-                   are local
+    suspects       tensors that differed, and were made the same; and how often they have differed again after a single
+                   step since then. Those that do so STRIKES times in a row are local
     """
 
     def __init__(self, tensors: Callable[[], list[NamedTensor]]) -> None:
@@ -34,14 +36,14 @@ class StateDigest:
         self._equal_at = 0  # the step at which the suspects were made the same
         self.is_suspicious = False
         self.local: frozenset[str] = frozenset()
-        self.suspects: frozenset[str] = frozenset()
+        self.suspects: Mapping[str, int] = {}
 
     def at_boundary(self, step: int) -> int:
         """Return what the header of this step says: a digest of the block that is due; 0 when none is."""
         if self.suspects and step > self._equal_at:
             if step == self._equal_at + 1:
                 return self._of_suspects(step)
-            self.suspects = frozenset()
+            self.suspects = {}
         return self._of_block(step) if is_due(step) else 0
 
     def of_sample(self, step: int, large_only: bool) -> int:
@@ -54,16 +56,16 @@ class StateDigest:
         found = ((each.name, each.find()) for each in self._compared() if not each.is_large)
         return {name: digest_of([tensor]) for name, tensor in found if tensor is not None}
 
-    def resolved(self, step: int, repaired: Collection[str], local: Collection[str]) -> None:
+    def resolved(self, step: int, repaired: Mapping[str, int], local: Collection[str]) -> None:
         """All ranks have the same state again.
 
         Args:
             step: decided steps.
-            repaired: names of buffers and tracked tensors that were not the same.
+            repaired: names of buffers and tracked tensors that were not the same, as `suspects`.
             local: those that no comparison minds from now on.
         """
         self.is_suspicious, self._layout = False, None
-        self.local, self.suspects, self._equal_at = frozenset(local), frozenset(repaired), step
+        self.local, self.suspects, self._equal_at = frozenset(local), repaired, step
 
     def _of_block(self, step: int) -> int:
         layout = self._layout

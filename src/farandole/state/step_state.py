@@ -83,8 +83,8 @@ class StepState(TorchState):
                 GradScaler, further modules) and picklable values. On a regroup they come from the source rank;
                 when a step is done again they are put back to where they were before it, wherever in the loop body
                 they were changed. Tensors, lists, dictionaries and sets are put back in place.
-    rehearse    the first batch of a job is handed out twice: the first time its step is aborted on purpose, to find out
-                what the loop body changes before optimizer.step(), and whether it can be put back
+    rehearse    the second batch of a job is handed out twice: the first time its step is aborted on purpose, to find
+                out what the loop body changes before optimizer.step(), and whether it can be put back
     on_divergence  what happens when workers are found to have different states: "mend", those that differ copy the
                 state of the majority (of the lowest rank where there is none); "fail", the job ends
 
@@ -126,7 +126,7 @@ class StepState(TorchState):
             if hasattr(self, name):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
             setattr(self, name, value)
-        self.rehearses = rehearse
+        self.has_rehearsed = not rehearse
         self.on_step: Callable[[], None] | None = None  # in a rehearsal: what looks at the state when a step is called
         for optimizer in self.optimizers():
             refuse_for_loader(optimizer)
@@ -283,6 +283,7 @@ class StepState(TorchState):
         for name, value in small["values"].items():
             setattr(self, name, load_value(getattr(self, name), value))
         self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
+        self.has_rehearsed = small["has_rehearsed"]
         changing, changing_late = small["changing"]
         self._watched.add_changing(changing)
         self._watched.add_changing_late(changing_late)
@@ -295,6 +296,7 @@ class StepState(TorchState):
             "lineage": self.lineage,
             "step": self.step,
             "boundary": self.boundary,
+            "has_rehearsed": self.has_rehearsed,
             "changing": self._watched.changing,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},

@@ -19,7 +19,7 @@ from farandole.state.digest import digest_of
 from farandole.state.divergence import Divergence, choose_right, differing
 from farandole.state.named_tensors import tensors_in
 from farandole.state.optimizer_state import outline
-from farandole.state.state_digest import StateDigest
+from farandole.state.state_digest import STRIKES, StateDigest
 
 
 class Shared(Protocol):
@@ -73,7 +73,7 @@ class Standing(msgspec.Struct, frozen=True):
     sample: int = 0
     is_suspicious: bool = False
     local: tuple[str, ...] = ()
-    suspects: tuple[str, ...] = ()
+    suspects: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _standing(state: Shared, small: packing.Packed, large: packing.Packed, is_co
         sample=digests.of_sample(progress.step, large_only=True) if digests is not None and is_compared else 0,
         is_suspicious=digests.is_suspicious if digests is not None else False,
         local=tuple(sorted(digests.local)) if digests is not None else (),
-        suspects=tuple(sorted(digests.suspects)) if digests is not None else (),
+        suspects=digests.suspects if digests is not None else {},
     )
 
 
@@ -190,7 +190,7 @@ class _Findings:
 
     peers        ranks whose large states must be the same, since they have decided as many steps as the source
     differing    those whose large state is not the source's
-    repaired     names of tensors of the small state that were not the same
+    repaired     names of tensors of the small state that were not the same; see StateDigest.suspects
     local        those that are computed from each rank's own share, as this sync has shown; all_local  ... as is known
     """
 
@@ -203,7 +203,7 @@ class _Findings:
         ]
         self.divergence: Divergence | None = None
         self.differing: set[int] = set()
-        self.repaired: tuple[str, ...] = ()
+        self.repaired: dict[str, int] = {}
         self.local: tuple[str, ...] = ()
         self.all_local = {name for each in standings for name in each.local}
 
@@ -220,11 +220,11 @@ class _Findings:
     def judge_small(self, tables: Tables) -> int:
         """Compare the other tensors of the peers. Return the source: where large states differ, that of these."""
         names = differing(tables, self.peers)
-        suspects = {name for each in self._standings for name in each.suspects}
-        self.local = tuple(name for name in names if name in suspects)
+        strikes = {name: max(each.suspects.get(name, -1) for each in self._standings) + 1 for name in names}
+        self.local = tuple(name for name in names if strikes[name] == STRIKES)
         self.all_local.update(self.local)
-        self.repaired = tuple(name for name in names if name not in suspects)
-        return self._source if self.divergence else self._judge(tables, self.peers, self.repaired, is_large=False)
+        self.repaired = {name: strikes[name] for name in names if strikes[name] < STRIKES}
+        return self._source if self.divergence else self._judge(tables, self.peers, list(self.repaired), is_large=False)
 
     def differing_from(self, source: int, tables: Tables) -> set[int]:
         return {rank for rank, table in enumerate(tables) if table != tables[source]}

@@ -78,8 +78,8 @@ class StateWatch:
             if self._records is not None:
                 self._records.found_local(self._state.step, report.local)
             logger.warning(
-                "%s differs between workers again a step after it was made the same: it is computed from each worker's "
-                "own samples. It is treated as BatchNorm's statistics are, and not compared any more",
+                "%s differs between workers after every step, however often it is made the same: it is computed from "
+                "each worker's own samples. It is treated as BatchNorm's statistics are, and not compared any more",
                 ", ".join(report.local),
             )
         if report.divergence is not None:

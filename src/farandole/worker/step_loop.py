@@ -56,7 +56,6 @@ class StepLoop:
         self._is_busy = False  # the state is being changed by us, not by user code
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
-        self._has_rehearsed = not state.rehearses or job is None
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._calls = BodyCalls(
             boundary=lambda: state.boundary,
@@ -192,7 +191,9 @@ class StepLoop:
         if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
             self._regroup()
         else:
+            is_over = self._rehearsal is not None
             self._put_back()
+            self._state.has_rehearsed |= is_over
             step.close()
         self._pass_boundary()
 
@@ -203,21 +204,17 @@ class StepLoop:
         if self._rehearsal is None:
             self._state.put_back()
         else:
-            self._rehearsal.end()
-            self._end_rehearsal()
+            rehearsal, self._rehearsal, self._state.on_step = self._rehearsal, None, None
+            rehearsal.end()
 
     def rehearses(self) -> bool:
-        """Whether the batch that is handed out now is a rehearsal's: on all workers, the first one of the job."""
-        if self._has_rehearsed:
+        """Whether the batch that is handed out now is a rehearsal's: on all workers, the second one of the job. In the
+        first one an average of weights is equal to them, and a change of it would not be seen."""
+        if self._job is None or self._state.has_rehearsed or self._state.step == 0:
             return False
-        self._has_rehearsed = True
         self._rehearsal = Rehearsal(self._state)
         self._state.on_step = self._rehearsal.look
         return True
-
-    def _end_rehearsal(self) -> None:
-        """There is none any more: a worker that joins would not take part."""
-        self._rehearsal, self._state.on_step, self._has_rehearsed = None, None, True
 
     def leave_batches(self) -> bool:
         """The batches of an epoch are through, on all workers, and user code follows. False: there was a regroup."""
@@ -341,7 +338,6 @@ class StepLoop:
             self._put_back()
         else:
             state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
-        self._end_rehearsal()
         step.close()
         connection, self._connection = self._connection, None
         world.interrupt_collectives(None)

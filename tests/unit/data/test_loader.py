@@ -169,7 +169,7 @@ def test_a_second_pass_is_right_where_the_epoch_may_go_on(goes_on: str) -> None:
     train_rest(loader)
     if goes_on == "set_world":
         loader.set_world(0, 1)
-        assert train_rest(loader) == []
+        assert list(loader) == [[0, 1]]  # without effect, see below
     else:
         loader.load_state_dict({**loader.state_dict(), "cursor": 2})
         assert train_rest(loader) == [[2, 3]]

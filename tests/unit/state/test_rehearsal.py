@@ -11,6 +11,7 @@ import torch
 
 import farandole as fd
 from farandole.errors import ConfigError
+from farandole.state import step
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
 
@@ -19,6 +20,8 @@ from farandole.state.step_state import StepState
 def alone() -> Iterator[None]:
     fd.init()
     yield
+    step.close()
+    step.on_decided(None)
     fd.shutdown()
 
 

@@ -115,12 +115,12 @@ def test_tensors_that_were_exchanged_are_found_again() -> None:
 def test_a_tensor_that_differs_again_a_step_later_is_hashed_no_more() -> None:
     state = state_of_all_kinds()
     digests = state.digests
-    digests.resolved(301, ["model.queue"], [])
+    digests.resolved(301, {"model.queue": 0}, [])
     assert digests.at_boundary(301) == 0, "no step has changed it since"
     before = digests.at_boundary(302)
     state.model.queue[0, 0] += 1
     assert before != digests.at_boundary(302) != 0
-    digests.resolved(303, [], ["model.queue"])
+    digests.resolved(303, {}, ["model.queue"])
     before = turn(state)
     state.model.queue[0, 0] += 1
     assert turn(state) == before
