@@ -52,7 +52,8 @@ def main() -> None:
             theirs.close()
             _end_quickly(_launch, asked["arguments"], _Handover(server, ours))
         answer = _watch(launcher, asked)
-        os.write(1, json.dumps(answer).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
+            os.write(1, json.dumps(answer).encode() + b"\n")
 
 
 def _import_all() -> None:

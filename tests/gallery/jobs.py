@@ -49,6 +49,8 @@ class JobServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30.0)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def run(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], deadline_s: float) -> Ended:
         """`farandole ARGUMENTS` with this environment added to ours; what it prints is appended to `folder`/output."""

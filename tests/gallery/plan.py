@@ -84,7 +84,7 @@ def draw(seed: str, hits: Hits) -> Case:
     if beside == "restarts" and kind in LETHAL:
         other = chance.choice([name for name in names if name != worker])
         alike = sorted(place for place, count in lines.items() if count > 6 and "/" not in place)
-        hit = fault.hit * lines[alike[0]] // lines[fault.place] + chance.randint(1, 3) if alike else 0
+        hit = fault.hit * lines[alike[0]] // lines[fault.place] + chance.randint(2, 4) if alike else 0
         if alike and hit <= lines[alike[0]]:  # it is too late for a newcomer behind the last steps
             faults.append(Fault(other, "await 1", alike[0], hit))
     return Case(

@@ -26,6 +26,7 @@ LIBRARY = str(HERE.parents[1] / "src" / "farandole")
 INSIDE = tuple(f"{LIBRARY}/{folder}/" for folder in ("optim", "data", "state", "worker"))
 FAULTS, COUNTED = "GALLERY_FAULTS", "GALLERY_COUNTED"
 _ANSWER_S = 10.0
+_NEWCOMER_S = 3.0  # one that comes in the regroup that waits for this worker cannot be waited for
 
 
 def main() -> None:
@@ -127,7 +128,7 @@ class Tracer:
             self._scale(amount)
             self._wait_for_newcomers(1)
         elif what == "await":
-            self._wait_for_newcomers(int(amount))
+            self._wait_for_newcomers(int(amount), _NEWCOMER_S)
 
     def _scale(self, size: str) -> None:
         name = f"{self._worker}-{time.monotonic_ns()}"
@@ -135,13 +136,13 @@ class Tracer:
         (self._folder / f"new-{name}").rename(self._folder / f"ask-{name}")
         self._wait_for((self._folder / f"answer-{name}").exists)
 
-    def _wait_for_newcomers(self, count: int) -> None:
-        self._wait_for(lambda: (self._folder / "events").read_text().count('"ChangePlanned"') >= count)
+    def _wait_for_newcomers(self, count: int, limit_s: float = _ANSWER_S) -> None:
+        self._wait_for(lambda: (self._folder / "events").read_text().count('"ChangePlanned"') >= count, limit_s)
 
-    def _wait_for(self, condition: Any) -> None:
+    def _wait_for(self, condition: Any, limit_s: float = _ANSWER_S) -> None:
         from farandole.whereabouts import say_that_it_moves
 
-        until = time.monotonic() + _ANSWER_S
+        until = time.monotonic() + limit_s
         while not condition() and time.monotonic() < until:
             time.sleep(0.002)
             say_that_it_moves()  # the step timeout is not for what the fault asks

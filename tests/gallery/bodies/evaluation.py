@@ -53,6 +53,8 @@ def train(state):
                 break
             elif kind == "any" and fd.any(loss.item() > 1e6):
                 raise RuntimeError("diverged")
+            elif kind == "named":
+                fd.allreduce(torch.tensor([loss.item()]), name="loss")
             elif kind == "metrics":
                 state.scores["loss"] = fd.mean(loss.item())
         if kind in ("end", "best"):
@@ -65,6 +67,8 @@ def train(state):
         elif kind == "once":
             score = evaluate()
             epoch.once(lambda score=score, epoch=epoch: state.scores.update({f"{int(epoch)}": score}))
+        elif kind == "once-mean":
+            epoch.once(lambda epoch=epoch: state.scores.update({f"{int(epoch)}": round(fd.mean(1.0), 6)}))
         elif kind == "barrier":
             fd.barrier()
             if fd.rank() == 0:

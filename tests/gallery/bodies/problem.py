@@ -28,25 +28,30 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 class Mark(torch.autograd.Function):
-    """Leaves its input as it is. In backward, each sample of the batch adds 1 / (samples of the batch) to the
+    """Leaves its input as it is. In backward, each sample of the batch adds 1 / share to the
     gradient of its entry of `seen`, whatever the loss: under plain SGD that counts how often a sample was trained."""
 
     @staticmethod
-    def forward(context: Any, out: torch.Tensor, seen: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(context: Any, out: torch.Tensor, seen: torch.Tensor, index: torch.Tensor, share: int) -> torch.Tensor:
         context.save_for_backward(index)
-        context.size = len(seen)
+        context.size, context.share = len(seen), share
         return out.view_as(out)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         (index,) = context.saved_tensors
         marks = torch.zeros(context.size, dtype=torch.float64)
-        marks.index_add_(0, index, torch.full((len(index),), 1 / len(index), dtype=torch.float64))
-        return gradient, marks, None
+        marks.index_add_(0, index, torch.full((len(index),), 1 / context.share, dtype=torch.float64))
+        return gradient, marks, None, None
 
 
 class Net(torch.nn.Module):
-    """Two layers, and a witness of which samples were trained."""
+    """Two layers, and a witness of which samples were trained.
+
+    share  of how many samples a batch is taken to be by the witness; None: as many as it has
+    """
+
+    share: int | None = None
 
     def __init__(self, *between: torch.nn.Module, hidden: int = 8, size: int = SAMPLES) -> None:
         super().__init__()
@@ -59,4 +64,4 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
         out = self.last(self.between(self.first(x)))
-        return out if index is None else Mark.apply(out, self.seen, index)
+        return out if index is None else Mark.apply(out, self.seen, index, self.share or len(index))

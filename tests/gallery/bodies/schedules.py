@@ -36,16 +36,31 @@ losses = []
 def after():
     if kind == "plateau-callback":
         scheduler.step(round(fd.mean(1.0), 6))
-    elif kind == "callback-mean":
+    elif kind in ("callback-mean", "callback-two"):
         fd.mean(losses[-1])
         scheduler.step()
     else:
         scheduler.step()
 
 
-in_callback = kind in ("callback", "plateau-callback", "callback-mean")
+def count():
+    state.counted += 1
+    if fd.any(state.counted % 4 == 0):
+        state.fourths = [*state.fourths, state.step]
+    with torch.no_grad():
+        state.total += state.counted
+
+
+in_callback = kind in ("callback-two", "callback", "plateau-callback", "callback-mean")
 state = fd.elastic.TorchState(
-    model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[after] if in_callback else []
+    model=model,
+    optimizer=optimizer,
+    loader=loader,
+    scheduler=scheduler,
+    after_step=[after, count] if kind == "callback-two" else [after] if in_callback else [],
+    counted=0,
+    fourths=[],
+    total=torch.zeros(1, dtype=torch.float64),
 )
 
 
