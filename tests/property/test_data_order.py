@@ -22,7 +22,7 @@ from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuff
 from farandole.data.partition import Layout, batches, global_batch, make_ticket, micro_batches, share
 from farandole.data.permutation import Permutation
 from farandole.data.torch_permutation import permute
-from farandole.errors import DataError
+from farandole.errors import DataError, StepError
 from farandole.state import step
 from farandole.state.ticket import Batch
 
@@ -410,7 +410,11 @@ def test_fetching_moves_nothing_and_only_the_next_ticket_can_be_committed(
     for action in actions:
         before = loader.state_dict()
         if action == "fetch":
-            next(iter(loader), None)
+            if loader.record.is_through:
+                with pytest.raises(StepError, match="all batches of epoch 0 are trained"):
+                    iter(loader)
+            else:
+                next(iter(loader), None)
         elif action == "commit" and done < len(tickets):
             loader.commit(tickets[done])
             done += 1

@@ -149,8 +149,9 @@ class Recovered(Event):
 
     def _how_far_back(self) -> str:
         if self.lost_at is not None:
-            lost_at, began_at = (f"{self.counts} {number}" for number in (self.lost_at, self.began_at))
-            return f"went back from {lost_at} or later to the checkpoint at {began_at}"
+            # Steps are seen now and then only: the last that was seen may be older than the checkpoint.
+            lost_at = f" from {self.counts} {self.lost_at} or later" if self.lost_at > self.began_at else ""
+            return f"went back{lost_at} to the checkpoint at {self.counts} {self.began_at}"
         redone = count(self.steps_redone, "step")
         if self.counts == "step" or not self.steps_redone:
             return f"{redone} redone" if self.steps_redone else ""

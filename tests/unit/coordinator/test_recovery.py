@@ -48,6 +48,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_says_how_far_it_went_back() -> Non
     (report,) = told.stepped("w3", began_at=100).logged(Recovered)
     assert (report.lost_at, report.began_at) == (120, 100)
     assert "; went back from step 120 or later to the checkpoint at step 100; slowest" in report.line()
+    assert "; went back to the checkpoint at step 100; slowest" in replace(report, lost_at=90).line()
     told.exited("w3").hello("w4").elastic("w4").ready(told.job.number, "w2")
     (report,) = told.stepped("w2", began_at=101).stepped("w4", began_at=101).logged(Recovered)
     assert report.lost_at is None

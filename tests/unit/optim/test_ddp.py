@@ -37,6 +37,7 @@ def enter(number: int) -> AloneTransport:
 @pytest.fixture
 def alone() -> Iterator[AloneTransport]:
     step.close()
+    step.on_decided(None)
     yield enter(1)
     step.close()
     step.on_decided(None)
