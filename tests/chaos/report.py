@@ -1,4 +1,4 @@
-"""What all chaos runs and storms have come to, added up: `make chaos-report`."""
+"""What all chaos runs, jobs of the gallery and storms have come to, added up: `make chaos-report`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from benchmarks.storm import RESULTS as STORMS
 from tests.chaos.run import RESULTS as CHAOS
+from tests.gallery.plan import parse
+from tests.gallery.run import RESULTS as GALLERY
 
 
 def summary(lines: Iterable[dict[str, Any]]) -> str:
@@ -30,6 +32,25 @@ def summary(lines: Iterable[dict[str, Any]]) -> str:
         where = f" on {job['hosts']} hosts" if job["hosts"] else ""
         said += ["", f"{job['date']}, seed {job['seed']}{where}: {job['plan']}"]
         said += [f"- {violation}" for violation in job["violations"]]
+    return "\n".join(said)
+
+
+def gallery(lines: Iterable[dict[str, Any]]) -> str:
+    """Of the lines that the gallery's run.py wrote."""
+    jobs = list(lines)
+    happened = [job for job in jobs if job["happened"]]
+    faults = Counter(fault.kind.split()[0] for job in happened for fault in parse(job["plan"]))
+    violated = Counter(job["body"] for job in jobs if job["violations"])
+    said = [
+        f"{len(jobs)} jobs of {len({job['body'] for job in jobs})} loop bodies with {sum(faults.values())} faults at "
+        f"their lines, {sum(violated.values())} jobs with violations",
+        "",
+        "| fault | times |",
+        "|---|---|",
+        *(f"| {kind} | {count} |" for kind, count in sorted(faults.items(), key=lambda item: (-item[1], item[0]))),
+    ]
+    if violated:
+        said += ["", *(f"- {body}: {count} jobs with violations" for body, count in sorted(violated.items()))]
     return "\n".join(said)
 
 
@@ -55,7 +76,11 @@ def storms(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    for path, write, target in ((CHAOS, summary, "chaos"), (STORMS, storms, "storm")):
+    for path, write, target in (
+        (CHAOS, summary, "chaos"),
+        (GALLERY, gallery, "gallery"),
+        (STORMS, storms, "storm"),
+    ):
         if path.exists():
             print(write(json.loads(line) for line in path.read_text().splitlines()), end="\n\n")
         else:

@@ -71,7 +71,9 @@ _ALL = [
         "averages", "before", "after", "if-applied", "callback", "averaged", "swa", "swa-epoch", "teacher", "byol"
     ),
     *_bodies("averages", "swapped", "tensors", "new-tensors", own=("scores",)),
-    *_bodies("averages", "by-data", "in-data", "in-data-before", "exchanged", "loaded", own=("scores",)),
+    *_bodies(
+        "averages", "by-data", "in-data", "in-data-before", "in-data-late", "exchanged", "loaded", own=("scores",)
+    ),
     *_bodies("averages", "moco", own=("queue",)),
     *_bodies("averages", "swa-norm", is_exact=False, local=STATISTICS),
     *_bodies("gan", "one", witness=_ONCE),

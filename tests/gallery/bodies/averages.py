@@ -86,7 +86,7 @@ def train(state):
         for x, y, index in loader:
             if kind in ("before", "moco"):
                 follow()
-            elif kind == "in-data-before":
+            elif kind == "in-data-before" or (kind == "in-data-late" and state.step >= 4):
                 follow_in_data()
             optimizer.zero_grad()
             out = model(x, index)
