@@ -14,7 +14,7 @@ import torch
 from farandole.errors import ConfigError
 from farandole.state.parts import is_same
 from farandole.state.step_state import StepState
-from farandole.state.streaming import as_bytes
+from farandole.state.watched_tensors import are_equal
 
 _PARTS = {
     "buffers": "the buffers of state.{}",
@@ -61,14 +61,8 @@ class Rehearsal:
 
     def _changed(self) -> set[str]:
         """Also what was written with the bytes that it had: the next loop body may write others."""
-        others = {name for name, live in self._watched.items() if not _are_equal(live, self._copies[name])}
+        others = {name for name, live in self._watched.items() if not are_equal(live, self._copies[name])}
         return others | (set(self._watched.changed(self._mark)) - self._watched.trusted)
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.device.type != "cpu":
-        return torch.equal(one, other)
-    return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def _message(what: str, before: Any, after: Any) -> str:

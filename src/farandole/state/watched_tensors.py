@@ -6,15 +6,20 @@ them at each boundary would cost as much as a part of the optimizer step. So the
 compared, and only those tensors are copied at each boundary that were seen to change before the step: in the rehearsal
 (rehearsal.py), which compares bytes, or later. What no optimizer owns (an average of weights), and what was seen to
 change behind the step only, is copied when a step is aborted, before user code runs on. At the end of an epoch all are
-copied once, because an evaluation may write them through `.data`, which no version counts.
+copied once, because an evaluation may write them through `.data`, which no version counts. For the same reason a few
+elements are looked at in every other step, in turns: when one has changed before the step, all bytes of the next one
+are compared.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+
+from farandole.state.streaming import as_bytes
 
 logger = logging.getLogger("farandole")
 
@@ -29,6 +34,9 @@ class WatchedTensors:
         self._changing: set[str] = set()
         self._changing_late: set[str] = set()
         self._copies: dict[str, torch.Tensor] = {}
+        self._probes = Probes()
+        self._is_suspicious = False  # something was written that no version counts: the next step is inspected
+        self._is_inspected = False
         self._copied: list[str] = []  # those of which the copy is that of the last capture()
         self.trusted: set[str] = set()  # since then
 
@@ -36,6 +44,7 @@ class WatchedTensors:
         """Watch these from now on, of which optimizers own some. A capture() has to follow."""
         self._names, self._tensors = list(tensors), list(tensors.values())
         self._changing_late |= {name for name in self._names if name not in owned}
+        self._probes = Probes([(name, each) for name, each in self.items() if name not in owned], list(self.items()))
         self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
 
     def items(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -76,6 +85,9 @@ class WatchedTensors:
         """Remember the tensors as they are now; with `is_whole` the bytes of all of them."""
         self._versions = [each._version for each in self._tensors]
         self.trusted.clear()
+        self._probes.take()
+        self._is_inspected, self._is_suspicious = self._is_suspicious, False
+        is_whole |= self._is_inspected
         if not (is_whole or self._changing or self._copied):
             return
         wanted = self._names if is_whole else [name for name in self._names if name in self._changing]
@@ -90,6 +102,11 @@ class WatchedTensors:
         """A step is about to be applied: remember what has changed since the last capture()."""
         if [each._version for each in self._tensors] != self._versions:
             self.add_changing(self.changed())
+        if self._is_inspected:
+            self._is_inspected = False
+            self.add_changing(name for name, each in self.items() if not are_equal(each, self._copies[name]))
+        elif self._probes.have_changed(self._changing):
+            self._is_suspicious = True
 
     def save(self) -> None:
         """The step is aborted: copy now what the rest of the loop body may change, unless that has happened."""
@@ -137,6 +154,53 @@ class WatchedTensors:
         if kept is not None and (kept.shape, kept.dtype, kept.device) == (tensor.shape, tensor.dtype, tensor.device):
             return kept
         return torch.empty_like(tensor, requires_grad=False)
+
+
+class Probes:
+    """Elements of a few CPU tensors at a time, in turns.
+
+    Args:
+        groups: Tensors by name; two of each group are looked at at a time.
+    """
+
+    def __init__(self, *groups: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._groups = [
+            [(name, each.detach().view(-1)) for name, each in group if _can_be_probed(each)] for group in groups
+        ]
+        self._turn = 0
+        self._taken: list[tuple[str, torch.Tensor, int, Any]] = []  # whose, its elements, which of them, what it was
+
+    def take(self) -> None:
+        """Remember some elements as they are now, in every other call."""
+        self._turn += 1
+        self._taken = []
+        if self._turn % 2:
+            return
+        for group in self._groups:
+            for number in range(min(2, len(group))):
+                name, flat = group[(self._turn + number) % len(group)]
+                index = self._turn * 7919 % flat.numel()
+                self._taken.append((name, flat, index, flat[index].item()))
+
+    def have_changed(self, known: Container[str]) -> bool:
+        """Whether one of them is another one now; not of the `known` tensors."""
+        return any(
+            flat[index].item() != was for name, flat, index, was in self._taken if name not in known and was == was
+        )
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same bytes; on a device, the same values."""
+    if one.device.type != "cpu":
+        return torch.equal(one, other)
+    return torch.equal(as_bytes(one), as_bytes(other))
+
+
+def _can_be_probed(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0 and type(tensor) in _PLAIN
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

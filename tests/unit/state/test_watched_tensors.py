@@ -116,3 +116,39 @@ def test_what_has_changed_before_the_step_was_aborted_is_not_copied_too_late() -
     average.add_(1)
     watched.save()
     assert watched.put_back() == ["average"]
+
+
+def test_writes_that_no_version_counts_are_found_within_some_steps_and_put_back_from_then_on() -> None:
+    """An average of weights through `.data`, which begins long after the rehearsal."""
+    averages = {f"ema.{number}": torch.zeros(3) for number in range(5)}
+    weight = torch.nn.Parameter(torch.zeros(3))
+    watched = WatchedTensors()
+    watched.track({**averages, "weight": weight}, owned={"weight"})
+    steps, found = 0, ()
+    while not found:
+        steps += 1
+        assert steps < 6
+        watched.capture()
+        for each in averages.values():
+            each.data.add_(1)
+        watched.look()
+        with torch.no_grad():
+            weight.add_(1)
+        found = watched.changing[0]
+    assert found == tuple(sorted(averages))
+    watched.capture()
+    before = averages["ema.3"].clone()
+    averages["ema.3"].data.add_(1)
+    assert watched.put_back() == []
+    assert torch.equal(averages["ema.3"], before)
+
+
+def test_probes_find_nothing_where_only_the_step_changes_anything() -> None:
+    weight, average = torch.zeros(4), torch.full((4,), float("nan"))
+    watched = WatchedTensors()
+    watched.track({"weight": weight, "average": average}, owned={"weight"})
+    for _ in range(20):
+        watched.capture()
+        watched.look()
+        weight.data.add_(1)
+    assert watched.changing[0] == ()
