@@ -221,6 +221,7 @@ class StepLoop:
         here = world.current()
         self._is_busy = True
         try:
+            self._raise_if_connected("the end of the batches")
             make_equal(layers_with_statistics(self._state.modules()), here.transport)
         except RecoverableError:
             if self._job is None:
@@ -239,8 +240,7 @@ class StepLoop:
         state = self._state
         epoch = state.progress.epoch
         try:
-            if self._has_to_regroup():
-                raise GenerationEnded("the end of an epoch", world.current().id.number)
+            self._raise_if_connected("the end of an epoch")
             note = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
             notes = world.current().transport.all_gather(note)
         except RecoverableError:
@@ -297,6 +297,11 @@ class StepLoop:
 
     def _has_to_regroup(self) -> bool:
         return self._connection is not None or (self._job is not None and self._job.has_to_regroup())
+
+    def _raise_if_connected(self, op: str) -> None:
+        """Raise GenerationEnded where a call in the loop body has connected to a generation whose states differ yet."""
+        if self._connection is not None:
+            raise GenerationEnded(op, self._connection.start.id.number, _INTERRUPTED)
 
     def _connect_in_body(self) -> None:
         """A worker was lost, and a call in the loop body is to be completed by those that are left: connect to them.
