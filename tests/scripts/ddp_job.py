@@ -52,7 +52,8 @@ def main() -> None:
 def with_loader(ours: torch.nn.Module, optimizer: Any, train: Any) -> None:
     """The batches of Farandole's loader: both models are trained on them."""
     loader = fd.elastic.DataLoader(data(), BATCH * fd.size())
-    state = fd.elastic.TorchState(model=ours, optimizer=optimizer, loader=loader)
+    # DDP's model is no part of the state: it would train the batch of a rehearsal.
+    state = fd.elastic.TorchState(model=ours, optimizer=optimizer, loader=loader, rehearse=False)
 
     @fd.elastic.run
     def run(state: Any) -> None:
