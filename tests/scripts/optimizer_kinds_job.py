@@ -141,8 +141,7 @@ def alone(job: Job) -> None:
         module = torch.nn.parallel.DistributedDataParallel(model)
     else:
         optimizer = fd.DistributedOptimizer(base)
-    # A body that runs once for each step, however few workers are left.
-    loader = fd.elastic.DataLoader(dataset(), global_batch_size=BATCH, seed=SEED, max_local_batch=BATCH)
+    loader = fd.elastic.DataLoader(dataset(), global_batch_size=BATCH, seed=SEED)
     job.state = fd.elastic.TorchState(model=module, optimizer=optimizer, loader=loader)
     body = BODIES[kind]
 

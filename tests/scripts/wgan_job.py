@@ -35,9 +35,7 @@ def main() -> None:
     generator, critic = torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 1).double()
     optimizer_g = fd.DistributedOptimizer(torch.optim.Adam(generator.parameters(), lr=0.01))
     optimizer_c = fd.DistributedOptimizer(torch.optim.RMSprop(critic.parameters(), lr=0.01))
-    loader = fd.elastic.DataLoader(
-        torch.utils.data.TensorDataset(real), GLOBAL_BATCH, seed=1, max_local_batch=GLOBAL_BATCH
-    )
+    loader = fd.elastic.DataLoader(torch.utils.data.TensorDataset(real), GLOBAL_BATCH, seed=1)
     state = fd.elastic.TorchState(
         model=generator, optimizer=optimizer_g, loader=loader, critic=critic, optimizer_c=optimizer_c
     )

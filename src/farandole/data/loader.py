@@ -259,9 +259,12 @@ class DataLoader:
     def _rehearse_splitting(self) -> None:
         """With max_local_batch the loop body may once have to run several times for one step: let it show that it can,
         in the rehearsal."""
-        layout, largest = self._layout, -(-self._layout.global_batch_size // self._world)
+        layout = self._layout
+        if layout.max_local_batch is None or layout.max_local_batch >= layout.global_batch_size:
+            return  # a share is never split, however few workers are left
+        largest = -(-layout.global_batch_size // self._world)
         half = max(-(-largest // 2), 2 * layout.min_share - 1)
-        if layout.max_local_batch is not None and half < largest <= layout.max_local_batch:
+        if half < largest <= layout.max_local_batch:
             layout = dataclasses.replace(layout, max_local_batch=half)
             self._dealer.restart(layout, self.epoch, self.cursor, self._rank, self._world)
 

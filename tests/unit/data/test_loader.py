@@ -492,13 +492,21 @@ def test_a_rehearsal_hands_out_the_first_batch_twice() -> None:
 
 
 def test_with_a_limit_the_rehearsal_splits_the_share_as_a_loss_would() -> None:
-    loader = make(max_local_batch=4)
+    loader = make(24, 8, max_local_batch=4)
+    loader.set_world(0, 2)
     loader.boundary = Rehearses()
     feed = iter(loader)
     assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
     assert step.state() == "aborted"
     assert next(feed) == [0, 1, 2, 3]
     assert step.state() == "open"
+
+
+def test_with_a_limit_that_nothing_can_exceed_the_rehearsal_splits_nothing() -> None:
+    loader = make(24, 8, max_local_batch=8)
+    loader.set_world(0, 2)
+    loader.boundary = Rehearses()
+    assert next(iter(loader)) == [0, 1, 2, 3]
 
 
 def test_break_in_a_loop_body_whose_step_is_aborted_does_not_end_the_epoch() -> None:
