@@ -56,6 +56,7 @@ class NativePath:
         self._is_reduced = self._has_stepped = False
         self._is_again = False  # another pass goes on top of gradients that are reduced
         self._flies = False  # in this pass: what is complete is reduced while backward goes on
+        self._is_last = False  # this pass is of the last micro-batch
         self._has_passed = False  # a pass of this loop body is in, and step() was not called since
         self._is_closed = False  # step() was called in this loop body, and more micro-batches follow
         self._before: tuple[list[torch.Tensor], set[int]] | None = None  # gradients without this loop body
@@ -77,7 +78,7 @@ class NativePath:
         if isinstance(gradients, OwnGradients):
             self.waits_in = batch
             return
-        gradients.put(parameter, self._factor, adds=key in self._filled, is_final=batch.is_last)
+        gradients.put(parameter, self._factor, adds=key in self._filled, is_final=self._is_last)
         self._filled.add(key)
         if self._flies:
             gradients.arrived(parameter)
@@ -86,14 +87,14 @@ class NativePath:
         self._notice(batch)
         self._reduction.refuse_half_reduced()
         self._factor = self._weights.note(batch)
-        self._flies = False
+        self._flies, self._is_last = False, batch.is_last
         if not self._has_stepped and not self._is_closed and not batch.is_padding:
             if self._is_reduced:
                 self._begin_again(batch)
             else:
                 if batch.index > 0 and step.is_shared() and self._before is None:
                     self._before = self._reduction.copies(), set(self._filled)
-                self._flies = batch.is_last and step.state() == "open" and self._reduction.begin_flight(batch)
+                self._flies = self._is_last and step.state() == "open" and self._reduction.begin_flight(batch)
             self._has_passed = True
         self._pass_is_open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._close_pass)

@@ -32,8 +32,11 @@ class OwnMethods(ScaledStep):
         raise NotImplementedError
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        with self._inside():
+        before, self._is_inside = self._is_inside, True  # methods call each other: only the outermost call counts
+        try:
             return super()._apply(*args, **kwargs)
+        finally:
+            self._is_inside = before
 
     def _run_own(self, name: str, method: Callable[[], Any]) -> Any:
         """Call a method of the user's class.
@@ -62,13 +65,16 @@ class OwnMethods(ScaledStep):
             f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
             f"added up yet; leave micro_batch_size out, or make it as large as the worker's share"
         )
-        with self._inside(), _watching() as watch:
+        with _watching() as watch:
+            before, self._is_inside = self._is_inside, True
             try:
                 result = method()
             except Exception as error:
                 if batch.ticket.micro_batches > 1:
                     raise StepError(refusal) from error
                 raise
+            finally:
+                self._is_inside = before
         if step.state() == "aborted":
             return result
         if batch.ticket.micro_batches > 1 and (undo.has_moved() or watch.has_stepped):
@@ -76,15 +82,6 @@ class OwnMethods(ScaledStep):
         if watch.has_stepped:
             self._decide_within(batch)
         return result
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Within it methods call each other: only the outermost call counts."""
-        before, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = before
 
 
 def protect(optimizer: torch.optim.Optimizer) -> Undo:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from ctypes import string_at
 
 import torch
 
@@ -33,6 +33,7 @@ class WatchedTensors:
         self._versions: list[int] = []
         self._changing: set[str] = set()
         self._changing_late: set[str] = set()
+        self._said: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self._copies: dict[str, torch.Tensor] = {}
         self._probes = Probes()
         self._is_suspicious = False  # something was written that no version counts: the next step is inspected
@@ -43,7 +44,7 @@ class WatchedTensors:
     def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
         """Watch these from now on, of which optimizers own some. A capture() has to follow."""
         self._names, self._tensors = list(tensors), list(tensors.values())
-        self._changing_late |= {name for name in self._names if name not in owned}
+        self.add_changing_late(name for name in self._names if name not in owned)
         self._probes = Probes([(name, each) for name, each in self.items() if name not in owned], list(self.items()))
         self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
 
@@ -54,7 +55,9 @@ class WatchedTensors:
     @property
     def changing(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the tensors that are copied at each boundary, and of those that are when a step is aborted."""
-        return tuple(sorted(self._changing)), tuple(sorted(self._changing_late))
+        if self._said is None:  # it is asked for in each step
+            self._said = tuple(sorted(self._changing)), tuple(sorted(self._changing_late))
+        return self._said
 
     def add_changing(self, names: Iterable[str]) -> None:
         """Copy these at each boundary from now on."""
@@ -62,6 +65,7 @@ class WatchedTensors:
         if not new:
             return
         self._changing |= new
+        self._said = None
         size = sum(_bytes(each) for name, each in self.items() if name in new)
         logger.info(
             "%d tensor%s (%s) of the state, %.1f MB, change in the loop body before optimizer.step(): they are copied "
@@ -75,6 +79,7 @@ class WatchedTensors:
     def add_changing_late(self, names: Iterable[str]) -> None:
         """Copy these when a step is aborted, from now on."""
         self._changing_late.update(names)
+        self._said = None
 
     def changed(self, since: Sequence[int] | None = None) -> list[str]:
         """The names of the tensors that were written since the last capture(), or since mark()."""
@@ -164,11 +169,9 @@ class Probes:
     """
 
     def __init__(self, *groups: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._groups = [
-            [(name, each.detach().view(-1)) for name, each in group if _can_be_probed(each)] for group in groups
-        ]
+        self._groups = [[(name, each.detach()) for name, each in group if _can_be_probed(each)] for group in groups]
         self._turn = 0
-        self._taken: list[tuple[str, torch.Tensor, int, Any]] = []  # whose, its elements, which of them, what it was
+        self._taken: list[tuple[str, torch.Tensor, int, bytes]] = []  # whose, where in it, and what was there
 
     def take(self) -> None:
         """Remember some elements as they are now, in every other call."""
@@ -178,15 +181,19 @@ class Probes:
             return
         for group in self._groups:
             for number in range(min(2, len(group))):
-                name, flat = group[(self._turn + number) % len(group)]
-                index = self._turn * 7919 % flat.numel()
-                self._taken.append((name, flat, index, flat[index].item()))
+                name, tensor = group[(self._turn + number) % len(group)]
+                place = self._turn * 7919 % tensor.numel() * tensor.element_size()
+                self._taken.append((name, tensor, place, _element(tensor, place)))
 
     def have_changed(self, known: Container[str]) -> bool:
         """Whether one of them is another one now; not of the `known` tensors."""
-        return any(
-            flat[index].item() != was for name, flat, index, was in self._taken if name not in known and was == was
-        )
+        return any(_element(each, place) != was and name not in known for name, each, place, was in self._taken)
+
+
+def _element(tensor: torch.Tensor, place: int) -> bytes:
+    """The bytes of an element: in a tenth of the time that indexing a tensor takes."""
+    address = tensor.data_ptr()
+    return string_at(address + place, tensor.element_size()) if address else b""
 
 
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
