@@ -181,7 +181,10 @@ WorkerMessage: TypeAlias = (
 
 
 class Newcomer(Message, frozen=True):
-    """Answer to a Hello while the job runs already: this worker is a world of one until it is admitted."""
+    """Answer to a Hello while the job runs already: this worker is a world of one until it is admitted. `members`: how
+    many workers the generation has that runs now."""
+
+    members: int
 
 
 class Abort(Message, frozen=True):

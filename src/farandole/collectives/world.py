@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, NotInitialized, StepError
@@ -58,6 +61,18 @@ def current() -> World:
     if _current is None:
         raise NotInitialized("Farandole has not been initialized; call farandole.init() first")
     return _current
+
+
+@contextmanager
+def placed_as(rank: int, size: int) -> Iterator[None]:
+    """Within it a world of one gives itself out as this rank of `size`. Its collectives stay local."""
+    global _current
+    here = current()
+    _current = replace(here, placement=msgspec.structs.replace(here.placement, rank=rank, size=size))
+    try:
+        yield
+    finally:
+        _current = here
 
 
 def is_entered() -> bool:

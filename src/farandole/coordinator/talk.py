@@ -79,7 +79,7 @@ def _hello(draft: Draft, worker: Worker, address: Address, pid: int) -> None:
         return
     draft.change_worker(worker.name, address=address, pid=pid)
     if draft.job.generation is not None:
-        draft.tell([worker.name], Newcomer())
+        draft.tell([worker.name], Newcomer(len(draft.job.generation.members)))
 
 
 def _elastic(draft: Draft, worker: Worker) -> None:

@@ -15,12 +15,13 @@ from farandole.data import torch_arguments
 from farandole.data.augmentation import with_places
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
+from farandole.data.compiled import has_compiled
 from farandole.data.dealer import Dealer, Dealt
 from farandole.data.epoch import Epoch, EpochRecord
 from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.orders import Order, Sequential, Shuffled
 from farandole.data.padding import Padding
-from farandole.data.partition import Layout, Tail, global_batch
+from farandole.data.partition import Layout, Tail, batches, global_batch, make_ticket
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
 from farandole.data.rows import Rows, are_rows, as_it_is
@@ -240,7 +241,7 @@ class DataLoader:
 
     def _hand_out(self, is_rehearsal: bool) -> Any:
         if is_rehearsal and not step.is_rehearsal():
-            self._rehearse_splitting()
+            self._rehearse_a_change()
         dealt, data = self._take()
         self.batch = dealt.batch
         self.indices = [] if dealt.batch.is_ghost else dealt.indices
@@ -256,17 +257,20 @@ class DataLoader:
         self._dealer.restart(self._layout, self.epoch, 0, self._rank, self._world)
         return self._hand_out(is_rehearsal=True)
 
-    def _rehearse_splitting(self) -> None:
-        """With max_local_batch the loop body may once have to run several times for one step: let it show that it can,
-        in the rehearsal."""
-        layout = self._layout
-        if layout.max_local_batch is None or layout.max_local_batch >= layout.global_batch_size:
-            return  # a share is never split, however few workers are left
-        largest = -(-layout.global_batch_size // self._world)
-        half = max(-(-largest // 2), 2 * layout.min_share - 1)
-        if half < largest <= layout.max_local_batch:
-            layout = dataclasses.replace(layout, max_local_batch=half)
-            self._dealer.restart(layout, self.epoch, self.cursor, self._rank, self._world)
+    def _rehearse_a_change(self) -> None:
+        """In the rehearsal the batch is one that a change of the world may bring. With max_local_batch the loop body
+        may once have to run several times for one step: let it show that it can. A compiled one gets another number of
+        samples, fewer, so that it is compiled for any number of them before a fault brings another one."""
+        layout, world = self._layout, self._world
+        if layout.max_local_batch is not None and layout.max_local_batch < layout.global_batch_size:
+            largest = -(-layout.global_batch_size // world)
+            half = max(-(-largest // 2), 2 * layout.min_share - 1)
+            if half < largest <= layout.max_local_batch:
+                layout = dataclasses.replace(layout, max_local_batch=half)
+        elif has_compiled():
+            world += 1
+        if (layout, world) != (self._layout, self._world):
+            self._dealer.restart(layout, self.epoch, self.cursor, self._rank, world)
 
     def _leave(self) -> bool:
         """The loop over the batches ends. False: workers have regrouped, and it may go on."""
@@ -404,6 +408,20 @@ class DataLoader:
         except Exception:  # as for a collate_fn that cannot work with one sample; others will be seen when it matters
             logger.debug("the loader workers could not be started ahead of time", exc_info=True)
             self.close()
+
+    def deal_for_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
+        """Deal the share of rank `rank` of `size` from now on, at the start of an epoch or at its last global batch.
+        Nothing of it may be trained. Returns how many samples its first batch has; 0: it has none of its own."""
+        layout = self._layout
+        self.cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
+        self._rank, self._world, self._is_ended = rank, size, False
+        self._deal()
+        return batches(make_ticket(layout, self.epoch, self.cursor, rank, size), layout.min_share)[0].samples
+
+    def end_rehearsals(self) -> None:
+        """As if none had begun: load_state_dict() has to follow."""
+        self._has_to_leave, self.record = False, EpochRecord()
+        self._deal()
 
     def close(self) -> None:
         """End the loader workers. Iterating again starts new ones. Idempotent."""

@@ -13,8 +13,10 @@ from torch.utils.data import default_collate
 from farandole.data import torch_arguments
 from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
+from farandole.data.compiled import has_compiled
 from farandole.data.epoch import Epoch, EpochRecord
 from farandole.data.padding import Padding
+from farandole.data.partition import share
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
 from farandole.data.stream_order import Place
@@ -188,6 +190,9 @@ class StreamLoader:
         self.boundary.reach()
         goes_on = self._settle()
         is_rehearsal = step.is_rehearsal() if goes_on else self.boundary.rehearses()
+        if is_rehearsal and not goes_on and has_compiled():  # as DataLoader does
+            deal = dataclasses.replace(self._deal_at(self._place), world=self._world + 1)
+            self._requests.restart(deal, tuple(self._marks))
         while True:
             reply, data = self._take() if goes_on or not self._is_ended else (Reply(None, None), None)
             if reply.batch is not None and reply.behind is not None:
@@ -339,6 +344,20 @@ class StreamLoader:
 
     def warm_up(self) -> None:
         """Nothing: what a loader worker reads of a stream before its place is known it would have to read again."""
+
+    def deal_for_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
+        """As DataLoader's; where an epoch ends is not known here, and `is_at_tail` changes nothing."""
+        self._place, self._is_ended = Place((0,) * len(self._marks)), False
+        self._marks = [None] * len(self._marks)
+        self._rank, self._world = rank, size
+        self._deal()
+        low, high = share(0, self._sizes.global_batch_size, rank, size, self._sizes.min_share)
+        return share(low, high, 0, self._deal_at(self._place).parts, self._sizes.min_share)[1] - low
+
+    def end_rehearsals(self) -> None:
+        """As if none had begun: load_state_dict() has to follow."""
+        self._has_to_leave, self.record = False, EpochRecord()
+        self._deal()
 
     def close(self) -> None:
         """End the loader workers and let go of the streams. Iterating again starts anew. Idempotent."""

@@ -49,6 +49,8 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def set_world(self, rank: int, size: int) -> None: ...
     def warm_up(self) -> None: ...
+    def deal_for_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int: ...
+    def end_rehearsals(self) -> None: ...
     def shortfall(self) -> Shortfall | None: ...
 
 
@@ -84,7 +86,9 @@ class StepState(TorchState):
                 when a step is done again they are put back to where they were before it, wherever in the loop body
                 they were changed. Tensors, lists, dictionaries and sets are put back in place.
     rehearse    the second batch of a job is handed out twice: the first time its step is aborted on purpose, to find
-                out what the loop body changes before optimizer.step(), and whether it can be put back
+                out what the loop body changes before optimizer.step(), and whether it can be put back. And a worker
+                that joins runs the elastic function with a few batches of which nothing comes, before the others wait
+                for it, so that it has compiled what is compiled when it first runs
     on_divergence  what happens when workers are found to have different states: "mend", those that differ copy the
                 state of the majority (of the lowest rank where there is none); "fail", the job ends
 
@@ -126,7 +130,7 @@ class StepState(TorchState):
             if hasattr(self, name):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
             setattr(self, name, value)
-        self.has_rehearsed = not rehearse
+        self.rehearse, self.has_rehearsed = rehearse, not rehearse
         self.on_step: Callable[[], None] | None = None  # in a rehearsal: what looks at the state when a step is called
         for optimizer in self.optimizers():
             refuse_for_loader(optimizer)

@@ -68,7 +68,7 @@ class SimulatedWorker:
     def hear(self, message: object) -> None:
         """The link's thread."""
         match message:
-            case Newcomer():
+            case Newcomer(_):
                 self.world.after(self._pause_s(), self._enter_elastic)
                 return
             case Start(id):

@@ -63,6 +63,7 @@ class Link:
         self.abort_reason = ""
         self.aborted_s = 0.0  # when the newest ABORT came
         self.is_newcomer = False
+        self.members = 0  # of the generation that this worker has come to as a newcomer
         self._start: Start | None = None
         self._released = 0
         self._has_left = False
@@ -235,7 +236,7 @@ class Link:
             elif isinstance(message, Released):
                 self._released = message.number
             elif isinstance(message, Newcomer):
-                self.is_newcomer = True
+                self.is_newcomer, self.members = True, message.members
             elif isinstance(message, Left):
                 self._has_left = True
             elif isinstance(message, Stop):

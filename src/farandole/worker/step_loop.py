@@ -34,6 +34,7 @@ from farandole.worker.randomness import reseed
 from farandole.worker.recovery import Connection, connect, regroup, report_first_step
 from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
+from farandole.worker.warm_up import warm_up
 
 ResultT = TypeVar("ResultT")
 
@@ -98,7 +99,7 @@ class StepLoop:
         return bool(getattr(self._state.loader, "accumulates", False))
 
     def _run(self, call: Callable[[], ResultT]) -> ResultT:
-        self._enter()
+        self._enter(call)
         while True:
             try:
                 result = call()
@@ -119,19 +120,19 @@ class StepLoop:
 
     # Entering and returning ------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
+    def _enter(self, call: Callable[[], object]) -> None:
         self._is_busy = True
-        self._begin()
+        self._begin(call)
         if self._checkpoints is not None:
             self._checkpoints.entered()
         self._is_busy = False
 
-    def _begin(self) -> None:
+    def _begin(self, call: Callable[[], object]) -> None:
         """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
         if job is not None and job.is_newcomer():
-            self._get_ready()
+            self._get_ready(job, call)
         self._state.capture()
         if job is not None:
             job.link.send(Elastic())
@@ -153,7 +154,7 @@ class StepLoop:
         if self._records is not None:
             self._records.started(here.placement.rank in report.behind)
 
-    def _get_ready(self) -> None:
+    def _get_ready(self, job: Job, call: Callable[[], object]) -> None:
         """What a newcomer can do before the others wait for it."""
         map_ahead(self._state.modules())
         for optimizer in self._state.optimizers():
@@ -161,6 +162,9 @@ class StepLoop:
                 reserve(parameter for group in optimizer.param_groups for parameter in group["params"])
         if self._state.loader is not None:
             self._state.loader.warm_up()
+        self._is_busy = False
+        warm_up(job, self._state, call)
+        self._is_busy = True
 
     # The loader asks (data/boundary.py) ------------------------------------------------------------------
 

@@ -1,0 +1,119 @@
+"""A newcomer runs its loop body before the others wait for it.
+
+Whatever a process does once only, when its code runs for the first time, is done then: torch.compile compiles, kernels
+are chosen, memory and threads are made. The elastic function is called with batches whose steps are aborted, of each
+size that the shares of this worker may have, and it is left again before the worker asks to be admitted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from farandole.clock import now_s
+from farandole.collectives import world
+from farandole.data.boundary import SoloBoundary
+from farandole.state import step
+from farandole.state.step_state import Loader, StepState
+from farandole.worker.job import Job
+
+logger = logging.getLogger("farandole")
+
+_WORTH_TELLING_S = 1.0
+
+
+def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
+    """Call the elastic function with batches without effect, and return the state to what it was.
+
+    Meanwhile rank() and size() are those that this worker would have as the last one of the next generation, so that
+    it does nothing that only rank 0 does; every collective is local. An exception of the function is no error here: it
+    is raised again when the worker is a member, if it still is one.
+
+    Raises:
+        JobEnded: The job is over.
+    """
+    loader = state.loader
+    if loader is None or not state.rehearse or not _is_plain(state):
+        return
+    began_s, small = now_s(), state.copy_of_small()
+    boundary, loader.boundary = loader.boundary, _WarmUp(job, state, loader, small)
+    with world.placed_as(job.link.members, job.link.members + 1):
+        try:
+            call()
+        except _WarmedUp:
+            took_s = now_s() - began_s
+            level = logging.INFO if took_s > _WORTH_TELLING_S else logging.DEBUG
+            logger.log(level, "ran the loop body ahead of the admission, which took %.1f s", took_s)
+        except Exception:
+            logger.debug("the loop body cannot be run ahead of the admission", exc_info=True)
+        finally:
+            loader.boundary = boundary
+            step.close()
+            loader.end_rehearsals()
+    state.load_small(small)
+    for optimizer in state.optimizers():
+        optimizer.zero_grad(set_to_none=True)
+
+
+class _WarmedUp(BaseException):
+    """Leaves the elastic function, also one that catches every Exception."""
+
+
+class _WarmUp(SoloBoundary):
+    """The loader's boundary: it deals one share after the other, and ends the function behind the last one."""
+
+    def __init__(self, job: Job, state: StepState, loader: Loader, small: dict[str, Any]) -> None:
+        self._job, self._state, self._loader, self._small = job, state, loader, small
+        self._shares = _shares(job.link.members)
+        self._sizes = set[int]()
+        self._is_due = False  # a share is dealt, and was not handed out yet
+
+    def reach(self) -> None:
+        if self._job.link.is_over():
+            self._job.link.raise_if_over()
+        if step.expects_micro_batch():
+            self._state.begin_micro_batch()
+            return
+        if self._is_due:
+            return
+        step.close()
+        self._state.load_small(self._small)
+        for rank, size, is_at_tail in self._shares:
+            samples = self._loader.deal_for_rehearsal(rank, size, is_at_tail)
+            if samples and samples not in self._sizes:
+                self._sizes.add(samples)
+                self._is_due = True
+                return
+        raise _WarmedUp
+
+    def rehearses(self) -> bool:
+        self._is_due = False
+        return True
+
+    def leave_batches(self) -> bool:
+        raise _WarmedUp
+
+    def reach_epoch_end(self) -> bool:
+        raise _WarmedUp
+
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
+        """Nothing happens for good yet."""
+
+
+def _shares(members: int) -> Iterator[tuple[int, int, bool]]:
+    """Rank, size and whether it is the epoch's last global batch: of shares that this worker may get. First those that
+    it will have as one more member; then those without one of the others. Two sizes are enough for a compiler that
+    goes over to any size behind the second one."""
+    for size in (members + 1, members):
+        for is_at_tail in (False, True):
+            for rank in (size - 1, 0):
+                yield rank, size, is_at_tail
+
+
+def _is_plain(state: StepState) -> bool:
+    """Whether no parameter is divided among workers: a forward pass would be a collective then."""
+    parameters = (each for module in state.modules() for each in module.parameters())
+    return all(type(each) in (torch.nn.Parameter, torch.Tensor) for each in parameters)
