@@ -32,7 +32,7 @@ class Proof:
     A step may have been begun more than once. The attempt that stands is the one of the highest generation in
     which some worker applied it: whoever applied it in a lower one is gone, and took its state along. A job that was
     lost as a whole may have come further than the one that went on from its checkpoint, and ended: what lies behind
-    that end does not stand.
+    that end does not stand. What a newcomer did ahead of its admission, in generation 0, trains nothing and is left out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,6 +41,8 @@ class Proof:
             # The last line of a worker that was killed may be cut short; what it announces never happened.
             lines = path.read_bytes().split(b"\n")
             self.records += [json.loads(line) for line in lines[:-1]]
+        if any(record.get("generation") for record in self.records):  # else one process trained alone
+            self.records = [record for record in self.records if record.get("generation") != 0]
         self._standing: dict[int, int] = {}
         for record in self.records:
             if "after" in record:
