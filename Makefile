@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost storm schedules check format bench docs clean
+.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost storm schedules check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -49,6 +49,9 @@ storm: $(READY)  ## a worker is killed every EVERY=15 seconds for MINUTES=5; FLA
 
 bench: $(READY)  ## recovery and step times, memory, all-reduce; 15 minutes
 	@$(BIN)/python -m benchmarks.run
+
+paths: $(READY)  ## how many files run from a kill to the next step, in a step, in an all-reduce; FLAGS=--list
+	@$(BIN)/python -m benchmarks.files_on_path $(FLAGS)
 
 docs: $(READY)  ## the documentation as web pages, into site/
 	@$(BIN)/mkdocs build --strict --quiet
