@@ -1,0 +1,352 @@
+"""The run loop of the step rule, alone in this process: orders of the coordinator come at chosen moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import farandole as fd
+from farandole.collectives import world
+from farandole.collectives.alone import AloneTransport
+from farandole.errors import CollectiveMismatch, GenerationEnded
+from farandole.membership import Address, GenerationId, Peer, Placement, Progress
+from farandole.messages import FirstStep, Start, Synced
+from farandole.state import step
+from farandole.state.sync import Standing
+from farandole.worker.step_loop import _EPOCH_END, StepLoop
+
+SAMPLES, GLOBAL_BATCH = 24, 8
+
+
+def as_a_newcomer(payload: bytes) -> bytes:
+    """What another worker says: the same as this one, but that it holds no state."""
+    try:
+        standing = msgspec.msgpack.decode(payload, type=Standing)
+    except msgspec.MsgspecError:
+        return payload
+    return msgspec.msgpack.encode(
+        msgspec.structs.replace(standing, is_holder=False, progress=Progress(1, 0, 0, 0, 0), sample=0)
+    )
+
+
+class OneLeft(AloneTransport):
+    """The transport of the only real worker, which is rank `place` of `of`. What the others say is what `others` makes
+    of what this rank says."""
+
+    def __init__(self, number: int, place: int = 0, of: int = 1) -> None:
+        super().__init__(number)
+        self.place, self.of = place, of
+        self.others: Callable[[bytes], bytes] = as_a_newcomer
+
+    @property
+    def rank(self) -> int:
+        return self.place
+
+    @property
+    def size(self) -> int:
+        return self.of
+
+    def _by_rank(self, payload: bytes) -> list[bytes]:
+        return [payload if rank == self.place else self.others(payload) for rank in range(self.of)]
+
+    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Any = None) -> list[bytes]:
+        self._raise_if_ended("all_reduce")
+        return self._by_rank(note)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        self._raise_if_ended("all_gather")
+        return self._by_rank(payload)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        assert source == self.place, f"rank {source} has nothing to give"
+
+
+class Link:
+    """What workers and coordinator have said. A member of generation 1, until `orders` are given."""
+
+    def __init__(self) -> None:
+        self.ordered = self.prepared = 0
+        self.aborted_s = 0.0
+        self.sent: list[Any] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def is_over(self) -> bool:
+        return False
+
+    def raise_if_over(self) -> None:
+        pass
+
+    def wait_for_release(self, number: int) -> bool:
+        return True
+
+    def wait_for_abort(self, above: int) -> int:
+        assert self.ordered > above, "nobody would wake this worker"
+        return self.ordered
+
+
+class Orders:
+    """A coordinator's side of one worker, in the place of worker.job.Job: faults, and the generations behind them."""
+
+    def __init__(self, place: int = 0, of: int = 1) -> None:
+        self.link = Link()
+        self.ready_s = 0.0
+        self.place, self.of = place, of
+        self.overtaken: set[int] = set()  # generations that end while their data connections are made
+        self.agreed = 0
+        self.enter(1)
+
+    def enter(self, number: int) -> OneLeft:
+        transport = OneLeft(number, self.place, self.of)
+        placement = Placement(self.place, self.of, self.place, self.of, 0, 1)
+        world.enter(world.World(GenerationId(1, 1, number, "test"), placement, transport))
+        return transport
+
+    @property
+    def transport(self) -> OneLeft:
+        transport = world.current().transport
+        assert isinstance(transport, OneLeft)
+        return transport
+
+    def lose_a_worker(self) -> None:
+        """ABORT: what runs in the current generation ends."""
+        self.link.ordered = world.current().id.number + 1
+        self.transport.abort("w9 is lost")
+
+    # What the run loop asks
+
+    def is_newcomer(self) -> bool:
+        return False
+
+    def has_to_regroup(self) -> bool:
+        return self.link.ordered > world.current().id.number or bool(self.agreed)
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        alike = set(prepared_by_rank) == {prepared_by_rank[0]}
+        self.agreed = prepared_by_rank[0] if alike else 0
+
+    def quiesce(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def wait_for_start(self) -> Start:
+        number = max(self.link.ordered, self.agreed)
+        assert number > world.current().id.number, "no order has come"
+        placement = Placement(self.place, self.of, self.place, self.of, 0, 1)
+        alone = Peer("w0", self.place, Address("", 0))
+        return Start(GenerationId(1, 1, number, "test"), placement, alone, alone, founding=False)
+
+    def build(self, start: Start) -> OneLeft:
+        number = start.id.number
+        if number in self.overtaken:
+            self.link.ordered = number + 1
+            raise GenerationEnded("connect", number, "w8 is lost, too")
+        self.agreed = self.link.prepared = 0
+        return self.enter(number)
+
+
+@pytest.fixture
+def orders() -> Iterator[Orders]:
+    yield Orders()
+    step.close()
+    world.enter(None)
+
+
+@pytest.fixture
+def second_of_two() -> Iterator[Orders]:
+    yield Orders(place=1, of=2)
+    step.close()
+    world.enter(None)
+
+
+def make_state(**tracked: Any) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.utils.data.TensorDataset(torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES)
+    loader = fd.elastic.DataLoader(data, GLOBAL_BATCH, seed=4)
+    return fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, rehearse=False, **tracked)
+
+
+def train(
+    orders: Orders, state: Any, body: Callable[[torch.Tensor], None] = lambda x: None, epochs: int = 1, **at_end: Any
+) -> None:
+    """Run the loop; `body` is called in front of each step, `behind` behind the batches of each epoch."""
+    behind = at_end.get("behind", lambda epoch: None)
+
+    def function() -> None:
+        for epoch in state.loader.epochs(epochs):
+            for (x,) in state.loader:
+                state.optimizer.zero_grad()
+                body(x)
+                state.model(x).square().mean().backward()
+                state.optimizer.step()
+            behind(epoch)
+
+    job: Any = orders
+    StepLoop(job, state).run(function)
+
+
+def parameters_of_an_undisturbed_job(place: int = 0, of: int = 1, epochs: int = 1) -> torch.Tensor:
+    orders, state = Orders(place, of), make_state()
+    state.is_holder = True
+    train(orders, state, epochs=epochs)
+    return torch.cat([each.detach().flatten() for each in state.model.parameters()])
+
+
+def parameters_of(state: Any) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in state.model.parameters()])
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_batch_comes_again_with_the_state_from_before_its_body(orders: Orders) -> None:
+    state, bodies = make_state(counter=0), []
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append((state.step, state.counter, x.tolist()))
+        state.counter += 1
+        if len(bodies) == 2:
+            orders.lose_a_worker()
+
+    train(orders, state, body)
+    assert [(step, counter) for step, counter, _ in bodies] == [(0, 0), (1, 1), (1, 1), (2, 2)]
+    assert bodies[1] == bodies[2]
+    assert state.counter == 3
+    assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job())
+
+
+def test_a_step_that_is_decided_is_not_done_again(orders: Orders) -> None:
+    """The order comes behind the collective, and is seen at the next boundary."""
+    state, seen = make_state(counter=0), []
+
+    def body(x: torch.Tensor) -> None:
+        seen.append(state.step)
+        state.counter += 1
+        if state.step == 1:
+            state.after_step[:] = [orders.lose_a_worker]
+        else:
+            state.after_step.clear()
+
+    train(orders, state, body)
+    assert (seen, state.counter, state.step) == ([0, 1, 2], 3, 3)
+    assert world.current().id.number == 2
+    assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job())
+
+
+def test_a_start_that_an_abort_has_overtaken_leads_to_the_next_one(orders: Orders) -> None:
+    state, bodies = make_state(counter=0), []
+    orders.overtaken = {2, 3}
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append(x.tolist())
+        state.counter += 1
+        if len(bodies) == 2:
+            orders.lose_a_worker()
+
+    train(orders, state, body)
+    assert world.current().id.number == 4
+    assert (len(bodies), bodies[1] == bodies[2], state.counter) == (4, True, 3)
+    assert [said.number for said in orders.link.sent if isinstance(said, Synced)] == [1, 4]
+
+
+def test_what_the_code_behind_the_batches_did_is_put_back_before_it_runs_again(second_of_two: Orders) -> None:
+    """Also what was written through `.data`, which autograd does not count."""
+    state, called, orders = make_state(history=[]), [], second_of_two
+    state.is_holder = True
+
+    def behind(epoch: int) -> None:
+        called.append(epoch)
+        state.history.append(int(epoch))
+        with torch.no_grad():
+            next(state.model.parameters()).data.add_(100.0)
+        if called == [0]:
+            orders.lose_a_worker()
+            fd.mean(0.0)
+        with torch.no_grad():
+            next(state.model.parameters()).data.sub_(100.0)
+
+    train(orders, state, epochs=2, behind=behind)
+    assert called == [0, 0, 1]
+    assert state.history == [0, 1]
+    assert torch.allclose(parameters_of(state), parameters_of_an_undisturbed_job(1, 2, epochs=2), atol=1e-4)
+
+
+def test_the_first_step_behind_a_fault_is_reported_with_what_was_done_again(orders: Orders) -> None:
+    state = make_state()
+
+    def body(x: torch.Tensor) -> None:
+        if state.step == 1 and world.current().id.number == 1:
+            orders.lose_a_worker()
+
+    train(orders, state, body)
+    [first] = [said for said in orders.link.sent if isinstance(said, FirstStep)]
+    assert (first.number, first.steps_redone, first.samples_redone, first.began_at) == (2, 1, GLOBAL_BATCH, 1)
+
+
+# Planned changes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_planned_change_that_all_ranks_hold_happens_at_the_next_boundary(orders: Orders) -> None:
+    state, generations = make_state(), []
+
+    def body(x: torch.Tensor) -> None:
+        generations.append(world.current().id.number)
+        orders.link.prepared = 2 if state.step == 0 else 0
+
+    train(orders, state, body)
+    assert generations == [1, 2, 2]
+    assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job())
+
+
+# The others ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_random_numbers_of_a_step_are_others_on_each_rank_and_the_same_when_it_is_done_again() -> None:
+    drawn: dict[int, list[float]] = {}
+    for place in (0, 1):
+        orders, state = Orders(place, of=2), make_state()
+        state.is_holder = True
+        numbers = drawn.setdefault(place, [])
+
+        def body(x: torch.Tensor, orders: Orders = orders, numbers: list[float] = numbers) -> None:
+            numbers.append(torch.rand(()).item())
+            if len(numbers) == 1:
+                orders.lose_a_worker()
+
+        train(orders, state, body)
+        world.enter(None)
+    assert all(numbers[0] == numbers[1] != numbers[2] for numbers in drawn.values())
+    assert set(drawn[0]).isdisjoint(drawn[1])
+
+
+def test_workers_that_end_an_epoch_at_another_step_are_told_apart(second_of_two: Orders) -> None:
+    state = make_state()
+    state.is_holder = True
+
+    def behind(epoch: int) -> None:
+        def one_step_less(payload: bytes) -> bytes:
+            epoch, step, *others = _EPOCH_END.unpack(payload)
+            return _EPOCH_END.pack(epoch, step - 1, *others)
+
+        second_of_two.transport.others = one_step_less
+
+    with pytest.raises(CollectiveMismatch, match="different epochs"):
+        train(second_of_two, state, behind=behind)
+
+
+def test_a_worker_that_holds_the_state_does_not_start_from_rank_0s(second_of_two: Orders) -> None:
+    """It has the newest checkpoint, and rank 0 has begun anew."""
+    state = make_state()
+    state.step, state.is_holder = 5, True
+
+    train(second_of_two, state)
+    assert state.step == 5 + SAMPLES // GLOBAL_BATCH
