@@ -74,7 +74,8 @@ class Gallery:
             gallery = _digest(
                 map(Path, (body.path, HERE / "bodies" / "problem.py", HERE / "worker.py", HERE / "record.py"))
             )
-            path = self._cache / f"{body.name}-{self._library}-{gallery}.json"
+            samples = os.environ.get("GALLERY_SAMPLES", "")
+            path = self._cache / f"{body.name}-{samples}-{self._library}-{gallery}.json"
             if path.exists():
                 self._known[body.name] = Peace(**json.loads(path.read_text()))
             else:

@@ -92,6 +92,31 @@ def draw(seed: str, hits: Hits) -> Case:
     )
 
 
+def draw_losses(seed: str, hits: Hits, every: int, steps: int) -> Case:
+    """A job of so many steps in which a worker is lost about every `every` steps, and each one is replaced: after a
+    loss another worker waits until the replacement comes."""
+    chance = random.Random(seed)
+    workers = chance.choice([2, 3, 3, 4])
+    lines = {place: count for place, count in hits["w0"].items() if count >= steps}
+    own = sorted(place for place in lines if "/" not in place)
+    since = {f"w{number}": 0 for number in range(workers)}  # the step at which each living worker has come
+    faults = []
+
+    def at_step(worker: str, kind: str, step: int, places: Sequence[str]) -> Fault:
+        place = chance.choice(places)
+        return Fault(worker, kind, place, max(1, (step - since[worker]) * lines[place] // steps))
+
+    for number in range(1, steps // every):
+        step = number * every + chance.randint(-every // 4, every // 4)
+        victim = chance.choice(sorted(since))
+        places = own if chance.random() >= _INSIDE_LIBRARY else sorted(lines)
+        faults.append(at_step(victim, chance.choice(["kill", "kill", "kill", "exit"]), step, places))
+        del since[victim]
+        faults.append(at_step(chance.choice(sorted(since)), f"await {number}", step + 2, own))
+        since[f"w{workers + number - 1}"] = step + 3
+    return Case(workers, chance.choice(["tcp", "shm"]), 1000, tuple(faults))
+
+
 def every_line(hits: Hits, worker: str, of_library: bool) -> list[Fault]:
     """A kill at each line, the middle one of the times that it is reached."""
     lines = [place for place in sorted(hits[worker]) if ("/" in place) == of_library]

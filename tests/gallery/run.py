@@ -3,6 +3,7 @@
     python -m tests.gallery.run --seed 1 --jobs 100 [--body NAME ...]
     python -m tests.gallery.run --body amp-plain --plan "w1 kill at amp.py:37#5" [--workers 3 --transport tcp]
     python -m tests.gallery.run --body amp-plain --every-line w1 [--library]
+    python -m tests.gallery.run --seed 1 --jobs 100 --every 20          longer jobs that lose a worker every 20 steps
 
 Each job appends a line to a file as soon as it has ended. A body and a seed say all that happens to a job.
 """
@@ -22,8 +23,9 @@ from pathlib import Path
 from tests.gallery.catalogue import BODIES, Body
 from tests.gallery.job import Gallery, Outcome
 from tests.gallery.jobs import JobServer
-from tests.gallery.plan import Case, draw, every_line, parse
+from tests.gallery.plan import Case, draw, draw_losses, every_line, parse
 
+_SAMPLES_OF_LONG_JOBS = 600
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gallery.jsonl"
 
 
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--transport", default="tcp", help="with --plan")
     parser.add_argument("--restarts", type=int, default=0, help="with --plan")
     parser.add_argument("--every-line", metavar="WORKER", help="one job for each line, at which this worker is killed")
+    parser.add_argument("--every", type=int, metavar="STEPS", help="longer jobs, in which a worker is lost so often")
     parser.add_argument("--library", action="store_true", help="with --every-line: the library's lines")
     parser.add_argument("--lanes", type=int, default=1, help="jobs beside each other")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
@@ -46,6 +49,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="a file that is appended to")
     parser.add_argument("--list", action="store_true", help="the names of the bodies")
     options = parser.parse_args()
+    if options.every:
+        os.environ["GALLERY_SAMPLES"] = str(_SAMPLES_OF_LONG_JOBS)
     chosen = _chosen(options.body, options.slow)
     if options.list:
         print("\n".join(body.name for body in chosen))
@@ -95,13 +100,17 @@ def _cases(
     else:
         for seed in range(options.seed, options.seed + options.jobs):
             body = bodies[seed % len(bodies)]
-            yield body, seed, lambda body=body, seed=seed: drawn(gallery, body, seed)
+            yield body, seed, lambda body=body, seed=seed: drawn(gallery, body, seed, options.every)
 
 
-def drawn(gallery: Gallery, body: Body, seed: int) -> Case:
-    """The job of a body and a seed."""
-    hits = gallery.peace(body).hits
-    return draw(f"{body.name} {seed}", hits) if hits else Case(3, "shm", 0, ())
+def drawn(gallery: Gallery, body: Body, seed: int, every: int | None = None) -> Case:
+    """The job of a body and a seed; one that loses a worker every so many steps."""
+    peace = gallery.peace(body)
+    if not peace.hits:
+        return Case(3, "shm", 0, ())
+    if every and peace.record is not None:
+        return draw_losses(f"{body.name} {seed}", peace.hits, every, int(peace.record["steps"]))
+    return draw(f"{body.name} {seed}", peace.hits)
 
 
 def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, results: Path) -> None:
