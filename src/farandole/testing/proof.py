@@ -32,7 +32,7 @@ class Proof:
     A step may have been begun more than once. The attempt that stands is the one of the highest generation in
     which some worker applied it: whoever applied it in a lower one is gone, and took its state along. A job that was
     lost as a whole may have come further than the one that went on from its checkpoint, and ended: what lies behind
-    that end does not stand. What a newcomer did ahead of its admission, in generation 0, trains nothing and is left out.
+    that end does not stand. What a newcomer did ahead of its admission, in generation 0, is left out.
     """
 
     def __init__(self, folder: Path) -> None:
