@@ -52,7 +52,9 @@ def create_tensor(nbytes: int) -> torch.Tensor:
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     address = tensor.data_ptr()
     _places[address] = place
-    weakref.finalize(memory, _places.pop, address).atexit = False
+    # Of the array, which is freed before its memory is unmapped. A memoryview tells of its end only behind that, when
+    # another thread may have been given the same address.
+    weakref.finalize(memory.obj, _places.pop, address, None).atexit = False
     return tensor
 
 
