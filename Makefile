@@ -64,7 +64,7 @@ clean:  ## remove what the other targets made
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose
 # creation was interrupted.
 $(READY): requirements-dev.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "Farandole needs Python 3.10 or newer; %s is %d.%d. Say which: make PYTHON=/path/to/python3 ..." % (sys.executable, v[0], v[1]))'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Farandole needs Python 3.11 or newer; %s is %d.%d. Say which: make PYTHON=/path/to/python3 ..." % (sys.executable, v[0], v[1]))'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		echo "Creating .venv with $$($(PYTHON) --version) ..."; $(PYTHON) -m venv --clear .venv; }
 	@echo "Installing the pinned packages into .venv; torch is large, this may take some minutes ..."

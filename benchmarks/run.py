@@ -13,7 +13,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def _publish(results: dict[str, Any], path: Path) -> None:
 
 def machine() -> dict[str, Any]:
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),
         "processor": platform.machine(),
         "kernel": platform.release(),

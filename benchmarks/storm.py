@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.storm_job import BATCH, SAMPLES, SEED
@@ -65,7 +65,7 @@ def main() -> int:
     applied = BATCH * len({r["after"] for r in storm.proof.records if "after" in r and _is_within(r, storm)})
     wrong = violations(storm)
     result = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "cores": os.cpu_count(),
         "seed": options.seed,

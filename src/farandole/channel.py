@@ -93,7 +93,7 @@ async def connect(
     """
     try:
         return await within(HANDSHAKE_DEADLINE_S, _dial(host, port, token, job_id, decoder))
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ConnectionError(f"{host}:{port} did not answer within {HANDSHAKE_DEADLINE_S:g} s") from None
 
 
@@ -108,7 +108,7 @@ async def accept(
     try:
         handshake = _shake_hands(reader, writer, Handshake(Role.LISTENER, token, job_id))
         session = await within(HANDSHAKE_DEADLINE_S, handshake)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         writer.transport.abort()
         raise ConnectionError(f"no proof of the token within {HANDSHAKE_DEADLINE_S:g} s") from None
     except BaseException:

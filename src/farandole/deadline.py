@@ -19,7 +19,7 @@ async def within(limit_s: float, awaited: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task}, timeout=limit_s)
         if not task.done():
-            raise asyncio.TimeoutError
+            raise TimeoutError
         return task.result()
     finally:
         if not task.done():

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from farandole import __version__
@@ -76,7 +76,7 @@ def run_one(case: Case, results: Path | None) -> Outcome:
 
 def as_line(case: Case, outcome: Outcome) -> dict[str, object]:
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         **case.as_json(),
         "seconds": round(outcome.seconds, 1),

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.gallery.catalogue import BODIES, Body
@@ -121,7 +121,7 @@ def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, results: P
     if outcome.folder is not None:
         print(f"    what it wrote is in {outcome.folder}", flush=True)
     line = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "body": body.name,
         "seed": seed,

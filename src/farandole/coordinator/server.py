@@ -350,7 +350,7 @@ class Coordinator:
 async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> AgentHello | ClientHello:
     try:
         message = await within(HANDSHAKE_DEADLINE_S, channel.receive())
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ConnectionError(f"it did not say AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
     if not isinstance(message, AgentHello | ClientHello):
         raise ProtocolError(f"it said {type(message).__name__} before AgentHello")

@@ -48,7 +48,7 @@ class Client:
             return await within(ANSWER_S, self._channel.receive())
         except ConnectionError:
             raise NoAnswer("the job has ended") from None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NoAnswer(f"the coordinator did not answer within {ANSWER_S:g} s") from None
 
     async def status(self) -> Status:

@@ -85,7 +85,7 @@ class ScriptDiscovery:
             raise
         try:
             out, err = await within(self._time_limit_s, process.communicate())
-        except asyncio.TimeoutError:
+        except TimeoutError:
             await _end(process)
             raise self._failed(f"did not end within {self._time_limit_s:g} s and was killed") from None
         except BaseException:  # nobody wants to know any more

@@ -97,7 +97,7 @@ class ForkServer:
                 socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
                 theirs.close()
                 await within(_FORK_S, self._give_place(ours, worker, environment))
-        except (OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError) as error:
             worker.close()
             self._drop(worker.pid)
             self._give_up(str(error) or f"it made no worker within {_FORK_S:g} s")

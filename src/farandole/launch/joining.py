@@ -110,7 +110,7 @@ class JoiningAgent:
         while True:
             try:
                 return await self._attempt()
-            except (OSError, asyncio.TimeoutError, _NotNow) as error:
+            except (TimeoutError, OSError, _NotNow) as error:
                 why = _in_words(error, self._options.coordinator)
             if now_s() + _AGAIN_S > deadline_s:
                 raise CannotJoin(f"{why} (tried for {self._options.retry_s:g} s, see --retry)")

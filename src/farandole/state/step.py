@@ -24,7 +24,7 @@ from farandole.state import recording
 from farandole.state.ticket import Batch
 
 
-class Phase(str, enum.Enum):
+class Phase(enum.StrEnum):
     NONE = "none"  # no batch was handed out
     OPEN = "open"  # a batch was handed out; its gradients are not reduced yet
     REDUCED = "reduced"  # every gradient of the global batch is here
