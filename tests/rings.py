@@ -50,7 +50,7 @@ def make_start(rank: int, addresses: list[Address], number: int = 1, key: bytes 
         placement=Placement(rank, size, rank, size, 0, 1),
         previous=peer(rank - 1),
         next=peer(rank + 1),
-        founding=True,
+        bootstrap=True,
         data_key=key,
     )
 

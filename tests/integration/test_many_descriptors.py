@@ -67,7 +67,7 @@ def test_a_guard_is_told_that_its_agent_is_not_stopped(tmp_path: Path) -> None:
     guard = Guard(tmp_path, 100.0)
     guard.start()
     try:
-        guard.beat()
+        guard.heartbeat()
     finally:
         guard.stop()
 

@@ -36,7 +36,7 @@ def jobs(draw: st.DrawFn, at_least: int = 0) -> WrittenJob:
         if event == "die behind":
             job.apply(by=job.members[:1])
         if event == "restart":
-            job.lineage, job.generation = job.lineage + 1, 0
+            job.run_id, job.generation = job.run_id + 1, 0
             job.step, job.epoch, job.cursor = saved
         if event.startswith("die") or event in ("change", "restart"):
             stay = job.members[1:] if event == "die after, alone" else job.members[:1]

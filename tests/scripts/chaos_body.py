@@ -32,9 +32,9 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
 
     sys.path.insert(0, str(ROOT))
     import farandole as fd
+    from farandole.status_reporting import say_that_it_moves
     from farandole.testing.quick_start import without_compiler
     from farandole.testing.records import Records
-    from farandole.whereabouts import say_that_it_moves
     from tests.gallery.catalogue import BODIES, FOLDER
     from tests.gallery.record import record
 

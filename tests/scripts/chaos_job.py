@@ -31,9 +31,9 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
     from chaos_data import Numbers
 
     import farandole as fd
+    from farandole.status_reporting import say_that_it_moves
     from farandole.testing.quick_start import without_compiler
     from farandole.testing.records import Records
-    from farandole.whereabouts import say_that_it_moves
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

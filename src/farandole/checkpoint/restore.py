@@ -31,14 +31,14 @@ def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[
     )
 
 
-def restore(state: Kept, found: Found, value: Any, lineage: int) -> None:
-    """Make the state that of the checkpoint, in a new lineage. `state.capture()` was called before.
+def restore(state: Kept, found: Found, value: Any, run_id: int) -> None:
+    """Make the state that of the checkpoint, under a new run id. `state.capture()` was called before.
 
     value  what read_files() has made of it
 
     Raises ConfigError, naming the checkpoint's value and the script's, when they do not fit together.
     """
-    small, large = {**value["small"], "lineage": lineage}, value["large"]
+    small, large = {**value["small"], "run_id": run_id}, value["large"]
     ours = unpack(state.captured())
     _check_parameters(found, state.large()["parameters"], large["parameters"])
     for what, saved, here in (

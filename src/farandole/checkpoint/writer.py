@@ -116,7 +116,7 @@ class Writer:
             manifest = Manifest(
                 format=FORMAT,
                 rule=self._rule,
-                lineage=at.lineage,
+                run_id=at.run_id,
                 step=at.step,
                 epoch=at.epoch,
                 cursor=at.cursor,

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from farandole.clock import now_s
 from farandole.collectives.ring_schedules import Outgoing, Schedule
 from farandole.errors import CollectiveMismatch
-from farandole.whereabouts import say_that_it_moves
+from farandole.status_reporting import say_that_it_moves
 
 _SLICE_MS = 1000
 _BUFFERS_PER_SEND = 16

@@ -29,7 +29,7 @@ from farandole.collectives.ring_schedules import (
 )
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Peer
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import Waiting
 
 OnBroken = Callable[[str, str, str], None]
 """on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.control import Accepted, AskDrain, AskScale, AskUndrain, Declined
-from farandole.coordinator import rooms, words
+from farandole.coordinator import capacity, formatting
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
 from farandole.coordinator.job import Job
 
@@ -37,18 +37,18 @@ def _why_not_now(job: Job) -> str | None:
 def _scale(job: Job, size: int) -> tuple[Accepted | Declined, Input | None]:
     low, high = job.config.min_np, job.config.max_np
     if size < low:
-        return Declined(f"{words.counted(size, 'worker')} {_is(size)} fewer than --min-np {low}"), None
+        return Declined(f"{formatting.counted(size, 'worker')} {_is(size)} fewer than --min-np {low}"), None
     if high is not None and size > high:
-        return Declined(f"{words.counted(size, 'worker')} {_is(size)} more than --max-np {high}"), None
-    room = rooms.capacity(job)
+        return Declined(f"{formatting.counted(size, 'worker')} {_is(size)} more than --max-np {high}"), None
+    room = capacity.worker_capacity(job)
     if size > max(room, job.target) and not job.may_get_hosts:
         offered = ", ".join(f"{host}:{slots}" for host, slots in _slots_by_host(job).items())
         return Declined(
-            f"there is room for {words.counted(room, 'worker')} ({offered or 'no hosts'}), not for {size}; "
+            f"there is room for {formatting.counted(room, 'worker')} ({offered or 'no hosts'}), not for {size}; "
             "start a job that is to grow with --max-np, or with hosts that have more slots"
         ), None
     if size == (job.most if job.config.fills_slots else job.target):
-        return Accepted(f"the job is to have {words.counted(size, 'worker')} already"), None
+        return Accepted(f"the job is to have {formatting.counted(size, 'worker')} already"), None
     return Accepted(f"the job will have {size} workers instead of {job.target}"), ScaleRequested(size)
 
 
@@ -57,15 +57,15 @@ def _drain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
         return refused, None
     if _is_drained(job, host):
         return Accepted(f"host {host} is drained already"), None
-    elsewhere = sum(room.host != host for room in rooms.in_order(job))
+    elsewhere = sum(each.host != host for each in capacity.slot_candidates(job))
     left = min(job.target, elsewhere)
     if left < job.config.min_np:
         return Declined(
-            f"without host {host} there is room for {words.counted(left, 'worker')}, and the job needs "
+            f"without host {host} there is room for {formatting.counted(left, 'worker')}, and the job needs "
             f"{job.config.min_np} (--min-np)"
         ), None
     going = [worker.name for worker in job.workers.values() if job.host_of(worker) == host]
-    who = f"{words.listed(going)} will leave" if going else "no worker runs there"
+    who = f"{formatting.listed(going)} will leave" if going else "no worker runs there"
     return Accepted(f"host {host} is being drained: {who}"), DrainRequested(host, "asked by a person")
 
 
@@ -81,7 +81,7 @@ def _unknown(job: Job, host: str) -> Declined | None:
     known = list(_slots_by_host(job))
     if host in known:
         return None
-    return Declined(f"the job has no host {host!r}; its hosts: {words.listed(known)}")
+    return Declined(f"the job has no host {host!r}; its hosts: {formatting.listed(known)}")
 
 
 def _is_drained(job: Job, host: str) -> bool:

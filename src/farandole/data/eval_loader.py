@@ -14,7 +14,7 @@ from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.partition import share
 from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import DataError, StepError
-from farandole.whereabouts import say_that_it_moves
+from farandole.status_reporting import say_that_it_moves
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext

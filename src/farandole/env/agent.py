@@ -10,7 +10,7 @@ from farandole.config import JobConfig
 from farandole.env.values import seconds, whole_number
 from farandole.errors import ConfigError
 
-DEATH_HINT = "FARANDOLE_DEATH_HINT"
+EXIT_NOTICE = "FARANDOLE_EXIT_NOTICE"
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def read_page(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("FARANDOLE_PAGE") or None
 
 
-def read_death_hint(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the agent may know of this process's death before its memory is freed: unless FARANDOLE_DEATH_HINT is
+def read_exit_notice(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the agent may know of this process's death before its memory is freed: unless FARANDOLE_EXIT_NOTICE is
     0, off or false."""
-    return environ.get(DEATH_HINT, "").lower() not in ("0", "off", "false")
+    return environ.get(EXIT_NOTICE, "").lower() not in ("0", "off", "false")
 
 
 def sample_ledger_environment(folder: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ class CheckpointEnv:
     every    how often: the text of --checkpoint-every
     keep     how many of them
     resume   name of the newest one when the job began; empty: it began at the beginning
-    lineage  that the job began with; 0: nobody has taken the place yet
+    run_id  that the job began with; 0: nobody has taken the place yet
     owner    who has taken it
     """
 
@@ -26,7 +26,7 @@ class CheckpointEnv:
     every: str = "10m"
     keep: int = 2
     resume: str = ""
-    lineage: int = 0
+    run_id: int = 0
     owner: str = ""
 
 
@@ -37,7 +37,7 @@ def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
         "FARANDOLE_CHECKPOINT_EVERY": settings.every,
         "FARANDOLE_CHECKPOINT_KEEP": str(settings.keep),
         "FARANDOLE_CHECKPOINT_RESUME": settings.resume,
-        "FARANDOLE_CHECKPOINT_LINEAGE": str(settings.lineage),
+        "FARANDOLE_CHECKPOINT_RUN_ID": str(settings.run_id),
         "FARANDOLE_CHECKPOINT_OWNER": settings.owner,
     }
 
@@ -55,6 +55,6 @@ def read_checkpoint_env(environ: Mapping[str, str] = os.environ) -> CheckpointEn
         every=environ.get("FARANDOLE_CHECKPOINT_EVERY") or default.every,
         keep=keep,
         resume=environ.get("FARANDOLE_CHECKPOINT_RESUME", ""),
-        lineage=amount(environ, "FARANDOLE_CHECKPOINT_LINEAGE", 0),
+        run_id=amount(environ, "FARANDOLE_CHECKPOINT_RUN_ID", 0),
         owner=environ.get("FARANDOLE_CHECKPOINT_OWNER", ""),
     )

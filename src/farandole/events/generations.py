@@ -56,7 +56,7 @@ class GenerationStarted(Event):
 
     number: int
     workers: tuple[str, ...]
-    founding: bool
+    bootstrap: bool
     regroup_s: float
 
     def line(self) -> str:

@@ -96,9 +96,9 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class StateLost(Event):
-    """No worker that held the state is left. Newcomers go on from the newest checkpoint, in `lineage`."""
+    """No worker that held the state is left. Newcomers go on from the newest checkpoint, in `run_id`."""
 
-    lineage: int
+    run_id: int
     reason: str
     level: ClassVar[Level] = "warning"
 

@@ -86,7 +86,7 @@ class SlotsMissing(Event):
 
 
 @dataclass(frozen=True)
-class SlotRests(Event):
+class SlotBackoff(Event):
     """`failures` workers in a row failed soon after their start: no other one is started there for `pause_s`."""
 
     slot: int
@@ -97,7 +97,7 @@ class SlotRests(Event):
 
     def line(self) -> str:
         return (
-            f"slot {self.slot} on {self.host} sits out for {self.pause_s:g} s: {self.failures} workers in a row "
+            f"slot {self.slot} on {self.host} is in backoff for {self.pause_s:g} s: {self.failures} workers in a row "
             "failed there soon after their start"
         )
 

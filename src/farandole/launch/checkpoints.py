@@ -50,14 +50,14 @@ def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
 
 
 class _Counting:
-    """Writes down each generation and each lineage. A disk that is full must not end the job: the manifests count, too.
+    """Writes down each generation and each run id. A disk that is full must not end the job: the manifests count, too.
 
     In a folder, at once. For an object store, which may take seconds, in a thread of its own, the newest numbers only.
     """
 
     def __init__(self, lock: JobLock, origin: Origin) -> None:
         self._lock = lock
-        self._lineage, self._generation = origin.lineage, origin.generation
+        self._run_id, self._generation = origin.run_id, origin.generation
         self._changed = threading.Condition()
         self._is_behind = self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -68,7 +68,7 @@ class _Counting:
     def watch(self, event: Event) -> None:
         with self._changed:
             if isinstance(event, StateLost):
-                self._lineage = event.lineage
+                self._run_id = event.run_id
             elif isinstance(event, GenerationStarted):
                 self._generation = event.number
             else:
@@ -97,4 +97,4 @@ class _Counting:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
-            self._lock.count(self._lineage, self._generation)
+            self._lock.count(self._run_id, self._generation)

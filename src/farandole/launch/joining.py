@@ -176,8 +176,8 @@ class JoiningAgent:
             grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
             is_elastic=welcome.is_elastic,
             is_apart=True,
-            beat_id=welcome.beat_id,
-            beat_port=welcome.beat_port,
+            heartbeat_id=welcome.heartbeat_id,
+            heartbeat_port=welcome.heartbeat_port,
             fork_server=welcome.fork_server,
         )
 

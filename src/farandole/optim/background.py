@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import Waiting
 
 _tasks: queue.SimpleQueue[Callable[[], object]] | None = None
 

@@ -32,7 +32,7 @@ def can_be_staged(state: TorchState) -> bool:
     return type(state).sync is TorchState.sync and all(type(each) in BUILT_IN for each in state._handlers.values())
 
 
-def synchronize_commits(shared: CommittedState, transport: Transport, founding: bool) -> SyncReport:
+def synchronize_commits(shared: CommittedState, transport: Transport, bootstrap: bool) -> SyncReport:
     """Make the state of all ranks equal to the source's, and the commit of all ranks equal to that.
 
     Raises PeerLost or GenerationEnded with this rank's state unharmed.
@@ -41,7 +41,7 @@ def synchronize_commits(shared: CommittedState, transport: Transport, founding: 
     if recorded := shared.recorded():
         said = transport.all_gather(pickle.dumps((shared.is_holder, recorded)))
     shared.capture()
-    report = synchronize(shared, transport, founding)
+    report = synchronize(shared, transport, bootstrap)
     shared.unite([states for is_holder, states in map(pickle.loads, said) if is_holder])
     shared.settle()
     return report

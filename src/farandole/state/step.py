@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from farandole import whereabouts
+from farandole import status_reporting
 from farandole.errors import StepError
 from farandole.state import recording
 from farandole.state.ticket import Batch
@@ -244,7 +244,7 @@ def decided() -> None:
     finally:  # also where a callback has raised: the gradients are applied
         if _step.phase is not Phase.NONE:
             _step.phase = Phase.DECIDED
-    whereabouts.say_that_it_moves()
+    status_reporting.say_that_it_moves()
     tell_decided()
 
 

@@ -118,7 +118,7 @@ class StepState(TorchState):
         self.optimizer: Any = optimizer
         self.loader: Any = loader
         self.step = 0
-        self.lineage = 1
+        self.run_id = 1
         self.boundary = 0
         self.is_holder = False
         self.on_divergence = on_divergence
@@ -179,7 +179,7 @@ class StepState(TorchState):
     @property
     def progress(self) -> Progress:
         epoch, cursor = (self.loader.epoch, self.loader.cursor) if self.loader is not None else (0, 0)
-        return Progress(self.lineage, self.step, epoch, cursor, self.boundary)
+        return Progress(self.run_id, self.step, epoch, cursor, self.boundary)
 
     def _how_far(self) -> Progress:
         return self.progress
@@ -286,7 +286,7 @@ class StepState(TorchState):
             load_stateful(getattr(self, name), saved)
         for name, value in small["values"].items():
             setattr(self, name, load_value(getattr(self, name), value))
-        self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
+        self.run_id, self.step, self.boundary = small["run_id"], small["step"], small["boundary"]
         self.has_rehearsed = small["has_rehearsed"]
         changing, changing_late = small["changing"]
         self._watched.add_changing(changing)
@@ -297,7 +297,7 @@ class StepState(TorchState):
     def _small(self) -> dict[str, Any]:
         kinds = self._kinds or self._sort()
         return {
-            "lineage": self.lineage,
+            "run_id": self.run_id,
             "step": self.step,
             "boundary": self.boundary,
             "has_rehearsed": self.has_rehearsed,

@@ -93,9 +93,9 @@ class SyncReport:
     local: tuple[str, ...] = ()
 
 
-def choose_source(standings: list[Standing], founding: bool) -> int:
+def choose_source(standings: list[Standing], bootstrap: bool) -> int:
     """The lowest rank among the holders with the highest progress; rank 0 when nobody can hold state yet."""
-    if founding:
+    if bootstrap:
         return 0
     holders = [rank for rank, standing in enumerate(standings) if standing.is_holder]
     if not holders:
@@ -110,7 +110,7 @@ def is_behind(standing: Standing, source: Standing) -> bool:
     return not standing.is_holder or (ours.step, ours.boundary) != (theirs.step, theirs.boundary)
 
 
-def synchronize(state: Shared, transport: Transport, founding: bool, compares_all: bool = False) -> SyncReport:
+def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
     """Make the state of all ranks equal to the source's. All ranks of a generation call it.
 
     The small state has been captured (state.capture()). Copies arrive in staging memory, are checked, and only
@@ -119,17 +119,17 @@ def synchronize(state: Shared, transport: Transport, founding: bool, compares_al
     not what the source has.
 
     Args:
-        founding: nobody holds state yet, and rank 0's counts.
+        bootstrap: nobody holds state yet, and rank 0's counts.
         compares_all: all ranks are at the same boundary, and compare every tensor, also those of the small state.
     """
     small, large = state.captured(), packing.pack(state.large())
-    mine = _standing(state, small, large, is_compared=state.is_holder and not founding and transport.size > 1)
+    mine = _standing(state, small, large, is_compared=state.is_holder and not bootstrap and transport.size > 1)
     packed = transport.all_gather(msgspec.msgpack.encode(mine))
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
-    source = choose_source(standings, founding)
+    source = choose_source(standings, bootstrap)
     findings = _Findings(standings, source)
     behind = {rank for rank, each in enumerate(standings) if rank != source and is_behind(each, standings[source])}
-    if founding:
+    if bootstrap:
         pass
     elif state.digests is None:
         if not behind:
@@ -150,7 +150,7 @@ def synchronize(state: Shared, transport: Transport, founding: bool, compares_al
                 f"the state of rank {source} arrived as another one: its digest differs. Does anything change "
                 "parameters or the optimizer's state while workers regroup, for example another thread?"
             )
-        if not founding and state.digests is not None:
+        if not bootstrap and state.digests is not None:
             source = findings.judge(tables, without=copied)
         behind = findings.differing_from(source, tables)
     new_small = _receive(transport, source, small, standings[source].small, needed=True)

@@ -24,7 +24,7 @@ class Office(Protocol):
 
     settings: CheckpointEnv
 
-    def lineage(self) -> int:
+    def run_id(self) -> int:
         """Of the state that this worker has, or is about to get."""
         ...
 
@@ -36,7 +36,7 @@ class Office(Protocol):
         """How it went."""
         ...
 
-    def is_keeper(self) -> bool:
+    def is_emergency_writer(self) -> bool:
         """Whether the job has ended, and this worker is to save what there is."""
         ...
 
@@ -51,8 +51,8 @@ class JobOffice:
         self._job = job
         self._store = open_store(settings.folder)
 
-    def lineage(self) -> int:
-        return world.current().id.lineage
+    def run_id(self) -> int:
+        return world.current().id.run_id
 
     def ask(self, name: str, progress: Progress) -> str:
         if has_lost_it(self._store, self.settings.owner):
@@ -62,8 +62,8 @@ class JobOffice:
     def tell(self, written: Written) -> None:
         self._job.link.send(CheckpointEnded(written.name, written.step, written.took_s, written.error))
 
-    def is_keeper(self) -> bool:
-        return self._job.link.is_keeper
+    def is_emergency_writer(self) -> bool:
+        return self._job.link.is_emergency_writer
 
     def close(self) -> None:
         """Nothing is held here."""
@@ -79,8 +79,8 @@ class OwnOffice:
         for note in self._begun.notes if self._begun is not None else ():
             logger.warning("%s", note)
 
-    def lineage(self) -> int:
-        return self.settings.lineage
+    def run_id(self) -> int:
+        return self.settings.run_id
 
     def ask(self, name: str, progress: Progress) -> str:
         assert self._begun is not None, "only rank 0 writes"
@@ -94,7 +94,7 @@ class OwnOffice:
         else:
             logger.info("saved step %d as %s in %.1f s", written.step, written.name, written.took_s)
 
-    def is_keeper(self) -> bool:
+    def is_emergency_writer(self) -> bool:
         return False  # nobody would say when
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Checkpoints:
         self._staging = Staging()
         settings = office.settings
         self._due = Due(parse_every(settings.every), now_s(), 0)
-        self._restored = 0  # the lineage that this worker has begun from a checkpoint
+        self._restored = 0  # the run id that this worker has begun from a checkpoint
         self._folder = CheckpointFolder(open_store(settings.folder))
         self._writer = Writer(self._folder, rule, settings.keep, self._ask, office.tell)
         self._is_judged = threading.Event()  # whether all workers had the state that is being written is known
@@ -56,18 +56,18 @@ class Checkpoints:
         self._refusal = ""
         self._is_owed = False  # the last one was refused
 
-    def before_sync(self, rank: int, founding: bool) -> None:
+    def before_sync(self, rank: int, bootstrap: bool) -> None:
         """Before a state is copied to others, or another one is taken over. At the start of the job, and when all who
         held its state are lost, the source, rank 0, begins where the newest checkpoint is. Raises ConfigError when
         that is not possible."""
         self._staging.copies.finish()
-        lineage = self._office.lineage()
-        if founding and rank == 0 and lineage != self._restored:
-            if self._office.settings.resume or lineage > self._office.settings.lineage:
-                self._restore(lineage)
-            self._restored = lineage
+        run_id = self._office.run_id()
+        if bootstrap and rank == 0 and run_id != self._restored:
+            if self._office.settings.resume or run_id > self._office.settings.run_id:
+                self._restore(run_id)
+            self._restored = run_id
 
-    def _restore(self, lineage: int) -> None:
+    def _restore(self, run_id: int) -> None:
         try:
             found, value = read_newest(self._folder, logger.warning)
         except OSError as error:
@@ -77,7 +77,7 @@ class Checkpoints:
                 f"the checkpoint {found.place} was written under the {found.manifest.rule} rule, and this script "
                 f"follows the {self._rule} rule: with a loader of Farandole a TorchState follows the step rule"
             )
-        restore(self._state, found, value, lineage)
+        restore(self._state, found, value, run_id)
         self._state.capture()
         logger.info("begun from %s: step %d", found.place, found.manifest.step)
 
@@ -141,13 +141,13 @@ class Checkpoints:
             self._state.capture()
             self._write_now()
 
-    def is_keeper(self) -> bool:
+    def is_emergency_writer(self) -> bool:
         """Whether the job has ended, and this worker is to save what there is."""
-        return self._office.is_keeper() and self._state.is_holder
+        return self._office.is_emergency_writer() and self._state.is_holder
 
     def in_emergency(self) -> None:
         """The job ends before it is finished: save the live state, if this worker is the one to do so."""
-        if self.is_keeper():
+        if self.is_emergency_writer():
             self._give_up()
             self._staging.copies.finish()
             self._state.capture()
@@ -169,4 +169,4 @@ class Checkpoints:
             self._writer.write(lambda: live(self._state, progress), progress.step, here.id.number, here.placement.size)
 
     def _progress(self) -> Progress:
-        return msgspec.structs.replace(self._state.progress, lineage=self._office.lineage())
+        return msgspec.structs.replace(self._state.progress, run_id=self._office.run_id())

@@ -29,7 +29,7 @@ class CommitRecords:
     def entered(self) -> None:
         """The members of the generation all have this state, and the function is about to be called."""
         here = world.current()
-        generation = here.id.lineage, here.id.number
+        generation = here.id.run_id, here.id.number
         entry = self._entry[2] + 1 if self._entry[:2] == generation else 0
         self._entry, self._calls = (*generation, entry), Counter()
         named = self._committed.samplers().items()

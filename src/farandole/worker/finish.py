@@ -8,9 +8,9 @@ from farandole.collectives import world
 from farandole.events import TrainingCutShort
 from farandole.membership import Shortfall
 from farandole.messages import Finished
-from farandole.sighting import Phase
-from farandole.whereabouts import In
+from farandole.status_reporting import In
 from farandole.worker.job import Job
+from farandole.worker_status import Phase
 
 logger = logging.getLogger("farandole")
 

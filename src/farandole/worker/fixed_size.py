@@ -93,11 +93,11 @@ class Meeting:
         if self._is_host:  # The store ends with this process, which may end as soon as init() has returned.
             store.wait([self._key(f"{rank}/read") for rank in range(env.size)])
         return Start(
-            id=GenerationId(lineage=1, incarnation=1, number=1, nonce=secret[:_NONCE_DIGITS]),
+            id=GenerationId(run_id=1, coordinator_epoch=1, number=1, nonce=secret[:_NONCE_DIGITS]),
             placement=Placement(env.rank, env.size, env.local_rank, env.local_size, env.cross_rank, env.cross_size),
             previous=previous,
             next=following,
-            founding=True,
+            bootstrap=True,
             data_key=bytes.fromhex(secret[_NONCE_DIGITS:]),
         )
 

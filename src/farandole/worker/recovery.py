@@ -14,14 +14,14 @@ from farandole.clock import now_s
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.messages import FirstStep, Start, Synced
-from farandole.sighting import Phase
 from farandole.state import step
 from farandole.state.sync import SyncReport
-from farandole.whereabouts import In
+from farandole.status_reporting import In
 from farandole.worker.job import Job
+from farandole.worker_status import Phase
 
 Agree = Callable[[Transport, bool], SyncReport | None]
-"""agree(transport, founding): makes the state the same everywhere; None where the state does not say how."""
+"""agree(transport, bootstrap): makes the state the same everywhere; None where the state does not say how."""
 
 logger = logging.getLogger("farandole")
 
@@ -98,7 +98,7 @@ def regroup(job: Job, agree: Agree, connection: Connection | None = None) -> Reg
             connection = connection or connect(job)
             start, agreeing_s = connection.start, now_s()
             try:
-                report = agree(connection.transport, start.founding)
+                report = agree(connection.transport, start.bootstrap)
             except RecoverableError:
                 job.link.wait_for_abort(above=start.id.number)
                 connection = None

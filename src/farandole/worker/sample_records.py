@@ -37,11 +37,11 @@ class SampleRecords:
         if has_copied:
             self._updates.clear()
         here, progress = world.current(), self._state.progress
-        lineage, number = self._generation()
+        run_id, number = self._generation()
         loader = self._state.loader.state_dict()
         self._writer.write(
             Started(
-                lineage=lineage,
+                run_id=run_id,
                 generation=number,
                 nonce=here.id.nonce,
                 rank=here.placement.rank,
@@ -124,9 +124,9 @@ class SampleRecords:
         self._updates.pop()
 
     def _generation(self) -> tuple[int, int]:
-        """A job that goes on from a checkpoint has a higher lineage, and counts its generations anew."""
+        """A job that goes on from a checkpoint has a higher run id, and counts its generations anew."""
         id = world.current().id
-        return max(id.lineage, self._state.lineage), id.number
+        return max(id.run_id, self._state.run_id), id.number
 
 
 def sample_records(state: StepState) -> SampleRecords | None:

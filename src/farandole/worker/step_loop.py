@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-from farandole import whereabouts
+from farandole import status_reporting
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
@@ -16,14 +16,13 @@ from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
-from farandole.sighting import Phase
 from farandole.state import boundary, recording, step
 from farandole.state.batch_norm import layers_with_statistics, make_equal
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
-from farandole.whereabouts import In
+from farandole.status_reporting import In
 from farandole.worker.body_calls import BodyCalls
 from farandole.worker.checkpoints import checkpoints
 from farandole.worker.finish import all_have_finished
@@ -35,6 +34,7 @@ from farandole.worker.recovery import Connection, connect, regroup, report_first
 from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
 from farandole.worker.warm_up import warm_up
+from farandole.worker_status import Phase
 
 ResultT = TypeVar("ResultT")
 
@@ -141,7 +141,7 @@ class StepLoop:
             return
         here = world.current()
         try:
-            report = self._agree(here.transport, founding=not self._state.is_holder)
+            report = self._agree(here.transport, bootstrap=not self._state.is_holder)
         except RecoverableError:
             if job is None:
                 raise
@@ -295,7 +295,7 @@ class StepLoop:
         state.capture()
         self._is_behind_batches = False
         self._watch.at_boundary(self._checkpoints is not None and self._checkpoints.at_boundary())
-        whereabouts.say_place(world.current().id.number, state.step)
+        status_reporting.say_place(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
 
@@ -327,7 +327,7 @@ class StepLoop:
         self._state.capture()
         here = world.current()
         try:
-            self._agree(here.transport, founding=False, compares_all=True)
+            self._agree(here.transport, bootstrap=False, compares_all=True)
         except RecoverableError:
             if self._job is None:
                 raise
@@ -363,11 +363,11 @@ class StepLoop:
         done.log(f"step {state.step}")
         self._is_busy = False
 
-    def _agree(self, transport: Transport, founding: bool, compares_all: bool = False) -> SyncReport:
+    def _agree(self, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
         self._calls.wait_for_bodies(transport)
         if self._checkpoints is not None:
-            self._checkpoints.before_sync(transport.rank, founding)
-        report = synchronize(self._state, transport, founding, compares_all)
+            self._checkpoints.before_sync(transport.rank, bootstrap)
+        report = synchronize(self._state, transport, bootstrap, compares_all)
         self._watch.synchronized(report)
         return report
 

@@ -61,8 +61,8 @@ def train(state: Any, steps: int) -> None:
 
 
 def contents(state: Any) -> str:
-    """All of it but the lineage, tensors as digests."""
-    return repr(digested([{**state._small(), "lineage": 0}, state.large()]))
+    """All of it but the run id, tensors as digests."""
+    return repr(digested([{**state._small(), "run_id": 0}, state.large()]))
 
 
 def digested(value: Any) -> Any:
@@ -102,9 +102,9 @@ def test_another_state_becomes_the_one_that_was_saved_with_all_that_belongs_to_i
     other = make(seed=1, best=9.0)
     other.capture()
     assert contents(other) != contents(state)
-    restore(other, found, read_files(found), lineage=2)
+    restore(other, found, read_files(found), run_id=2)
     assert contents(other) == contents(state)
-    assert (other.lineage, other.loader.cursor, other.best) == (2, 32, 1.5)
+    assert (other.run_id, other.loader.cursor, other.best) == (2, 32, 1.5)
 
 
 def test_what_is_written_is_the_state_of_the_boundary_though_training_goes_on(tmp_path: Path) -> None:

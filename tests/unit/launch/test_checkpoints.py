@@ -15,11 +15,11 @@ from farandole.launch.checkpoints import beginning
 from farandole.membership import Origin
 
 
-def publish(folder: Path, step: int, lineage: int, generation: int) -> Path:
+def publish(folder: Path, step: int, run_id: int, generation: int) -> Path:
     checkpoints = CheckpointFolder(folder)
     name = checkpoints.begin(step)
     files = {"state.json": write_file(checkpoints.store, f"{name}/state.json", b"{}")}
-    checkpoints.publish(name, Manifest(FORMAT, "step", lineage, step, 1, 2, 3, generation, 4, 0.0, files))
+    checkpoints.publish(name, Manifest(FORMAT, "step", run_id, step, 1, 2, 3, generation, 4, 0.0, files))
     return folder / name
 
 
@@ -34,7 +34,7 @@ def test_an_empty_folder_is_a_beginning(tmp_path: Path) -> None:
         assert begun.notes == ()
         told = read_checkpoint_env(begun.environment)
         assert told is not None
-        assert (told.folder, told.every, told.keep, told.resume, told.lineage) == (
+        assert (told.folder, told.every, told.keep, told.resume, told.run_id) == (
             str(tmp_path / "new"),
             "10m",
             3,
@@ -56,7 +56,7 @@ def test_the_newest_is_gone_on_from_and_what_was_never_published_is_removed(tmp_
     assert not begun_only.exists()
 
 
-def test_each_start_has_a_lineage_of_its_own_and_generations_are_never_used_twice(tmp_path: Path) -> None:
+def test_each_start_has_a_run_id_of_its_own_and_generations_are_never_used_twice(tmp_path: Path) -> None:
     publish(tmp_path, 9, 2, 6)
     settings = CheckpointEnv(str(tmp_path), "10m", 2)
     with beginning(settings) as begun:

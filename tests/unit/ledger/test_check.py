@@ -91,7 +91,7 @@ def test_a_job_that_went_on_from_a_checkpoint_voids_what_came_after_it() -> None
     saved = job.step, job.epoch, job.cursor
     job.train(2)
     job.step, job.epoch, job.cursor = saved
-    job.lineage, job.generation = 2, 0
+    job.run_id, job.generation = 2, 0
     job.regroup(["d", "e"])
     job.train(STEPS - 1)
     findings = findings_of(job)

@@ -24,7 +24,7 @@ from farandole.collectives.ring import OnBroken
 from farandole.errors import FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Address, GenerationId
 from farandole.readiness import can_write
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import Waiting
 
 _SLICE_S = 1.0
 

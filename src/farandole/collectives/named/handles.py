@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from farandole.collectives import world
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import Waiting
 
 
 class Handle:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from farandole.collectives.cores import may_spin
 from farandole.collectives.shared_memory.page import Page
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import Waiting
 
 TroubleT = TypeVar("TroubleT")
 

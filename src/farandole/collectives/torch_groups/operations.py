@@ -20,7 +20,7 @@ from farandole.collectives.duplex import Broken
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import Waiting
 
 _RING_KNOWS_S = 0.1  # after a connection of the group's has failed, how long the ring may need to tell whose it was
 
