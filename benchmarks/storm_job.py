@@ -40,7 +40,7 @@ def main() -> None:
     def train(state: fd.elastic.TorchState) -> None:
         for _ in loader.epochs(10**9):
             for x, y, indices in loader:
-                ids = [] if loader.batch.is_ghost else indices.tolist()
+                ids = [] if loader.batch.is_dummy else indices.tolist()
                 records.before_step(state, ids)
                 time.sleep(len(ids) * options.sample_ms / 1e3)
                 optimizer.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farandole.data.partition import share
+from farandole.data.partition import even_slice
 from farandole.ledger.check import Line
 from farandole.ledger.hashing import ids_hash
 from farandole.ledger.records import FORMAT, WHOLE, Applied, EpochEnded, Intent, Opened, Record, Started, compact
@@ -62,7 +62,7 @@ class WrittenJob:
         """All members are about to contribute to the next step."""
         start, stop = self._batch()
         for rank, name in enumerate(self.members):
-            low, high = share(start, stop, rank, len(self.members))
+            low, high = even_slice(start, stop, rank, len(self.members))
             ids = compact([self.sample_at(position) for position in range(low, high)])
             self.files[name].append(
                 Intent(self.run_id, self.generation, self.step, rank, self.epoch, start, stop, low, high, ids)

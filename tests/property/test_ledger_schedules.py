@@ -67,7 +67,7 @@ def test_a_wrong_number_in_a_step_that_stands_is_caught_and_named(job: WrittenJo
     assert isinstance(intent, Intent)
     ids = expand(intent.ids).tolist()
     if not ids:
-        return  # a ghost
+        return  # a dummy batch
     wrong = data.draw(st.integers(0, job.samples).filter(lambda number: number != ids[0]))
     records[place] = msgspec.structs.replace(intent, ids=compact([wrong, *ids[1:]]))
     findings = check(job.lines())

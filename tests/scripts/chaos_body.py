@@ -52,7 +52,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
             state.after_step.insert(0, applied)
         batch = hand_out(loader)
         wait()
-        records.before_step(state, [] if loader.batch.is_ghost else batch[-1].tolist())
+        records.before_step(state, [] if loader.batch.is_dummy else batch[-1].tolist())
         orders.check()
         return batch
 

@@ -66,7 +66,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
         for _ in loader.epochs(EPOCHS):
             for x, y, indices in loader:
                 wait()
-                records.before_step(state, [] if loader.batch.is_ghost else indices.tolist())
+                records.before_step(state, [] if loader.batch.is_dummy else indices.tolist())
                 orders.check()
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x), y)

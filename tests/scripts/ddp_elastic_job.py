@@ -159,7 +159,7 @@ def main() -> None:
         seed=3,
         micro_batch_size=options.micro_batch_size,
         max_local_batch=options.max_local_batch,
-        min_share=2 if "norm" in options.kinds else 1,
+        min_local_batch=2 if "norm" in options.kinds else 1,
     )
     tracked: dict[str, Any] = {}
     for number, each in enumerate(trainings[1:]):

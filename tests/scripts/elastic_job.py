@@ -71,7 +71,7 @@ def main() -> None:
         global_batch_size=options.global_batch_size,
         seed=3,
         num_workers=options.num_workers,
-        min_share=2,
+        min_local_batch=2,
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.9)
     state = fd.elastic.TorchState(

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from farandole.collectives import world
 from farandole.data.by_value import SmallByValue
 from farandole.data.map_dataset import MapDataset, size_of
-from farandole.data.partition import share
+from farandole.data.partition import even_slice
 from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import DataError, StepError
 from farandole.status_reporting import say_that_it_moves
@@ -116,7 +116,7 @@ class EvalLoader:
 
     def _share(self) -> tuple[int, int]:
         placement = world.current().placement
-        return share(0, self._size, placement.rank, placement.size)
+        return even_slice(0, self._size, placement.rank, placement.size)
 
 
 class _Part:

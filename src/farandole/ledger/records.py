@@ -77,11 +77,11 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
 
 
 class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
-    """About to contribute to a step: the samples of this rank's share as the loader has delivered them.
+    """About to contribute to a step: the samples of this rank's local batch as the loader has delivered them.
 
     start, stop  positions of the global batch in the epoch's order; those beyond its end are of the next epoch
-    low, high    positions of the share, in the order of `ids`; equal for a ghost, whose samples do not count and are
-                 not in `ids`
+    low, high    positions of the local batch, in the order of `ids`; equal for a dummy batch, whose samples do not
+                 count and are not in `ids`
     """
 
     run_id: int
@@ -101,7 +101,7 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
-    """This worker has applied a step. `samples` and `ids_hash` are sums over the shares of all ranks, as they
+    """This worker has applied a step. `samples` and `ids_hash` are sums over the local batches of all ranks, as they
     agreed on in the step's last reduction; the hash is hashing.ids_hash.
 
     digest   of a part of the state before the step, the same part on all ranks; 0 where nothing was hashed
@@ -138,7 +138,7 @@ class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
     objects: int
     ranks: tuple[int, ...]
     source: int
-    is_large: bool
+    is_trained: bool
 
     @property
     def key(self) -> Generation:

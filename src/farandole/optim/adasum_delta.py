@@ -132,5 +132,5 @@ def _refuse_batch() -> None:
     if step.batch() is not None:
         raise StepError(
             "op=Adasum combines whole steps and does not know of a DataLoader of Farandole, which weights gradients "
-            "by the size of each worker's share; use op=Average with it, or torch's DataLoader"
+            "by the size of each worker's local batch; use op=Average with it, or torch's DataLoader"
         )

@@ -79,7 +79,7 @@ class BucketedGradients:
             if factor:
                 torch.mul(gradient, factor, out=view)
             else:
-                view.zero_()  # not multiplied: a ghost's inf times 0 would be NaN
+                view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         elif factor:
             view.add_(gradient, alpha=factor)
         # The next micro-batch must not accumulate on top of what is in the bucket already.

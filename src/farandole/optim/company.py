@@ -4,26 +4,26 @@ with two, ranks could begin with different ones. native_path.py tells it of each
 from __future__ import annotations
 
 from farandole.errors import StepError
-from farandole.state.ticket import Ticket
+from farandole.state.global_batch import GlobalBatch
 
 
 class Company:
     """One for the process. Optimizers are told apart by `id`."""
 
     def __init__(self) -> None:
-        self._ticket: Ticket | None = None
+        self._global_batch: GlobalBatch | None = None
         self._now: set[int] = set()
-        self._before: set[int] = set()  # for the last ticket
+        self._before: set[int] = set()  # for the last global batch
         self._flying: int | None = None
 
-    def joins(self, key: int, ticket: Ticket) -> None:
-        """An optimizer has something of this ticket."""
-        if ticket is not self._ticket:
-            self._ticket, self._before, self._now = ticket, self._now, set()
+    def joins(self, key: int, global_batch: GlobalBatch) -> None:
+        """An optimizer has something of this global batch."""
+        if global_batch is not self._global_batch:
+            self._global_batch, self._before, self._now = global_batch, self._now, set()
         self._now.add(key)
 
     def is_alone(self, key: int) -> bool:
-        """Whether there was no other one, for this ticket and the last one."""
+        """Whether there was no other one, for this global batch and the last one."""
         return self._before == self._now == {key}
 
     def flies(self, key: int) -> None:

@@ -22,7 +22,7 @@ from farandole.optim.options import Options, groups_of
 from farandole.optim.scaled_step import zeroing
 from farandole.optim.wrapping import OptimizerT, WrappedOptimizer, wrap
 from farandole.state import step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

@@ -19,7 +19,7 @@ from farandole.optim.scaled_step import STEPPED_TWICE, call_dropped, refuse_clos
 from farandole.optim.step_reduction import StepReduction
 from farandole.optim.weighting import Weights
 from farandole.state import boundary, step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 class NativePath:
@@ -52,7 +52,7 @@ class NativePath:
 
     def forget(self) -> None:
         """Nothing has happened since the last step."""
-        self._filled: set[int] = set()  # parameters whose gradient of this ticket is taken
+        self._filled: set[int] = set()  # parameters whose gradient of this global batch is taken
         self._is_reduced = self._has_stepped = False
         self._is_again = False  # another pass goes on top of gradients that are reduced
         self._flies = False  # in this pass: what is complete is reduced while backward goes on
@@ -102,7 +102,7 @@ class NativePath:
     def _begin_again(self, batch: Batch) -> None:
         """As with DDP: what this pass adds is reduced together with the gradients that are here, which are the same
         on all ranks; they come out as they went in, because the factors of all ranks add up to 1."""
-        if batch.ticket.micro_batches > 1 or self._options.loss == "sum":
+        if batch.global_batch.micro_batches > 1 or self._options.loss == "sum":
             raise StepError(
                 "a second backward pass for the same batch before optimizer.step(), with micro-batches or "
                 'loss="sum": its gradients are reduced already. Add the losses and call backward() once'
@@ -126,7 +126,7 @@ class NativePath:
         last, self._batch = self._batch, batch
         if batch is last:
             return
-        if batch.index == 0 or last is None or batch.ticket is not last.ticket:
+        if batch.index == 0 or last is None or batch.global_batch is not last.global_batch:
             self.forget()
             self._reduction.begin(batch)
             step.take_part(self)
@@ -172,7 +172,7 @@ class NativePath:
             step.reduced()
 
     def _complete(self) -> None:
-        """What no pass of this ticket has left a gradient for has one of zeros."""
+        """What no pass of this global batch has left a gradient for has one of zeros."""
         gradients = self._reduction.gradients
         if isinstance(gradients, OwnGradients):
             gradients.settle(self._factor if self._has_passed else 0.0)
@@ -287,7 +287,7 @@ class NativePath:
         self._reduction.refuse_half_reduced()
         if batch.is_padding:
             return False
-        if self._has_passed and (batch.ticket.micro_batches == 1 or step.is_shared()):
+        if self._has_passed and (batch.global_batch.micro_batches == 1 or step.is_shared()):
             self._drop_pass()
             return True
         return batch.index == 0

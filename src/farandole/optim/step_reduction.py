@@ -18,7 +18,7 @@ from farandole.optim.parameters import check_devices, digest
 from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import conclude, header_of
 from farandole.state import boundary, recording, step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 _company = Company()
 
@@ -30,7 +30,7 @@ class StepReduction:
     def __init__(self, names: Callable[[], Mapping[torch.Tensor, str]], options: Options, passes: Passes) -> None:
         self._names, self._options, self._passes = names, options, passes
         self._batch: Batch | None = None
-        self._kept: BucketedGradients | OwnGradients | None = None  # where those of this ticket are
+        self._kept: BucketedGradients | OwnGradients | None = None  # where those of this global batch are
         self._forget_plan()
 
     def _forget_plan(self) -> None:
@@ -67,13 +67,13 @@ class StepReduction:
         return id(parameter) in self._ids
 
     def begin(self, batch: Batch) -> None:
-        """The first of a ticket that the optimizer has something of."""
+        """The first of a global batch that the optimizer has something of."""
         self._batch, self._kept = batch, None
-        _company.joins(id(self), batch.ticket)
+        _company.joins(id(self), batch.global_batch)
 
     @property
     def gradients(self) -> BucketedGradients | OwnGradients:
-        """Those of this ticket. Without a need they are not copied, nor is there memory for it."""
+        """Those of this global batch. Without a need they are not copied, nor is there memory for it."""
         if self._kept is None:
             self._kept = self._keep()
         return self._kept
@@ -81,7 +81,7 @@ class StepReduction:
     def _keep(self) -> BucketedGradients | OwnGradients:
         assert self._batch is not None
         planned, options = self._plan(), self._options
-        is_alone = world.current().placement.size == 1 and self._batch.ticket.micro_batches == 1
+        is_alone = world.current().placement.size == 1 and self._batch.global_batch.micro_batches == 1
         if is_alone and options.compression is NoneCompressor:
             if self._own is None:
                 self._own = OwnGradients(list(planned))
@@ -144,7 +144,7 @@ class StepReduction:
         """There is nobody to disagree with."""
         ids = recording.intend(batch)
         gradients.raise_if_ended()
-        recording.agree(batch.ticket.samples, ids)
+        recording.agree(batch.global_batch.samples, ids)
         boundary.agree([boundary.prepared()])
         gradients.publish()
 

@@ -21,7 +21,7 @@ import torch
 from farandole import status_reporting
 from farandole.errors import StepError
 from farandole.state import recording
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 class Phase(str, enum.Enum):

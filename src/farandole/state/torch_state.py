@@ -203,7 +203,7 @@ def _refuse_undivided(loader: Any) -> None:
             f"TorchState(loader=...) has torch's DataLoader, which does not divide the data among workers ({how}): "
             f"each one would train all of it, and begin anew after a fault. Give it fd.elastic.{ours}(dataset, "
             f"global_batch_size=...); or, under the commit rule as in Horovod, make the DataLoader with sampler="
-            f"fd.elastic.ElasticSampler(dataset). Where the data set has this worker's share only, leave the loader "
+            f"fd.elastic.ElasticSampler(dataset). Where the data set has this worker's part only, leave the loader "
             f"out of the state"
         )
 

@@ -88,7 +88,7 @@ class Checkpoints:
         self._due.restart(now_s(), self._state.progress.step)
 
     def at_boundary(self, is_captured: bool = True) -> bool:
-        """Begin a checkpoint if one is due. Else nothing: the small state need not be captured for that.
+        """Begin a checkpoint if one is due. Else nothing: the metadata need not be captured for that.
 
         Returns:
             Whether one was begun. Under the step rule with several workers, it is published after compared().

@@ -50,7 +50,7 @@ class StateWatch:
         """Hash what can be read in a few milliseconds; 0 where there is nobody to compare it with."""
         if world.current().placement.size == 1:
             return 0
-        return self._state.digests.of_sample(self._state.step, large_only=False)
+        return self._state.digests.of_sample(self._state.step, trained_only=False)
 
     def heard(self, digests: Collection[int], is_asked: bool) -> None:
         """From the headers of all ranks.

@@ -288,7 +288,7 @@ class StepLoop:
         state.capture_after(call_once)
 
     def _pass_boundary(self) -> None:
-        """Remember the small state, and start the step's random numbers from (seed, step, rank): a step that
+        """Remember the metadata, and start the step's random numbers from (seed, step, rank): a step that
         is done again sees the same ones."""
         state = self._state
         state.boundary += 1
@@ -357,7 +357,7 @@ class StepLoop:
             self._records.started(done.report is not None and done.rank in done.report.behind)
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         if in_flight is not None and state.step == begun:
-            report_first_step(self._job, done, state.step, "step", 1, in_flight.ticket.global_samples)
+            report_first_step(self._job, done, state.step, "step", 1, in_flight.global_batch.global_samples)
         else:  # nothing was in flight, or somebody had applied it
             report_first_step(self._job, done, state.step, "step")
         done.log(f"step {state.step}")

@@ -64,7 +64,7 @@ def make(size: int = 10, global_batch_size: int = 4, **options: Any) -> DataLoad
 
 def make_step(loader: DataLoader) -> None:
     """What optimizer and state do when a step is applied."""
-    step.on_decided(lambda batch: loader.commit(batch.ticket))
+    step.on_decided(lambda batch: loader.commit(batch.global_batch))
     step.reduced()
     step.decided()
 
@@ -86,7 +86,7 @@ def test_an_epoch_goes_once_over_the_data_set_and_ends_with_a_short_batch() -> N
         make_step(loader)
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3
-    assert (loader.epoch, loader.cursor, loader.batch, loader.ticket) == (0, 10, None, None)
+    assert (loader.epoch, loader.cursor, loader.batch, loader.global_batch) == (0, 10, None, None)
     assert step.state() == "none"
 
 
@@ -234,8 +234,8 @@ def test_after_a_regroup_the_same_global_batch_is_divided_anew() -> None:
     step.aborted()
     loader.boundary = Regroups(lambda: (step.close(), loader.set_world(1, 2)))
     assert next(feed) == [2, 3]
-    assert loader.ticket is not None
-    assert (loader.ticket.start, loader.ticket.stop) == (0, 4)
+    assert loader.global_batch is not None
+    assert (loader.global_batch.start, loader.global_batch.stop) == (0, 4)
 
 
 def test_a_regroup_after_the_last_step_of_an_epoch_may_lead_back_into_it() -> None:
@@ -272,12 +272,12 @@ def test_after_a_break_nothing_of_the_rest_is_fetched() -> None:
         assert loader.dataset.fetched == list(range(10)), epoch
 
 
-def test_a_ghost_has_samples_but_delivers_none() -> None:
-    loader = make(3, 3, min_share=2)
+def test_a_dummy_batch_has_samples_but_delivers_none() -> None:
+    loader = make(3, 3, min_local_batch=2)
     loader.set_world(1, 2)
     assert next(iter(loader)) == [1, 2]
     assert loader.batch is not None
-    assert loader.batch.is_ghost
+    assert loader.batch.is_dummy
     assert loader.indices == []
 
 
@@ -348,17 +348,17 @@ def test_stale_early_and_double_commits_are_refused() -> None:
     loader = make()
     feed = iter(loader)
     next(feed)
-    first = loader.ticket
+    first = loader.global_batch
     make_step(loader)
     next(feed)
-    second = loader.ticket
+    second = loader.global_batch
     with pytest.raises(DataError, match=r"cannot commit samples \[0, 4\) of epoch 0: next are \[4, 8\)"):
         loader.commit(first)
     make_step(loader)
     next(feed)
     with pytest.raises(DataError, match=r"cannot commit samples \[4, 8\)"):
         loader.commit(second)
-    third = loader.ticket
+    third = loader.global_batch
     loader.load_state_dict({**loader.state_dict(), "cursor": 0})
     with pytest.raises(DataError, match=r"cannot commit samples \[8, 10\)"):
         loader.commit(third)
@@ -451,8 +451,8 @@ def test_the_loop_body_runs_once_for_each_step_however_few_workers_are_left() ->
     loader.set_world(0, 3)
     loader.set_world(0, 1)
     assert len(next(iter(loader))) == 12
-    assert loader.ticket is not None
-    assert loader.ticket.micro_batches == 1
+    assert loader.global_batch is not None
+    assert loader.global_batch.micro_batches == 1
 
 
 def test_a_limit_that_was_given_is_the_source_ranks_on_every_worker() -> None:
@@ -460,8 +460,8 @@ def test_a_limit_that_was_given_is_the_source_ranks_on_every_worker() -> None:
     newcomer.load_state_dict(source.state_dict())
     newcomer.set_world(0, 2)
     next(iter(newcomer))
-    assert newcomer.ticket is not None
-    assert newcomer.ticket.micro_batches == 2
+    assert newcomer.global_batch is not None
+    assert newcomer.global_batch.micro_batches == 2
 
 
 def test_a_limit_of_a_saved_loader_does_not_bind_one_without() -> None:

@@ -245,7 +245,7 @@ def test_what_a_rank_said_last_of_a_step_is_what_it_contributed() -> None:
     assert findings_of(job).is_exact
 
 
-def test_ghosts_have_no_samples() -> None:
+def test_dummy_batches_have_no_samples() -> None:
     job = WrittenJob(samples=6, global_batch_size=2, members=["a", "b", "c"])
     job.train(3)
     assert any(isinstance(r, Intent) and r.low == r.high and r.ids == [] for r in job.files["a"])

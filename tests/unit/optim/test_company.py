@@ -6,26 +6,26 @@ import pytest
 
 from farandole.errors import StepError
 from farandole.optim.company import Company
-from farandole.state.ticket import Ticket
+from farandole.state.global_batch import GlobalBatch
 
 
-def ticket() -> Ticket:
-    return Ticket(0, 0, 4, 0, 4)
+def global_batch() -> GlobalBatch:
+    return GlobalBatch(0, 0, 4, 0, 4)
 
 
-def test_only_one_that_was_by_itself_for_two_tickets() -> None:
+def test_only_one_that_was_by_itself_for_two_global_batches() -> None:
     company = Company()
-    company.joins(1, ticket())
+    company.joins(1, global_batch())
     assert not company.is_alone(1)
-    company.joins(1, ticket())
+    company.joins(1, global_batch())
     assert company.is_alone(1)
-    both = ticket()
+    both = global_batch()
     company.joins(1, both)
     company.joins(2, both)
     assert not company.is_alone(1)
-    company.joins(1, ticket())
+    company.joins(1, global_batch())
     assert not company.is_alone(1)
-    company.joins(1, ticket())
+    company.joins(1, global_batch())
     assert company.is_alone(1)
 
 

@@ -21,7 +21,7 @@ from farandole.optim.weighting import weight
 from farandole.process_group.group import FarandoleGroup
 from farandole.process_group.members import Everybody
 from farandole.state import boundary, step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 from farandole.testing.thread_workers import run_workers
 from tests.run_loops import RepeatingRunLoop
 
@@ -87,9 +87,9 @@ def hand_out(shares: list[list[int]], rank: int) -> Iterator[tuple[Batch, torch.
     """The micro-batches of one global batch, as a loader does. `shares`: sizes of those of each rank, equally many."""
     total = sum(map(sum, shares))
     low = sum(map(sum, shares[:rank]))
-    ticket = Ticket(0, 0, total, low, low + sum(shares[rank]), len(shares[rank]))
+    global_batch = GlobalBatch(0, 0, total, low, low + sum(shares[rank]), len(shares[rank]))
     for index, count in enumerate(shares[rank]):
-        batch = Batch(ticket, low, low + count, index)
+        batch = Batch(global_batch, low, low + count, index)
         step.open(batch)
         x = samples(total)[low : low + count] if count else samples(total)[:2] * float("inf")
         low += count

@@ -17,7 +17,7 @@ from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepE
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import boundary, step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 from tests.run_loops import RepeatingRunLoop
 
 
@@ -47,12 +47,12 @@ def loss(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def hand_out(micro_batches: list[int]) -> Iterator[int]:
-    """The micro-batches of one ticket, as a loader does; gives their sizes."""
+    """The micro-batches of one global batch, as a loader does; gives their sizes."""
     total = sum(micro_batches)
-    ticket = Ticket(0, 0, total, 0, total, len(micro_batches))
+    global_batch = GlobalBatch(0, 0, total, 0, total, len(micro_batches))
     low = 0
     for index, count in enumerate(micro_batches):
-        step.open(Batch(ticket, low, low + count, index))
+        step.open(Batch(global_batch, low, low + count, index))
         low += count
         yield count
 
@@ -141,10 +141,10 @@ def test_what_an_aborted_batch_left_does_not_count_for_the_next() -> None:
     assert torch.allclose(net.weight.grad, reference.weight.grad, rtol=0, atol=1e-14)
 
 
-def test_a_ghost_counts_nothing_even_if_its_gradient_is_infinite() -> None:
+def test_a_dummy_batch_counts_nothing_even_if_its_gradient_is_infinite() -> None:
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    step.open(Batch(Ticket(0, 0, 0, 0, 0, 1), 0, 0, 0))
+    step.open(Batch(GlobalBatch(0, 0, 0, 0, 0, 1), 0, 0, 0))
     (net(samples(1)) * float("inf")).sum().backward()
     assert torch.equal(net.weight.grad, torch.zeros_like(net.weight))
     assert optimizer.step() is True

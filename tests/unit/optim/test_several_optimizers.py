@@ -231,10 +231,10 @@ def test_the_state_of_all_of_them_is_taken_over() -> None:
         source.discriminator_step(x)
     source.second.param_groups[0]["lr"] = 0.125
     state.capture()
-    small, large = unpack(state.captured()), unpack(pack(state.large()))
+    metadata, tensors = unpack(state.captured()), unpack(pack(state.tensors()))
     other = newcomer.state()
-    other.load_large(large)
-    other.load_small(small)
+    other.load_tensors(tensors)
+    other.load_metadata(metadata)
     assert equal(newcomer.everything(), source.everything())
     assert newcomer.second.param_groups[0]["lr"] == 0.125
     assert other.step == 2

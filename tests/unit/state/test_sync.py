@@ -24,8 +24,8 @@ class Position:
     def __init__(self) -> None:
         self.epoch = self.cursor = 0
 
-    def commit(self, ticket: Any) -> None:
-        self.cursor = ticket.stop
+    def commit(self, global_batch: Any) -> None:
+        self.cursor = global_batch.stop
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "cursor": self.cursor}
@@ -62,11 +62,11 @@ def trained_state(seed: int, steps: int) -> TorchState:
 
 def content(state: TorchState) -> Any:
     """Everything of a state, as comparable values."""
-    large = state.large()
+    tensors = state.tensors()
     return (
         state.progress,
-        digest_of(list(large["parameters"]["model"].values())),
-        {i: {k: torch.as_tensor(v).tolist() for k, v in e.items()} for i, e in large["optimizer"].items()},
+        digest_of(list(tensors["parameters"]["model"].values())),
+        {i: {k: torch.as_tensor(v).tolist() for k, v in e.items()} for i, e in tensors["optimizer"].items()},
         {name: buffer.tolist() for name, buffer in state.model.named_buffers()},
         [group["lr"] for group in state.optimizer.param_groups],
         state.scheduler.state_dict(),
@@ -183,7 +183,7 @@ def test_buffers_and_tracked_tensors_are_compared_where_all_are_at_the_same_boun
     assert states[1].model[0].queue.tolist() == [0.0] * 4
     for _ in range(STRIKES):
         assert reports[0].local == ()
-        states[0].model[0].queue[1] += 2.0  # computed from its own share, as it seems
+        states[0].model[0].queue[1] += 2.0  # computed from its own local batch, as it seems
         reports = sync_all(states, ThreadWorld(2), bootstrap=False, compares_all=True)
     assert (reports[0].divergence, reports[0].local) == (None, ("model.0.queue",))
     newcomer = trained_state(5, 0)

@@ -68,7 +68,7 @@ def test_what_was_done_once_is_not_done_again_when_the_function_is_entered_again
         train(state)
     state.capture()
     taken_over = make()
-    taken_over.load_small(unpack(state.captured()))
+    taken_over.load_metadata(unpack(state.captured()))
     train(taken_over)
     assert ran == [True] * 4 + [False] * 2
     assert taken_over.history == [0, 0, 1, -1]

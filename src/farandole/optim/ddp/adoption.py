@@ -94,7 +94,7 @@ def _refuse(ddp: DistributedDataParallel) -> None:
     if ddp._delay_all_reduce_params:
         raise ConfigError(
             "DistributedDataParallel(delay_all_reduce_named_params=...) reduces past its buckets, where "
-            "gradients are not weighed by the workers' shares; leave it out"
+            "gradients are not weighed by the workers' local batches; leave it out"
         )
     if ddp.mixed_precision is not None:
         raise ConfigError(

@@ -22,7 +22,7 @@ from farandole.optim.ddp.user_hook import UserHook
 from farandole.optim.header import StepHeader
 from farandole.optim.step_agreement import absorb, conclude
 from farandole.state import step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 class Pass(Protocol):
@@ -56,7 +56,7 @@ class DroppedPass:
 class StepPass:
     """The pass whose gradients, with those of earlier micro-batches, make the step.
 
-    factor       what this rank's weigh; 0 for a ghost
+    factor       what this rank's weigh; 0 for a dummy batch
     accumulated  those of earlier micro-batches
     weighed      parameters, by id, whose gradients were multiplied before they came into a bucket; grows
     """
@@ -112,7 +112,7 @@ class StepPass:
     def _weigh(self, bucket: GradBucket, scale: float) -> None:
         flat, factor = bucket.buffer(), self._factor * scale
         if not factor:
-            flat.zero_()  # not multiplied: a ghost's inf times 0 would be NaN
+            flat.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if factor and factor != 1.0 and id(parameter) not in self._weighed:
                 part.mul_(factor)  # what an earlier pass, in no_sync(), has left, and this one has not used

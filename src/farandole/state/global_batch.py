@@ -6,13 +6,13 @@ import msgspec
 
 
 # Structs of msgspec's: the loader makes both for each batch, and frozen dataclasses would take five times as long.
-class Ticket(msgspec.Struct, frozen=True):
+class GlobalBatch(msgspec.Struct, frozen=True):
     """One global batch, positions [start, stop) of the epoch's order, seen from one rank.
 
     epoch        number of the epoch, from 0
     start, stop  positions of the global batch in the epoch's order; stop - start samples in all
-    low, high    positions of this rank's share; empty for a ghost batch
-    micro_batches  how many times the loop body runs for this ticket, the same on every rank
+    low, high    positions of this rank's local batch; empty for a dummy batch
+    micro_batches  how many times the loop body runs for this global batch, the same on every rank
     """
 
     epoch: int
@@ -24,7 +24,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @property
     def samples(self) -> int:
-        """Samples of this rank's share."""
+        """Samples of this rank's local batch."""
         return self.high - self.low
 
     @property
@@ -34,13 +34,13 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One run of the loop body: a micro-batch of a ticket.
+    """One run of the loop body: a micro-batch of a global batch.
 
-    low, high  positions of the real samples of this micro-batch; equal for a ghost
-    index      which micro-batch of the ticket, from 0
+    low, high  positions of the real samples of this micro-batch; equal for a dummy batch
+    index      which micro-batch of the global batch, from 0
     """
 
-    ticket: Ticket
+    global_batch: GlobalBatch
     low: int
     high: int
     index: int = 0
@@ -50,26 +50,26 @@ class Batch(msgspec.Struct, frozen=True):
         return self.high - self.low
 
     @property
-    def is_ghost(self) -> bool:
+    def is_dummy(self) -> bool:
         """Real samples are in the tensors, so that the loop body runs, but they do not count."""
         return self.low == self.high
 
     @property
     def is_padding(self) -> bool:
         """All micro-batches were there, and the loop body has not called step(): it runs until it does."""
-        return self.index >= self.ticket.micro_batches
+        return self.index >= self.global_batch.micro_batches
 
     def padding(self) -> Batch:
         """The batch for a loop body that does not count."""
-        return Batch(self.ticket, self.high, self.high, self.ticket.micro_batches)
+        return Batch(self.global_batch, self.high, self.high, self.global_batch.micro_batches)
 
     @property
     def is_last(self) -> bool:
         """The micro-batch whose backward pass reduces the gradients; or padding, after it."""
-        return self.index >= self.ticket.micro_batches - 1
+        return self.index >= self.global_batch.micro_batches - 1
 
     @property
     def weight(self) -> float:
         """Factor for the gradient of this micro-batch's mean loss, so that the sum over all ranks and
         micro-batches is the gradient of the global batch's mean loss."""
-        return self.samples / self.ticket.global_samples
+        return self.samples / self.global_batch.global_samples
