@@ -90,7 +90,7 @@ def farandole(task: Task) -> tuple[Step, Any]:
 
 def elastic_ddp(task: Task) -> tuple[Step, Any]:
     """As farandole(); the default group of the process is Gloo's, for DDP on that."""
-    from farandole.process_group.group import FarandoleGroup
+    from farandole.process_group.c10d_group import FarandoleGroup
     from farandole.process_group.members import Everybody
 
     model, optimizer = made(task)

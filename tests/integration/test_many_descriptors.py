@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.integration.test_mail import p2p_group
 
 from farandole.collectives.alone import AloneTransport
 from farandole.launch import fork_server_process
 from farandole.launch.guard import Guard
 from farandole.launch.writer import write_all
 from farandole.testing.thread_world import ThreadWorld
-from tests.integration.test_mail import mails
 
 DEADLINE_S = 20.0
 _LIMIT = 1024
@@ -44,7 +44,7 @@ def many_are_open() -> Iterator[None]:
 
 def test_large_letters_are_sent() -> None:
     content = bytes(30_000_000)  # more than the kernel takes at once
-    with mails(2) as (one, other):
+    with p2p_group(2) as (one, other):
         one.send(1, b"large", content)
         assert other.receive(0, b"large") == content
 

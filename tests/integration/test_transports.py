@@ -190,12 +190,12 @@ def test_all_reduce_takes_any_shape_and_stays_out_of_autograd(size: int) -> None
 def test_the_notes_of_all_ranks_ride_along(size: int, numel: int) -> None:
     with ring(size) as world:
         for length in (0, 1, 64, 5000):
-            notes = world.run(
+            trailers = world.run(
                 lambda transport, length=length: transport.all_reduce(
                     torch.ones(numel), bytes([65 + transport.rank]) * length
                 )
             )
-            assert notes == [[bytes([65 + rank]) * length for rank in range(size)]] * size
+            assert trailers == [[bytes([65 + rank]) * length for rank in range(size)]] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -281,7 +281,7 @@ def test_different_operations_are_an_error_on_every_rank_that_names_both(size: i
         outcomes = world.outcomes(call)
         assert [type(outcome) for outcome in outcomes] == [CollectiveMismatch] * size
         for outcome in outcomes:
-            assert "barrier with a note of 1 bytes (operation " in str(outcome)
+            assert "barrier with a trailer of 1 bytes (operation " in str(outcome)
             where = "_on_device" if Kind.choice in ("device", "nccl") else ""
             assert f"all_reduce{where} of 400000 bytes of float32 (operation " in str(outcome)
         again = world.outcomes(lambda transport: transport.barrier())

@@ -31,11 +31,11 @@ class AloneTransport:
     def size(self) -> int:
         return 1
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         self._raise_if_ended("all_reduce")
         flat_on_its_device(tensor)
         combiner(op)
-        return [bytes(note)]
+        return [bytes(trailer)]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         self._raise_if_ended("all_gather")

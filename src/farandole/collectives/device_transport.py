@@ -68,15 +68,15 @@ class DeviceTransport:
     def size(self) -> int:
         return self._ring.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         if not self._groups.takes(tensor) or tensor.numel() == 0:
-            return self.below.all_reduce(tensor, note, op)
+            return self.below.all_reduce(tensor, trailer, op)
         flat = flat_on_its_device(tensor)
         combiner(op)
         operations = self._connected(flat, Operation.ALL_REDUCE_ON_DEVICE, op)
         if operations is None:
-            return self.below.all_reduce(flat, note, op)
-        return operations.all_reduce(flat, note, op)
+            return self.below.all_reduce(flat, trailer, op)
+        return operations.all_reduce(flat, trailer, op)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not self._groups.takes(tensor) or tensor.numel() == 0:

@@ -69,7 +69,7 @@ class _Attempts:
                 self._poll.register(sock, select.POLLOUT)
                 continue
             sock.close()
-            self._note(address, code)
+            self._trailer(address, code)
 
     def wait(self, timeout_s: float) -> None:
         """Until something is heard, or so many seconds have passed."""
@@ -78,12 +78,12 @@ class _Attempts:
             sock, address = self._by_descriptor.pop(descriptor)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             sock.close()
-            self._note(address, code)
+            self._trailer(address, code)
 
     def close(self) -> None:
         for sock, _ in self._by_descriptor.values():
             sock.close()
 
-    def _note(self, address: Address, code: int) -> None:
+    def _trailer(self, address: Address, code: int) -> None:
         if code in _ANSWERS:
             self.unanswered.discard(address)

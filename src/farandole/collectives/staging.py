@@ -46,14 +46,14 @@ class StagedTransport:
     def size(self) -> int:
         return self.below.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         if self._is_host(tensor):
-            return self.below.all_reduce(tensor, note, op)
+            return self.below.all_reduce(tensor, trailer, op)
         flat = flat_on_its_device(tensor)
         copy = self._room_for(flat).copy_(flat)
-        notes = self.below.all_reduce(copy, note, op)
+        trailers = self.below.all_reduce(copy, trailer, op)
         flat.copy_(copy)
-        return notes
+        return trailers
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if self._is_host(tensor):

@@ -23,13 +23,13 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         """Reduce a contiguous tensor over all ranks, in place, with the same bits on every rank. CPU tensors always;
         those on another device where the process has one (staging.py, device_transport.py): what their current stream
         was given before counts, and the result is there when the call returns.
 
         op    SUM, MIN, MAX or PRODUCT
-        `note` (same length on all ranks) rides along without a message of its own; returns the notes of
+        `trailer` (same length on all ranks) rides along without a message of its own; returns the trailers of
         all ranks, by rank. A tensor may be empty.
         """
         ...

@@ -19,7 +19,7 @@ Each theme has a file. What happens when a worker dies is worker_failure.py, the
     completion.py        from the first Finished to the release of all members
     shutdown.py          from the decision to end the job to the last exit
 
-An input first changes what is known (`_note`); then `_settle` draws the conclusions from what is known now.
+An input first changes what is known (`_apply_input`); then `_settle` draws the conclusions from what is known now.
 So no rule depends on which input came last, and old, repeated or contradictory ones change nothing.
 """
 
@@ -69,9 +69,9 @@ def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
         return job, []
     transition = Transition(job, now_s)
     if job.ending is not None:
-        shutdown.note(transition, input)
+        shutdown.record(transition, input)
     else:
-        _note(transition, input)
+        _apply_input(transition, input)
     _settle(transition)
     return transition.job, transition.actions
 
@@ -97,7 +97,7 @@ def next_deadline(job: Job) -> float | None:
     return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
 
-def _note(transition: Transition, input: Input) -> None:
+def _apply_input(transition: Transition, input: Input) -> None:
     match input:
         case HostsOffered():
             hosts.hosts_offered(transition, input)

@@ -29,7 +29,7 @@ class HangDetector:
         self._state: object = None
         self._since_s = 0.0
 
-    def note(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
+    def record(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
         """What an agent sees now of all its workers."""
         self._seen[agent], self._heard_s[agent] = workers, now_s
 

@@ -176,7 +176,7 @@ def _try_start(transition: Transition, change: Change) -> None:
     busy = [worker for worker in survivors if worker.ready != change.number]
     if busy:
         if not change.is_planned:
-            _note_shortage(transition, change)
+            _record_shortage(transition, change)
         elif len(busy) < len(survivors) and all(transition.job.has_finished(worker) for worker in busy):
             # The ready ones wait for START, the others for them to finish: only a fault resolves it.
             abort(
@@ -185,7 +185,7 @@ def _try_start(transition: Transition, change: Change) -> None:
         return
     if change.is_planned and _awaited(transition.job):
         if change.short_since_s is not None:
-            _note_shortage(transition, change)
+            _record_shortage(transition, change)
         return  # Every member waits, too; but not for ever.
     wanted = wanted_members(transition.job)
     going = _missing_from(wanted, survivors)
@@ -201,7 +201,7 @@ def _try_start(transition: Transition, change: Change) -> None:
     if wanted and len(wanted) >= transition.job.config.min_np:
         start(transition, wanted)
     else:
-        _note_shortage(transition, change)
+        _record_shortage(transition, change)
 
 
 def _stop_waiting_in_time(transition: Transition) -> None:
@@ -217,7 +217,7 @@ def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]
     return [worker.name for worker in others if worker.name not in names]
 
 
-def _note_shortage(transition: Transition, change: Change) -> None:
+def _record_shortage(transition: Transition, change: Change) -> None:
     """Begin to wait for more workers, or give up waiting."""
     config, present = transition.job.config, len(wanted_members(transition.job))
     if present >= config.min_np:

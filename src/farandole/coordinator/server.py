@@ -333,7 +333,7 @@ class Coordinator:
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
         elif isinstance(message, WorkersSeen):
-            self._hang_detector.note(agent, message.workers, self._clock.now_s())
+            self._hang_detector.record(agent, message.workers, self._clock.now_s())
         elif not isinstance(message, Heartbeat):
             if isinstance(message, WorkerExited | WorkerDying):
                 self._tell_steps()

@@ -31,8 +31,8 @@ def stop_requested(transition: Transition, input: StopRequested) -> None:
         _wait_no_longer(transition)
 
 
-def note(transition: Transition, input: Input) -> None:
-    """Take note of what happens while the last workers are awaited."""
+def record(transition: Transition, input: Input) -> None:
+    """Record events that arrive while the last workers are awaited."""
     match input:
         case AgentTold(agent, WorkerExited() | SpawnFailed() as message):
             if isinstance(message, WorkerExited) and message.stacks:

@@ -40,7 +40,7 @@ from farandole.messages import (
 
 
 def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> None:
-    """Take note of a living worker's message. Before its Hello and after it has left, nothing counts."""
+    """Apply a living worker's message. Before its Hello and after it has left, nothing counts."""
     if worker.has_left or worker.is_dying:
         return
     if isinstance(message, Hello):

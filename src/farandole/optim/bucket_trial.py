@@ -34,7 +34,7 @@ class BucketTrial:
         """Whose turn it is."""
         return self.sizes[self._reduced % len(self.sizes)]
 
-    def note(self, seconds: float | None) -> None:
+    def record(self, seconds: float | None) -> None:
         """A step was reduced: from its first gradient to the last sum; None where that is not known."""
         turn, place = divmod(self._reduced, len(self.sizes))
         if turn and seconds is not None:

@@ -109,7 +109,7 @@ class BucketedGradients:
         in what is complete first."""
         place = self._place[id(parameter)]
         self._missing[place] -= 1
-        self._arrivals[place].note()
+        self._arrivals[place].record()
         transport = self._flies_by = world.current().transport
         while self._given < len(self._missing) - 1 and not self._missing[self._given]:
             task = partial(self._all_reduce, transport, self._given, b"")
@@ -132,7 +132,7 @@ class BucketedGradients:
 
     def reduce(self, header: StepHeader) -> list[StepHeader]:
         """Add up over all ranks what is not yet; everybody's headers, by rank. Raises what transports raise."""
-        here, note = world.current(), header.pack()
+        here, trailer = world.current(), header.pack()
         if self._agreed_in is not here:
             self._agree(here)
         self._land(here.transport)
@@ -142,7 +142,7 @@ class BucketedGradients:
             self._all_reduce(here.transport, place, b"")
         if self._trial is not None and self._trial.is_over:
             self._end_trial(here, self._trial)  # ranks differ in what has flown, but not in what comes before the last
-        headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, note)]
+        headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, trailer)]
         self._take_turns()
         return headers
 
@@ -161,8 +161,8 @@ class BucketedGradients:
             self._given = 0
             raise error
 
-    def _all_reduce(self, transport: Transport, place: int, note: bytes) -> list[bytes]:
-        return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, note)
+    def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
+        return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, trailer)
 
     def _agree(self, here: world.World) -> None:
         """Once in each generation, and after each change of the parameters."""
@@ -187,7 +187,7 @@ class BucketedGradients:
         """After each reduction."""
         began_s, self._began_s = self._began_s, None
         if self._trial is not None:
-            self._trial.note(None if began_s is None else now_s() - began_s)
+            self._trial.record(None if began_s is None else now_s() - began_s)
             self._next_bytes = self._trial.size
         if self._next_bytes != self._least_bytes:
             self._cut(self._next_bytes)

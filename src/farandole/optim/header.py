@@ -60,8 +60,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/g
         )
 
     @classmethod
-    def unpack(cls, note: bytes) -> StepHeader:
-        return cls(*_LAYOUT.unpack(note))
+    def unpack(cls, trailer: bytes) -> StepHeader:
+        return cls(*_LAYOUT.unpack(trailer))
 
 
 _SAME_EVERYWHERE = {

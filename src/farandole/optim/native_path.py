@@ -86,7 +86,7 @@ class NativePath:
     def _open_pass(self, batch: Batch) -> None:
         self._notice(batch)
         self._reduction.refuse_half_reduced()
-        self._factor = self._weights.note(batch)
+        self._factor = self._weights.record(batch)
         self._flies, self._is_last = False, batch.is_last
         if not self._has_stepped and not self._is_closed and not batch.is_padding:
             if self._is_reduced:
@@ -150,7 +150,7 @@ class NativePath:
         """What no backward pass has reduced: the other workers wait for us."""
         self._notice(batch)
         if batch.is_last and not self._is_reduced:
-            self._weights.note(batch)
+            self._weights.record(batch)
             self._reduce(batch)
 
     def _reduce(self, batch: Batch) -> None:
@@ -204,7 +204,7 @@ class NativePath:
         if closure is not None:
             return self._step_with(closure, optimizer, batch, apply)
         if not batch.is_last:
-            self._weights.note(batch)
+            self._weights.record(batch)
             self._has_passed, self._is_closed = False, True
             return False
         self.reduce_rest(batch)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from farandole.collectives.cores import own_cores
-from farandole.collectives.shared_memory.transport import SharedMemoryTransport
+from farandole.collectives.shared_memory.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.staging import host_transport
 from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch

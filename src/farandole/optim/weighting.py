@@ -44,7 +44,7 @@ class Weights:
         """The next global batch."""
         self._said.clear()
 
-    def note(self, batch: Batch) -> float:
+    def record(self, batch: Batch) -> float:
         """Take note of what was said for a loop body; the factor for its gradients. Raises StepError."""
         given = step.weight()
         if batch.is_dummy:

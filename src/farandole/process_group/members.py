@@ -1,4 +1,4 @@
-"""Who is in a group, and how they reach each other. group.py asks."""
+"""Who is in a group, and how they reach each other. c10d_group.py asks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Protocol
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.mail.mail import Mail
-from farandole.collectives.mail.transport import MailTransport
+from farandole.collectives.p2p.p2p_transport import P2PTransport
+from farandole.collectives.p2p.point_to_point import PointToPoint
 from farandole.collectives.transport import Transport
 from farandole.errors import GroupOutdated, StepError
 
@@ -27,7 +27,7 @@ def alone_in(transport: Transport, op: str) -> Iterator[None]:
     """While an operation is carried out. Raises StepError where two threads are in operations of the transport of all
     ranks: which of them is first would not be the same everywhere."""
     if transport is not world.current().transport:
-        yield  # of a group that has its own letters
+        yield  # of a group that has its own messages
     elif _in_everybodys.acquire(blocking=False):
         try:
             yield
@@ -53,9 +53,9 @@ class Members(Protocol):
         """For the operation `op`, which is about to begin. Raises what makes it impossible."""
         ...
 
-    def mail(self, op: str) -> tuple[Mail, Sequence[int], bytes]:
-        """As transport(), for letters: the mail, the members by their ranks in it, and 8 bytes that tell this group's
-        letters from those of others."""
+    def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
+        """As transport(), for messages: the PointToPoint, the members by their ranks in it, and 8 bytes that tell this
+        group's messages from those of others."""
         ...
 
     def close(self) -> None: ...
@@ -76,9 +76,9 @@ class Everybody:
         world.raise_if_refused(op)
         return world.current().transport
 
-    def mail(self, op: str) -> tuple[Mail, Sequence[int], bytes]:
+    def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
         world.raise_if_refused(op)
-        return _mail_of(world.current(), op), range(self.size), _EVERYBODYS
+        return _p2p_of(world.current(), op), range(self.size), _EVERYBODYS
 
     def close(self) -> None:
         """The world stays: it is fd.shutdown() that leaves it."""
@@ -115,8 +115,8 @@ class Some:
             self._transport = self._connect(here, op)
         return self._transport
 
-    def mail(self, op: str) -> tuple[Mail, Sequence[int], bytes]:
-        return _mail_of(self._require_own_world(op), op), self._ranks, self._digest[:8]
+    def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
+        return _p2p_of(self._require_own_world(op), op), self._ranks, self._digest[:8]
 
     def close(self) -> None:
         self._is_closed = True
@@ -132,7 +132,7 @@ class Some:
             return here.transport  # all ranks make the same calls on both, in the same order
         if len(self._ranks) == 1:
             return AloneTransport(here.id.number)
-        return MailTransport(_mail_of(here, op), self._ranks, self._digest)
+        return P2PTransport(_p2p_of(here, op), self._ranks, self._digest)
 
     def _require_own_world(self, op: str) -> world.World:
         world.raise_if_refused(op)
@@ -149,7 +149,7 @@ class Some:
         return here
 
 
-def _mail_of(here: world.World, op: str) -> Mail:
-    if here.mail is None:
+def _p2p_of(here: world.World, op: str) -> PointToPoint:
+    if here.p2p is None:
         raise ValueError(f"{op}: this worker is alone, there is nobody to write to")
-    return here.mail
+    return here.p2p

@@ -1,5 +1,5 @@
-"""c10d's collectives that only move tensors, by means of a transport: bytes, so that any dtype will do. group.py calls
-them.
+"""c10d's collectives that only move tensors, by means of a transport: bytes, so that any dtype will do. c10d_group.py
+calls them.
 
 Every rank sees all bytes of what is gathered, scattered or exchanged: a ring passes most of them through every rank
 anyway, and memory of one host is read, not sent.
@@ -128,8 +128,8 @@ def gather_tensors(transport: Transport, mine: torch.Tensor, slots: Sequence[tor
         for source, part in enumerate(parts):
             transport.broadcast(part, source)
         return
-    note = bytes(byte_view(own)).ljust(longest, b"\0")
-    for part, arrived in zip(parts, transport.all_reduce(torch.empty(0), note), strict=True):
+    trailer = bytes(byte_view(own)).ljust(longest, b"\0")
+    for part, arrived in zip(parts, transport.all_reduce(torch.empty(0), trailer), strict=True):
         if part.numel():
             byte_view(part)[:] = arrived[: part.numel()]
 

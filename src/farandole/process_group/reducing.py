@@ -1,4 +1,4 @@
-"""c10d's reductions by means of a transport. group.py calls them."""
+"""c10d's reductions by means of a transport. c10d_group.py calls them."""
 
 from __future__ import annotations
 

@@ -117,13 +117,13 @@ class ThreadTransport:
         self.rank = rank
         self.size = world.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
-        values = self._exchange("all_reduce", (flat.clone(), note))
+        values = self._exchange("all_reduce", (flat.clone(), trailer))
         flat.copy_(values[0][0])
         for other, _ in values[1:]:
             combine(flat, other, out=flat)
-        return [note for _, note in values]
+        return [trailer for _, trailer in values]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._exchange("all_gather", payload)

@@ -45,8 +45,8 @@ class FixedJob:
             if here.named is not None:
                 here.named.close()
             here.transport.close()
-            if here.mail is not None:
-                here.mail.close()
+            if here.p2p is not None:
+                here.p2p.close()
 
     def close(self) -> None:
         self.leave()

@@ -164,8 +164,8 @@ class Job:
             old.transport.close()
             if old.named is not None:
                 old.named.close()
-            if old.mail is not None:
-                old.mail.close()
+            if old.p2p is not None:
+                old.p2p.close()
         self._retired.clear()
 
     def _hold_no_longer(self, number: int) -> None:

@@ -245,14 +245,14 @@ class StepLoop:
         epoch = state.progress.epoch
         try:
             self._raise_if_connected("the end of an epoch")
-            note = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
-            notes = world.current().transport.all_gather(note)
+            trailer = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
+            trailers = world.current().transport.all_gather(trailer)
         except RecoverableError:
             if self._job is None:
                 raise
             self._regroup()
             return False
-        said = [_EPOCH_END.unpack(note) for note in notes]
+        said = [_EPOCH_END.unpack(trailer) for trailer in trailers]
         if any(each[:2] != said[0][:2] for each in said):
             raise CollectiveMismatch(
                 f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
@@ -275,7 +275,7 @@ class StepLoop:
         """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
         state = self._state
         here = (epoch, state.step, call)
-        said = [_ONCE.unpack(note) for note in world.current().transport.all_gather(_ONCE.pack(*here))]
+        said = [_ONCE.unpack(trailer) for trailer in world.current().transport.all_gather(_ONCE.pack(*here))]
         if any(each != here for each in said):
             raise CollectiveMismatch(
                 f"epoch.once() was called at different places; (epoch, step, number of the call) by rank: {said}"

@@ -275,7 +275,7 @@ def test_with_damaged_ones_only_there_is_nothing_to_go_on_from_and_nothing_is_re
 def test_a_value_that_cannot_be_saved_is_named_before_anything_is_written(tmp_path: Path) -> None:
     state = make(best=threading.Barrier)
     state.capture()
-    with pytest.raises(ConfigError, match=r"small\.values\.best is a builtins\.type"):
+    with pytest.raises(ConfigError, match=r"metadata\.values\.best is a builtins\.type"):
         live(state, state.progress)
 
 
@@ -286,5 +286,5 @@ def test_a_value_that_can_no_longer_be_saved_does_not_end_training(tmp_path: Pat
     heard.write(state)
     heard.writer.begin(lambda: staging.take(state, state.progress), staging.copies.finish, 1, 1, 1)
     heard.writer.wait()
-    assert ["small.values.best is a" in each.error for each in heard] == [True, True]
+    assert ["metadata.values.best is a" in each.error for each in heard] == [True, True]
     assert list(tmp_path.iterdir()) == []

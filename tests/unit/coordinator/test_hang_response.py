@@ -34,9 +34,9 @@ def seen(phases: str, count: int = 1) -> dict[str, WorkerStatus]:
 
 def test_nothing_that_moves_for_the_time_is_a_stall() -> None:
     told, statuses = training(), HangDetector(TIMEOUT_S)
-    statuses.note("a", seen("WUW"), 0.0)
+    statuses.record("a", seen("WUW"), 0.0)
     assert statuses.look(told.job, 0.0) is None
-    statuses.note("a", seen("WUW"), 4.0)
+    statuses.record("a", seen("WUW"), 4.0)
     assert statuses.look(told.job, 4.9) is None
     found = statuses.look(told.job, 5.0)
     assert found == StepsStalled(told.number, 5.0, 7, ("w1",), ("w0", "w2"))
@@ -46,7 +46,7 @@ def test_a_stall_that_goes_on_is_told_again_after_the_same_time() -> None:
     told, statuses = training(), HangDetector(TIMEOUT_S)
     told_at = []
     for tenth in range(151):
-        statuses.note("a", seen("WUW"), tenth / 10)
+        statuses.record("a", seen("WUW"), tenth / 10)
         if statuses.look(told.job, tenth / 10) is not None:
             told_at.append(tenth / 10)
     assert told_at == [5.0, 10.0, 15.0]
@@ -55,7 +55,7 @@ def test_a_stall_that_goes_on_is_told_again_after_the_same_time() -> None:
 def test_without_a_step_timeout_a_stall_is_said_once_in_a_generation_and_nobody_is_stopped() -> None:
     told, statuses, found = ToldJob(3).training(), HangDetector(None), []
     for second in range(200):
-        statuses.note("a", seen("WUW"), float(second))
+        statuses.record("a", seen("WUW"), float(second))
         if (stalled := statuses.look(told.job, float(second))) is not None:
             found.append(second)
             told.feed(stalled)
@@ -68,20 +68,20 @@ def test_without_a_step_timeout_a_stall_is_said_once_in_a_generation_and_nobody_
 def test_without_a_step_timeout_long_steps_of_all_are_no_stall() -> None:
     told, statuses = ToldJob(3).training(), HangDetector(None)
     for second in range(200):
-        statuses.note("a", seen("UUU"), float(second))
+        statuses.record("a", seen("UUU"), float(second))
         assert statuses.look(told.job, float(second)) is None
 
 
 def test_a_worker_that_moves_is_no_stall() -> None:
     told, statuses = training(), HangDetector(TIMEOUT_S)
     for tenth in range(200):
-        statuses.note("a", seen("WUW", count=tenth // 45), tenth / 10)  # slow, but alive
+        statuses.record("a", seen("WUW", count=tenth // 45), tenth / 10)  # slow, but alive
         assert statuses.look(told.job, tenth / 10) is None
 
 
 def test_what_was_not_seen_lately_is_not_judged() -> None:
     told, statuses = training(), HangDetector(TIMEOUT_S)
-    statuses.note("a", seen("WUW"), 0.0)
+    statuses.record("a", seen("WUW"), 0.0)
     assert all(statuses.look(told.job, tenth / 10) is None for tenth in range(200))
 
 
@@ -89,27 +89,27 @@ def test_a_member_that_cannot_be_seen_or_has_not_begun_is_not_judged() -> None:
     statuses = HangDetector(TIMEOUT_S)
     unseen, not_begun = training(), ToldJob(3, step_timeout_s=TIMEOUT_S).hello("w0", "w1", "w2").elastic("w0", "w1")
     for tenth in range(200):
-        statuses.note("a", {name: each for name, each in seen("WUW").items() if name != "w2"}, tenth / 10)
+        statuses.record("a", {name: each for name, each in seen("WUW").items() if name != "w2"}, tenth / 10)
         assert statuses.look(unseen.job, tenth / 10) is None
-        statuses.note("a", seen("WWO"), tenth / 10)
+        statuses.record("a", seen("WWO"), tenth / 10)
         assert statuses.look(not_begun.job, tenth / 10) is None
 
 
 def test_without_a_timeout_nothing_is_a_stall() -> None:
     told, statuses = training(), HangDetector(None)
     for tenth in range(200):
-        statuses.note("a", seen("WUW"), tenth / 10)
+        statuses.record("a", seen("WUW"), tenth / 10)
         assert statuses.look(told.job, tenth / 10) is None
 
 
 def test_a_change_of_the_membership_begins_the_time_anew() -> None:
     told, statuses = training(restarts=0), HangDetector(TIMEOUT_S)
-    statuses.note("a", seen("WUW"), 0.0)
+    statuses.record("a", seen("WUW"), 0.0)
     statuses.look(told.job, 0.0)
     told.exited("w2", -9)
-    statuses.note("a", seen("RU"), 4.0)
+    statuses.record("a", seen("RU"), 4.0)
     assert statuses.look(told.job, 5.0) is None
-    statuses.note("a", seen("RU"), 9.5)
+    statuses.record("a", seen("RU"), 9.5)
     found = statuses.look(told.job, 10.0)
     assert found is not None
     assert (found.in_own_code, found.waiting) == (("w1",), ("w0",))

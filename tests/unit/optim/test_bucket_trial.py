@@ -11,7 +11,7 @@ def tried(seconds: dict[int, list[float | None]]) -> BucketTrial:
     """A whole trial; each list begins with the turn that does not count."""
     trial, turns = BucketTrial(list(seconds)), {size: iter(times) for size, times in seconds.items()}
     while not trial.is_over:
-        trial.note(next(turns[trial.size]))
+        trial.record(next(turns[trial.size]))
     assert all(next(left, "none") == "none" for left in turns.values())
     return trial
 

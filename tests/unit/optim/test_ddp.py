@@ -18,7 +18,7 @@ from farandole.membership import GenerationId, Placement
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.weighting import weight
-from farandole.process_group.group import FarandoleGroup
+from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.members import Everybody
 from farandole.state import boundary, step
 from farandole.state.global_batch import Batch, GlobalBatch

@@ -148,7 +148,7 @@ def test_a_state_that_only_knows_itself_is_refused_with_what_to_do() -> None:
 
 
 def test_a_value_that_no_checkpoint_can_hold_is_named_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"small\.values\.when is a .*Path"):
+    with pytest.raises(ConfigError, match=r"metadata\.values\.when is a .*Path"):
         run(lambda _: None)(object_state(when=Path()))
 
 

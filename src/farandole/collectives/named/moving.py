@@ -78,8 +78,8 @@ def _gather_bytes(own: torch.Tensor, slots: list[torch.Tensor], transport: Trans
             if slot.numel():
                 transport.broadcast(slot, source)
         return
-    note = bytes(byte_view(as_bytes(own))).ljust(max(lengths), b"\0")
-    for slot, arrived in zip(slots, transport.all_reduce(torch.empty(0), note), strict=True):
+    trailer = bytes(byte_view(as_bytes(own))).ljust(max(lengths), b"\0")
+    for slot, arrived in zip(slots, transport.all_reduce(torch.empty(0), trailer), strict=True):
         if slot.numel():
             byte_view(slot)[:] = arrived[: slot.numel()]
 

@@ -1,6 +1,6 @@
 """One round of talk: every rank's words to every rank. engine.py calls it whenever somebody has something to say.
 
-Words travel in a note of fixed length, which takes one trip around the ring and no agreement on lengths before.
+Words travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths before.
 Only when some rank's words do not fit is there a second exchange.
 """
 
@@ -14,7 +14,7 @@ import torch
 from farandole.collectives.named.requests import Said
 from farandole.collectives.transport import Transport
 
-NOTE_BYTES = 64
+TRAILER_BYTES = 64
 
 _TOO_LONG = 0xFF
 _SILENCE = Said()
@@ -33,16 +33,16 @@ class Rounds:
     def exchange(self, said: Said) -> list[Said]:
         """What every rank says in this round, by rank. Raises what the transport raises."""
         words = b"" if said == _SILENCE else _encode(said)
-        notes = self._transport.all_reduce(self._nothing, _note(words))
-        if all(note[0] != _TOO_LONG for note in notes):
-            return [_heard(note[1 : 1 + note[0]]) for note in notes]
+        trailers = self._transport.all_reduce(self._nothing, _trailer(words))
+        if all(trailer[0] != _TOO_LONG for trailer in trailers):
+            return [_heard(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
         return [_heard(each) for each in self._transport.all_gather(words)]
 
 
-def _note(words: bytes) -> bytes:
-    if len(words) >= NOTE_BYTES:
-        return bytes([_TOO_LONG]).ljust(NOTE_BYTES, b"\0")
-    return (bytes([len(words)]) + words).ljust(NOTE_BYTES, b"\0")
+def _trailer(words: bytes) -> bytes:
+    if len(words) >= TRAILER_BYTES:
+        return bytes([_TOO_LONG]).ljust(TRAILER_BYTES, b"\0")
+    return (bytes([len(words)]) + words).ljust(TRAILER_BYTES, b"\0")
 
 
 def _heard(words: bytes) -> Said:

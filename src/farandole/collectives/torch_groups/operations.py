@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from farandole.clock import now_s
 from farandole.collectives.buffers import dtype_code
-from farandole.collectives.duplex import Broken
+from farandole.collectives.connection_pair import Broken
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
@@ -100,14 +100,14 @@ class GroupOperations:
         self._all_reduce, self._broadcast = operations
         self._wake = threading.Event()
 
-    def all_reduce(self, flat: torch.Tensor, note: bytes, op: Reduction) -> list[bytes]:
+    def all_reduce(self, flat: torch.Tensor, trailer: bytes, op: Reduction) -> list[bytes]:
         """As a transport's, of a flat tensor that is not empty."""
-        header = self._header(self._all_reduce, flat, op, len(note))
-        notes = self._ring.exchange(header, note)
+        header = self._header(self._all_reduce, flat, op, len(trailer))
+        trailers = self._ring.exchange(header, trailer)
         copy = self.group.take(flat, _WIDER.get(flat.dtype, flat.dtype), is_read=True)
         self._run(header, lambda: self.group.all_reduce(copy, op, self._wake.set))
         self.group.give(copy, flat)
-        return notes
+        return trailers
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
         """As a transport's, of a flat tensor that is not empty."""
@@ -123,16 +123,16 @@ class GroupOperations:
         self._wake.set()
         self.group.shut_down()
 
-    def _header(self, operation: Operation, flat: torch.Tensor, source: int, note_bytes: int = 0) -> Header:
+    def _header(self, operation: Operation, flat: torch.Tensor, source: int, trailer_bytes: int = 0) -> Header:
         nbytes = flat.numel() * flat.element_size()
-        return Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes, note_bytes)
+        return Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes, trailer_bytes)
 
     def _run(self, header: Header, begin: Callable[[], Begun]) -> None:
         """One operation of the group's, on all ranks: when it returns, all have their result."""
         try:
             with self._ring.running(header), Waiting():
                 self._wait(begin, header)
-            self._ring.exchange(header._replace(sequence=self._ring.next_sequence, note_bytes=1), b"\0")
+            self._ring.exchange(header._replace(sequence=self._ring.next_sequence, trailer_bytes=1), b"\0")
         except BaseException:
             self.group.shut_down()
             raise

@@ -16,7 +16,7 @@ from farandole.optim.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.optim.ddp.user_hook import registered_hook
 from farandole.optim.parameters import check_devices
 from farandole.optim.wrapping import WrappedOptimizer
-from farandole.process_group.group import BACKEND, FarandoleGroup
+from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
 
 
 def adopt(

@@ -125,7 +125,7 @@ class DdpPath:
                 "a second backward pass for the same batch before optimizer.step(), with micro-batches: its gradients "
                 "are reduced already. Add the losses and call backward() once"
             )
-        factor = self._weights.note(batch)
+        factor = self._weights.record(batch)
         header = header_of(batch, self._digest, self._weights.said())
         return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed)
 
@@ -151,11 +151,11 @@ class DdpPath:
                 self._restored_in = batch
                 torch.autograd.Variable._execution_engine.queue_callback(self._restore)
         else:
-            self._accumulated.take(parameter, self._weights.note(batch), may_be_dropped=step.is_shared())
+            self._accumulated.take(parameter, self._weights.record(batch), may_be_dropped=step.is_shared())
 
     def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
         """Before the reducer copies it into its bucket, while it is hot in the cache."""
-        factor = self._weights.note(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
+        factor = self._weights.record(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
         gradient = parameter.grad
         if gradient is not None and factor:  # a dummy batch's inf times 0 would be NaN: its buckets are zeroed
             self._weighed.add(id(parameter))
@@ -194,7 +194,7 @@ class DdpPath:
         """step() of an optimizer of the parameters `keys`. Whether their gradients are those of the global batch."""
         self._notice(batch)
         if not batch.is_last:
-            self._weights.note(batch)
+            self._weights.record(batch)
             self._accumulated.close_body(keys)
             return False
         if batch.is_padding and self._restored_in is not batch:

@@ -93,18 +93,18 @@ class StepPass:
     def _reduce(self, bucket: GradBucket) -> None:
         """Ours, and with the last bucket everybody's."""
         world.raise_if_refused("gradients cannot be reduced")
-        flat, note = bucket.buffer(), self._header.pack() if bucket.is_last() else b""
+        flat, trailer = bucket.buffer(), self._header.pack() if bucket.is_last() else b""
         if self._hook is None:
             self._weigh(bucket, 1.0)
-            notes = self._transport.all_reduce(flat, note)
+            trailers = self._transport.all_reduce(flat, trailer)
         else:
             self._weigh(bucket, float(self._transport.size))  # the hook takes the mean
             self._under_way.append(self._hook.start(bucket))
             if bucket.is_last():
                 self._land(self._hook)
-                notes = self._transport.all_reduce(torch.empty(0), note)
+                trailers = self._transport.all_reduce(torch.empty(0), trailer)
         if bucket.is_last():
-            factor = conclude([StepHeader.unpack(each) for each in notes], self._batch)
+            factor = conclude([StepHeader.unpack(each) for each in trailers], self._batch)
             for _, values in self._buckets if factor != 1.0 else ():
                 values.mul_(factor)
             step.reduced()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.nccl.group import NcclGroup
+from farandole.collectives.nccl.nccl_group import NcclGroup
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.torch_groups.construction import Construction
 from farandole.collectives.torch_groups.store import ExchangedStore

@@ -7,10 +7,10 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from farandole.collectives.duplex import Broken
-from farandole.collectives.gloo.group import GlooGroup
+from farandole.collectives.connection_pair import Broken
+from farandole.collectives.gloo.gloo_group import GlooGroup
+from farandole.collectives.gloo.gloo_transport import GlooTransport
 from farandole.collectives.gloo.sockets import Listening, listens_at
-from farandole.collectives.gloo.transport import GlooTransport
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.torch_groups.construction import Construction
@@ -49,7 +49,7 @@ def connect_gloo(ring: RingTransport) -> GlooGroup:
     construction = Construction(ring, make, lambda _: None, lambda _: None, _CONNECT_TIMEOUT_S, "gloo")
     group = construction.finish()
     if isinstance(group, str):
-        header = Header(Operation.BARRIER, ring.next_sequence, note_bytes=1)
+        header = Header(Operation.BARRIER, ring.next_sequence, trailer_bytes=1)
         ring.end_by(Broken("receive", f"Gloo cannot connect: {group}"), header)
     own = listens_at(b"".join(construction.store.mine.values()))
     said = _refuse(ring, _Said(own, "" if own else f"rank {ring.rank} cannot tell which sockets are Gloo's"))

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from farandole.collectives.hierarchical.hierarchical_transport import HierarchicalTransport
 from farandole.collectives.hierarchical.layout import Layout
 from farandole.collectives.hierarchical.rings import Rings
-from farandole.collectives.hierarchical.transport import HierarchicalTransport
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory.builder import Pages, share_pages
+from farandole.collectives.shared_memory.shared_memory_builder import ControlBlocks, share_control_blocks
 
 Connect = Callable[[Sequence[int], int], RingTransport]
 """connect(ranks, number): a ring of some of the ranks, at least two, this one among them; all of them call it at once.
@@ -21,15 +21,15 @@ RINGS = 2
 
 
 def share_memory_within_hosts(
-    ring: RingTransport, layout: Layout, connect: Connect, pages: Pages | None = None
+    ring: RingTransport, layout: Layout, connect: Connect, control_blocks: ControlBlocks | None = None
 ) -> HierarchicalTransport | str:
     """The transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 
-    pages  of the ranks of this host, if they were shared before
+    control_blocks  of the ranks of this host, if they were shared before
     All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded, and what `connect`
     raises.
     """
-    shared = pages or share_pages(ring, layout.mates)
+    shared = control_blocks or share_control_blocks(ring, layout.mates)
     if isinstance(shared, str):
         return shared
     rings: list[RingTransport | None] = []

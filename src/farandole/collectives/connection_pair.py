@@ -41,7 +41,7 @@ class Called(NamedTuple):
 Interruption: TypeAlias = Broken | Called
 
 
-class Duplex:
+class ConnectionPair:
     """Two connected sockets, which it owns. `move` is for one thread, `shut_down` for any.
 
     check     called at least once a second while nothing moves; what it raises ends the operation

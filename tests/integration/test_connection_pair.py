@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from farandole.collectives import duplex
-from farandole.collectives.duplex import Broken, Duplex
+from farandole.collectives import connection_pair
+from farandole.collectives.connection_pair import Broken, ConnectionPair
 from farandole.errors import CollectiveMismatch
 
 
@@ -21,10 +21,10 @@ class Neighbours:
     def __init__(self, may_spin: bool = False) -> None:
         to_next, self.next = socket.socketpair()
         from_previous, self.previous = socket.socketpair()
-        self.duplex = Duplex(to_next, from_previous, None, may_spin)
+        self.pair = ConnectionPair(to_next, from_previous, None, may_spin)
 
     def close(self) -> None:
-        self.duplex.close()
+        self.pair.close()
         self.next.close()
         self.previous.close()
 
@@ -48,7 +48,7 @@ def test_bytes_go_to_the_next_and_come_from_the_previous(neighbours: Neighbours)
     received = bytearray(5)
     neighbours.previous.send(b"hello")
     out = outgoing(b"good ", b"", b"bye")
-    assert neighbours.duplex.move(out, wanting(received), is_done_when_received=True) is None
+    assert neighbours.pair.move(out, wanting(received), is_done_when_received=True) is None
     assert (received, neighbours.next.recv(100)) == (b"hello", b"good bye")
 
 
@@ -57,24 +57,24 @@ def test_data_that_had_arrived_counts_although_both_neighbours_are_gone(neighbou
     neighbours.previous.send(b"hello")
     neighbours.previous.close()
     neighbours.next.close()
-    broken = neighbours.duplex.move(outgoing(b"bye"), wanting(received), is_done_when_received=True)
+    broken = neighbours.pair.move(outgoing(b"bye"), wanting(received), is_done_when_received=True)
     assert broken is None
     assert received == b"hello"
-    assert neighbours.duplex.cannot_send
+    assert neighbours.pair.cannot_send
 
 
 def test_data_that_had_arrived_counts_although_an_abort_came(neighbours: Neighbours) -> None:
     received = bytearray(5)
     neighbours.previous.send(b"hello")
-    neighbours.duplex.shut_down()
-    broken = neighbours.duplex.move(outgoing(b"bye"), wanting(received), is_done_when_received=True)
+    neighbours.pair.shut_down()
+    broken = neighbours.pair.move(outgoing(b"bye"), wanting(received), is_done_when_received=True)
     assert broken is None
     assert received == b"hello"
 
 
 def test_a_rank_whose_part_is_to_send_is_not_done_while_it_cannot(neighbours: Neighbours) -> None:
     neighbours.next.close()
-    broken = neighbours.duplex.move(outgoing(b"bye"), iter(()), is_done_when_received=False)
+    broken = neighbours.pair.move(outgoing(b"bye"), iter(()), is_done_when_received=False)
     assert broken is not None
     assert broken.direction == "send"
 
@@ -82,7 +82,7 @@ def test_a_rank_whose_part_is_to_send_is_not_done_while_it_cannot(neighbours: Ne
 def test_a_previous_rank_that_stops_in_the_middle_is_a_failure(neighbours: Neighbours) -> None:
     neighbours.previous.send(b"hel")
     neighbours.previous.close()
-    broken = neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
+    broken = neighbours.pair.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
     assert broken == ("receive", "end of file")
 
 
@@ -90,7 +90,7 @@ def test_a_next_rank_that_leaves_while_there_is_more_to_send_is_a_failure(neighb
     """The previous rank is alive and silent, so nothing else would end the wait."""
     neighbours.next.close()
     much = bytes(10_000_000)
-    broken = neighbours.duplex.move(outgoing(much), wanting(bytearray(5)), is_done_when_received=True)
+    broken = neighbours.pair.move(outgoing(much), wanting(bytearray(5)), is_done_when_received=True)
     assert broken is not None
     assert broken.direction == "send"
 
@@ -101,14 +101,14 @@ def test_the_next_ranks_last_word_is_passed_on(neighbours: Neighbours, has_previ
     if has_previous_left:
         neighbours.previous.close()
     with pytest.raises(CollectiveMismatch, match="rank 3 is elsewhere"):
-        neighbours.duplex.move(outgoing(b"x"), wanting(bytearray(5)), is_done_when_received=True)
+        neighbours.pair.move(outgoing(b"x"), wanting(bytearray(5)), is_done_when_received=True)
 
 
 def test_a_word_reaches_the_previous_rank_even_when_everything_is_closed_at_once(
     neighbours: Neighbours,
 ) -> None:
-    neighbours.duplex.say_why("rank 3 is elsewhere")
-    neighbours.duplex.close()
+    neighbours.pair.say_why("rank 3 is elsewhere")
+    neighbours.pair.close()
     assert neighbours.previous.recv(100) == b"rank 3 is elsewhere"
 
 
@@ -118,22 +118,22 @@ class Looks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, neighbours: Neighbours) -> None:
         self.in_vain = self.sleeps = 0
-        receive, wait = Duplex._receive, Duplex._wait
+        receive, wait = ConnectionPair._receive, ConnectionPair._wait
 
-        def looked(duplex: Duplex, wanted: memoryview) -> int | str:
-            received = receive(duplex, wanted)
+        def looked(pair: ConnectionPair, wanted: memoryview) -> int | str:
+            received = receive(connection_pair, wanted)
             self.in_vain += received == 0
             if self.in_vain == 1000:
                 neighbours.previous.send(b"hello")
             return received
 
-        def slept(duplex: Duplex, **what: bool) -> None:
+        def slept(pair: ConnectionPair, **what: bool) -> None:
             self.sleeps += 1
             neighbours.previous.send(b"hello")
-            wait(duplex, **what)
+            wait(connection_pair, **what)
 
-        monkeypatch.setattr(Duplex, "_receive", looked)
-        monkeypatch.setattr(Duplex, "_wait", slept)
+        monkeypatch.setattr(ConnectionPair, "_receive", looked)
+        monkeypatch.setattr(ConnectionPair, "_wait", slept)
 
 
 @pytest.mark.parametrize(("may_spin", "is_main", "sleeps"), [(True, True, 0), (True, False, 1), (False, True, 1)])
@@ -141,12 +141,12 @@ def test_who_may_spin_looks_before_it_sleeps(
     may_spin: bool, is_main: bool, sleeps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the main thread: any other would take the interpreter from it."""
-    monkeypatch.setattr(duplex, "_SPINS", 10**9)
+    monkeypatch.setattr(connection_pair, "_SPINS", 10**9)
     neighbours = Neighbours(may_spin)
     looks = Looks(monkeypatch, neighbours)
 
     def receive() -> Broken | None:
-        return neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
+        return neighbours.pair.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
 
     with ThreadPoolExecutor(1) as pool:
         assert (receive() if is_main else pool.submit(receive).result()) is None
@@ -156,15 +156,15 @@ def test_who_may_spin_looks_before_it_sleeps(
 
 def test_spinning_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch, spinning := Neighbours(may_spin=True))
-    assert spinning.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True) is None
-    assert (looks.in_vain, looks.sleeps) == (duplex._SPINS + 1, 1)
+    assert spinning.pair.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True) is None
+    assert (looks.in_vain, looks.sleeps) == (connection_pair._SPINS + 1, 1)
     spinning.close()
 
 
 def test_a_neighbour_that_goes_while_one_spins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplex, "_SPINS", 10**9)
+    monkeypatch.setattr(connection_pair, "_SPINS", 10**9)
     neighbours = Neighbours(may_spin=True)
     threading.Timer(0.05, neighbours.previous.close).start()
-    broken = neighbours.duplex.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
+    broken = neighbours.pair.move(outgoing(), wanting(bytearray(5)), is_done_when_received=True)
     assert broken == Broken("receive", "end of file")
     neighbours.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from farandole.collectives.buffers import combiner, flat_view
-from farandole.collectives.gloo.group import GlooGroup
+from farandole.collectives.gloo.gloo_group import GlooGroup
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.torch_groups.operations import GroupOperations
@@ -30,12 +30,12 @@ class GlooTransport:
     def size(self) -> int:
         return self._ring.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat = flat_view(tensor)
         combiner(op)
         if flat.numel() == 0:
-            return self._ring.all_reduce(flat, note, op)
-        return self._operations.all_reduce(flat, note, op)
+            return self._ring.all_reduce(flat, trailer, op)
+        return self._operations.all_reduce(flat, trailer, op)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self.size:

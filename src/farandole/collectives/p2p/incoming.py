@@ -1,4 +1,5 @@
-"""The receiving end of mail: proves who dials, and reads letters off the connections. mail.py runs it in a thread."""
+"""The receiving end of point-to-point messages: proves who dials, and reads messages off the connections.
+point_to_point.py runs it in a thread."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from farandole.collectives.handshake import (
     is_dialer_proved,
 )
 from farandole.collectives.listener import Caller, DataListener
-from farandole.collectives.mail.letters import Letter
+from farandole.collectives.p2p.message_queue import P2PMessage
 from farandole.errors import ProtocolError
 from farandole.membership import GenerationId
 
 FRAME = struct.Struct("!24sQ")
-"""In front of each letter: its subject, filled up with zeros, and how many bytes follow."""
+"""In front of each message: its subject, filled up with zeros, and how many bytes follow."""
 
 SUBJECT_BYTES = 24
 
 CHANNEL = 1 << 62
-"""Of the connections for mail; no ring has it."""
+"""Of the connections for point-to-point messages; no ring has it."""
 
 _SLICE_S = 1.0  # to see which callers do not go on
 
@@ -36,7 +37,7 @@ class Incoming:
     """Serves all connections of one worker in one generation; for one thread.
 
     ranks    of the workers that may dial, by their ids
-    deliver  called with each letter
+    deliver  called with each message
     lost     called with the rank whose connection has ended
     """
 
@@ -47,7 +48,7 @@ class Incoming:
         worker: str,
         ranks: Mapping[str, int],
         key: bytes,
-        deliver: Callable[[Letter], None],
+        deliver: Callable[[P2PMessage], None],
         lost: Callable[[int], None],
     ) -> None:
         self._listener, self._generation, self._worker = listener, generation, worker
@@ -142,7 +143,7 @@ class Incoming:
 class _Reader:
     """One connection, whose other end is proved to be rank `source`."""
 
-    def __init__(self, sock: socket.socket, source: int, deliver: Callable[[Letter], None]) -> None:
+    def __init__(self, sock: socket.socket, source: int, deliver: Callable[[P2PMessage], None]) -> None:
         self.sock, self.source, self._deliver = sock, source, deliver
         self._subject: bytes | None = None
         self._buffer = bytearray(FRAME.size)
@@ -168,7 +169,7 @@ class _Reader:
             self._subject, length = FRAME.unpack(self._buffer)
             self._begin(bytearray(length))
         else:
-            self._deliver(Letter(self.source, self._subject, self._buffer))
+            self._deliver(P2PMessage(self.source, self._subject, self._buffer))
             self._subject = None
             self._begin(bytearray(FRAME.size))
 

@@ -1,4 +1,4 @@
-"""Letters between the ranks of a generation, and the collectives that are made of them; ranks are threads here."""
+"""Messages between the ranks of a generation, and the collectives that are made of them; ranks are threads here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from farandole.collectives.buffers import DTYPES
 from farandole.collectives.handshake import PROOF_BYTES, REPLY_BYTES, Introduction
 from farandole.collectives.listener import DataListener
-from farandole.collectives.mail.incoming import CHANNEL
-from farandole.collectives.mail.mail import Correspondent, Mail
-from farandole.collectives.mail.transport import MailTransport
+from farandole.collectives.p2p.incoming import CHANNEL
+from farandole.collectives.p2p.p2p_transport import P2PTransport
+from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import OnBroken
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
@@ -27,43 +27,45 @@ SUBJECT = b"s" * 16
 
 
 @contextmanager
-def mails(size: int, on_broken: OnBroken | None = None) -> Iterator[list[Mail]]:
+def p2p_group(size: int, on_broken: OnBroken | None = None) -> Iterator[list[PointToPoint]]:
     listeners = [DataListener() for _ in range(size)]
-    everybody = [Correspondent(f"w{rank}", listener.address) for rank, listener in enumerate(listeners)]
-    made = [Mail(listener, GENERATION, KEY, rank, everybody, on_broken) for rank, listener in enumerate(listeners)]
-    for mail in made:
-        mail.open()
+    everybody = [Endpoint(f"w{rank}", listener.address) for rank, listener in enumerate(listeners)]
+    made = [
+        PointToPoint(listener, GENERATION, KEY, rank, everybody, on_broken) for rank, listener in enumerate(listeners)
+    ]
+    for p2p in made:
+        p2p.open()
     try:
         yield made
     finally:
-        for mail in made:
-            mail.close()
+        for p2p in made:
+            p2p.close()
 
 
 def test_large_letters_cross_each_other() -> None:
     content = bytes(3_000_000)
-    with mails(2) as both:
-        for mail in both:  # in one thread: a sender does not wait for the receiver
-            mail.send(1 - mail.rank, b"large", content, b"end")
-        for mail in both:
-            assert mail.receive(1 - mail.rank, b"large") == content + b"end"
+    with p2p_group(2) as both:
+        for p2p in both:  # in one thread: a sender does not wait for the receiver
+            p2p.send(1 - p2p.rank, b"large", content, b"end")
+        for p2p in both:
+            assert p2p.receive(1 - p2p.rank, b"large") == content + b"end"
 
 
 def test_a_letter_to_oneself() -> None:
-    with mails(1) as (mail,):
-        mail.send(0, b"note", b"text", memoryview(b"s"))
-        assert mail.receive(0, b"note") == b"texts"
+    with p2p_group(1) as (p2p,):
+        p2p.send(0, b"trailer", b"text", memoryview(b"s"))
+        assert p2p.receive(0, b"trailer") == b"texts"
 
 
 def test_an_empty_letter() -> None:
-    with mails(2) as (one, other):
+    with p2p_group(2) as (one, other):
         one.send(1, b"empty")
         assert other.receive(0, b"empty") == b""
 
 
 def test_a_rank_that_goes_is_lost_for_who_waits_for_it_and_what_it_sent_arrives() -> None:
     hints: list[tuple[str, str, str]] = []
-    with mails(2, lambda *hint: hints.append(hint)) as (one, other):
+    with p2p_group(2, lambda *hint: hints.append(hint)) as (one, other):
         one.send(1, b"first", b"text")
         one.close()
         assert other.receive(0, b"first") == b"text"
@@ -75,10 +77,10 @@ def test_a_rank_that_goes_is_lost_for_who_waits_for_it_and_what_it_sent_arrives(
 
 
 def test_a_rank_that_has_failed_takes_the_others_with_it() -> None:
-    with mails(3) as all_three:
-        for mail in all_three:
+    with p2p_group(3) as all_three:
+        for p2p in all_three:
             for other in range(3):
-                mail.send(other, b"hello")
+                p2p.send(other, b"hello")
         all_three[2].close()
 
         def wait(rank: int) -> None:
@@ -90,7 +92,7 @@ def test_a_rank_that_has_failed_takes_the_others_with_it() -> None:
 
 
 def test_several_threads_write_to_one_rank() -> None:
-    with mails(2) as (one, other):
+    with p2p_group(2) as (one, other):
 
         def work(number: int) -> None:
             sender, subject = (
@@ -106,14 +108,14 @@ def test_several_threads_write_to_one_rank() -> None:
 
 
 def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
-    with mails(2) as (one, _):
+    with p2p_group(2) as (one, _):
         thread = threading.Timer(0.1, one.abort, ("for a test",))
         thread.start()
         with pytest.raises(GenerationEnded, match="receive: generation 7 has ended: for a test"):
             one.receive(1, b"never sent")
         thread.join()
         with pytest.raises(GenerationEnded):
-            one.send(1, b"note")
+            one.send(1, b"trailer")
 
 
 @pytest.mark.parametrize(
@@ -123,31 +125,31 @@ def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
 def test_a_caller_of_another_job_generation_or_channel_is_hung_up_on(
     dialer: str, generation: GenerationId, channel: int
 ) -> None:
-    with mails(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
+    with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
         sock.sendall(Introduction(generation, dialer, "w0", b"n" * 16, channel).encode())
         assert sock.recv(100) == b""
 
 
 def test_nobody_writes_who_does_not_know_the_key() -> None:
-    with mails(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
-        expected = one.expect(1, b"note")
+    with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
+        expected = one.expect(1, b"trailer")
         sock.sendall(Introduction(GENERATION, "w1", "w0", b"n" * 16, CHANNEL).encode())
         assert len(sock.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
         sock.sendall(bytes(PROOF_BYTES))
         assert sock.recv(100) == b""
-        assert expected.letter is None
+        assert expected.message is None
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("op", [Reduction.SUM, Reduction.MIN, Reduction.MAX, Reduction.PRODUCT])
 @pytest.mark.parametrize("numel", [0, 1, 5, 20_001])
 def test_all_reduce(size: int, op: Reduction, numel: int) -> None:
-    def work(mail: Mail) -> list[tuple[torch.Tensor, list[bytes]]]:
-        transport = MailTransport(mail, range(size), SUBJECT)
+    def work(p2p: PointToPoint) -> list[tuple[torch.Tensor, list[bytes]]]:
+        transport = P2PTransport(p2p, range(size), SUBJECT)
         results = []
         for dtype in DTYPES:
-            tensor = ((torch.arange(numel) + mail.rank) % 3 + 1).to(dtype)
-            results.append((tensor, transport.all_reduce(tensor, b"note of %d" % mail.rank, op)))
+            tensor = ((torch.arange(numel) + p2p.rank) % 3 + 1).to(dtype)
+            results.append((tensor, transport.all_reduce(tensor, b"trailer of %d" % p2p.rank, op)))
         return results
 
     combine = {
@@ -156,38 +158,38 @@ def test_all_reduce(size: int, op: Reduction, numel: int) -> None:
         Reduction.MAX: torch.Tensor.amax,
         Reduction.PRODUCT: torch.Tensor.prod,
     }[op]
-    with mails(size) as everybody:
+    with p2p_group(size) as everybody:
         for results in in_threads(size, lambda rank: work(everybody[rank])):
-            for dtype, (tensor, notes) in zip(DTYPES, results, strict=True):
+            for dtype, (tensor, trailers) in zip(DTYPES, results, strict=True):
                 parts = torch.stack([(torch.arange(numel) + rank) % 3 + 1 for rank in range(size)])
                 assert torch.equal(tensor, combine(parts, 0).to(dtype))
-                assert notes == [b"note of %d" % rank for rank in range(size)]
+                assert trailers == [b"trailer of %d" % rank for rank in range(size)]
 
 
 def test_some_ranks_in_another_order_gather_and_broadcast() -> None:
     ranks = [2, 0]
 
-    def work(mail: Mail) -> None:
-        transport = MailTransport(mail, ranks, SUBJECT)
-        place = ranks.index(mail.rank)
+    def work(p2p: PointToPoint) -> None:
+        transport = P2PTransport(p2p, ranks, SUBJECT)
+        place = ranks.index(p2p.rank)
         assert (transport.rank, transport.size) == (place, 2)
-        assert transport.all_gather(bytes([mail.rank]) * (mail.rank + 1)) == [b"\2\2\2", b"\0"]
-        tensor = torch.full((70_000,), float(mail.rank))
+        assert transport.all_gather(bytes([p2p.rank]) * (p2p.rank + 1)) == [b"\2\2\2", b"\0"]
+        tensor = torch.full((70_000,), float(p2p.rank))
         transport.broadcast(tensor, 0)
         assert tensor.unique().tolist() == [2.0]
         transport.barrier()
         with pytest.raises(ValueError, match="source must be a rank from 0 to 1, got 2"):
             transport.broadcast(tensor, 2)
 
-    with mails(3) as everybody:
+    with p2p_group(3) as everybody:
         in_threads(2, lambda number: work(everybody[ranks[number]]))
 
 
 def test_ranks_in_different_operations_are_told() -> None:
-    def work(mail: Mail) -> None:
-        transport = MailTransport(mail, range(2), SUBJECT)
+    def work(p2p: PointToPoint) -> None:
+        transport = P2PTransport(p2p, range(2), SUBJECT)
         with pytest.raises(CollectiveMismatch, match="all ranks of a group must make the same calls"):
-            transport.barrier() if mail.rank else transport.all_reduce(torch.ones(3))
+            transport.barrier() if p2p.rank else transport.all_reduce(torch.ones(3))
 
-    with mails(2) as everybody:
+    with p2p_group(2) as everybody:
         in_threads(2, lambda rank: work(everybody[rank]))

@@ -1,5 +1,5 @@
-"""Where the other ranks can read this rank's part in an operation: its tensor itself, or a staging area. transport.py
-puts exposures into panels.
+"""Where the other ranks can read this rank's part in an operation: its tensor itself, or a staging area.
+shared_memory_transport.py puts tensor references into message slots.
 
 A tensor of this process alone is copied into the staging area, piece by piece. The area has two halves which take
 turns, from one operation to the next, too: one is filled while others may still read the other one.
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 import torch
 
-from farandole.collectives.shared_memory.segment import PLACE_BYTES, Place
-from farandole.collectives.shared_memory.tensors import create_tensor, whereabouts
+from farandole.collectives.shared_memory.segment import SEGMENT_REF_BYTES, SegmentRef
+from farandole.collectives.shared_memory.tensors import create_tensor, find_segment
 
 _WHOLE = 2
-_NOWHERE = Place(0, 0, 0, 0, 0)
+_NO_SEGMENT = SegmentRef(0, 0, 0, 0, 0)
 
 _LAYOUT = struct.Struct("=2Q")
 
-EXPOSURE_BYTES = PLACE_BYTES + _LAYOUT.size
+TENSOR_REF_BYTES = SEGMENT_REF_BYTES + _LAYOUT.size
 
 
-class Exposure(NamedTuple):
+class TensorRef(NamedTuple):
     """offset      of the tensor in its segment, in bytes; 0 for a staging area
     first_half  of the staging area; _WHOLE if the tensor is there, whole
     """
 
-    place: Place
+    segment: SegmentRef
     offset: int
     first_half: int
 
@@ -37,11 +37,13 @@ class Exposure(NamedTuple):
         return self.first_half != _WHOLE
 
     def pack(self) -> bytes:
-        return self.place.pack() + _LAYOUT.pack(self.offset, self.first_half)
+        return self.segment.pack() + _LAYOUT.pack(self.offset, self.first_half)
 
     @staticmethod
-    def unpack(packed: memoryview) -> Exposure:
-        return Exposure(Place.unpack(packed[:PLACE_BYTES]), *_LAYOUT.unpack(packed[PLACE_BYTES:EXPOSURE_BYTES]))
+    def unpack(packed: memoryview) -> TensorRef:
+        return TensorRef(
+            SegmentRef.unpack(packed[:SEGMENT_REF_BYTES]), *_LAYOUT.unpack(packed[SEGMENT_REF_BYTES:TENSOR_REF_BYTES])
+        )
 
     def bytes_of(self, piece: int, start: int, stop: int, piece_bytes: int) -> slice:
         """Where in the segment piece number `piece` is: bytes [start, stop) of the tensor."""
@@ -57,22 +59,22 @@ class Stage:
         self._area: torch.Tensor | None = None
         self._filled = 0  # pieces, in all operations
 
-    def expose(self, flat: torch.Tensor, is_read: bool = True) -> Exposure:
+    def make_ref(self, flat: torch.Tensor, is_read: bool = True) -> TensorRef:
         """For all of a contiguous tensor, which nobody needs to read unless `is_read`. Raises OSError when there is no
         memory for a staging area."""
-        where = whereabouts(flat) if is_read else (_NOWHERE, 0)
+        where = find_segment(flat) if is_read else (_NO_SEGMENT, 0)
         if where is not None:
-            return Exposure(*where, _WHOLE)
+            return TensorRef(*where, _WHOLE)
         if self._area is None:
             self._area = create_tensor(2 * self._piece_bytes)
-        area = whereabouts(self._area)
+        area = find_segment(self._area)
         assert area is not None
-        return Exposure(*area, self._filled % 2)
+        return TensorRef(*area, self._filled % 2)
 
-    def put(self, exposure: Exposure, piece: torch.Tensor) -> torch.Tensor:
+    def put(self, tensor_ref: TensorRef, piece: torch.Tensor) -> torch.Tensor:
         """Have the next piece of what was exposed where others read it; returns that memory, which is the piece's own
         if the tensor is there whole."""
-        if not exposure.is_staged:
+        if not tensor_ref.is_staged:
             return piece
         assert self._area is not None
         begin = self._filled % 2 * self._piece_bytes

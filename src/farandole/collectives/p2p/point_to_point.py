@@ -1,8 +1,9 @@
-"""Letters between the ranks of one generation. process_group/ sends and receives with it, and subgroups are made of it.
+"""Messages between the ranks of one generation. process_group/ sends and receives with it, and subgroups are made of
+it.
 
 Each rank listens, in a thread, and takes in what comes, whoever it is for: a sender never waits for the receiver to
-ask for a letter, so no order of sends and receives can lock ranks against each other. A connection carries letters one
-way; it is dialed when the first one is sent.
+ask for a message, so no order of sends and receives can lock ranks against each other. A connection carries messages
+one way; it is dialed when the first one is sent.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from farandole.clock import now_s
 from farandole.collectives.dialer import Dialer
 from farandole.collectives.handshake import Introduction
 from farandole.collectives.listener import DataListener
-from farandole.collectives.mail.incoming import CHANNEL, FRAME, SUBJECT_BYTES, Incoming
-from farandole.collectives.mail.letters import Expected, Letter, Letters
+from farandole.collectives.p2p.incoming import CHANNEL, FRAME, SUBJECT_BYTES, Incoming
+from farandole.collectives.p2p.message_queue import Expected, MessageQueue, P2PMessage
 from farandole.collectives.ring import OnBroken
 from farandole.errors import FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Address, GenerationId
@@ -28,19 +29,19 @@ from farandole.status_reporting import Waiting
 
 _SLICE_S = 1.0
 
-# For the receiver to open its mail, which it does when its process group is made.
+# For the receiver to open its PointToPoint, which it does when its process group is made.
 _CONNECT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Correspondent:
+class Endpoint:
     """A worker of the generation, as the others reach it."""
 
     worker: str
     address: Address
 
 
-class Mail:
+class PointToPoint:
     """For any number of threads, as long as what each of them says and awaits has subjects of its own. Any failure ends
     it: the others see their connections end, and know.
 
@@ -54,20 +55,20 @@ class Mail:
         generation: GenerationId,
         key: bytes,
         rank: int,
-        correspondents: Sequence[Correspondent],
+        endpoints: Sequence[Endpoint],
         on_broken: OnBroken | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        self.rank, self.size, self.generation = rank, len(correspondents), generation.number
+        self.rank, self.size, self.generation = rank, len(endpoints), generation.number
         self._listener, self._id, self._key = listener, generation, key
         self._on_broken, self._check = on_broken, check
-        self._correspondents = correspondents
-        self._letters = Letters()
+        self._endpoints = endpoints
+        self._messages = MessageQueue()
         self._changed = threading.Condition()
         self._gone: set[int] = set()
         self._abort_reason: str | None = None
         self._outgoing: dict[int, socket.socket] = {}
-        self._sending = [threading.Lock() for _ in correspondents]
+        self._sending = [threading.Lock() for _ in endpoints]
         self._incoming: Incoming | None = None
         self._thread: threading.Thread | None = None
 
@@ -77,31 +78,31 @@ class Mail:
         return self._listener.address
 
     def open(self) -> None:
-        """From now on letters are taken in. Idempotent."""
+        """From now on messages are taken in. Idempotent."""
         with self._changed:
             if self._incoming is not None or self._abort_reason is not None:
                 return
-            ranks = {each.worker: rank for rank, each in enumerate(self._correspondents)}
+            ranks = {each.worker: rank for rank, each in enumerate(self._endpoints)}
             self._incoming = Incoming(
                 self._listener,
                 self._id,
-                self._correspondents[self.rank].worker,
+                self._endpoints[self.rank].worker,
                 ranks,
                 self._key,
                 self._deliver,
                 self._lose,
             )
-            self._thread = threading.Thread(target=self._serve, name="farandole-mail", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="farandole-p2p", daemon=True)
         self._thread.start()
 
     def send(self, target: int, subject: bytes, *parts: memoryview | bytes) -> None:
-        """One letter, made of the parts one behind the other. Returns when the kernel has it, or the receiver.
+        """One message, made of the parts one behind the other. Returns when the kernel has it, or the receiver.
 
         Raises PeerLost and GenerationEnded."""
         self._raise_if_ended("send")
         self.open()
         if target == self.rank:
-            self._deliver(Letter(target, _filled(subject), bytearray(b"".join(bytes(part) for part in parts))))
+            self._deliver(P2PMessage(target, _filled(subject), bytearray(b"".join(bytes(part) for part in parts))))
             return
         views = [memoryview(part) for part in parts]
         header = FRAME.pack(subject, sum(view.nbytes for view in views))
@@ -115,27 +116,27 @@ class Mail:
         except OSError as error:
             self._end_by_loss("send", target, str(error))
         except BaseException as error:
-            self.abort(f"a letter was interrupted by {type(error).__name__}")
+            self.abort(f"a message was interrupted by {type(error).__name__}")
             raise
 
     def expect(self, source: int | None, subject: bytes) -> Expected:
-        """The next letter of this subject from `source`, or from anybody: for wait_for()."""
+        """The next message of this subject from `source`, or from anybody: for wait_for()."""
         self._raise_if_ended("receive")
         self.open()
         with self._changed:
-            return self._letters.expect(source, _filled(subject))
+            return self._messages.expect(source, _filled(subject))
 
-    def wait_for(self, expected: Expected) -> Letter:
+    def wait_for(self, expected: Expected) -> P2PMessage:
         """It. Raises PeerLost when it cannot come any more, and GenerationEnded."""
         with Waiting():
             return self._wait_for(expected)
 
-    def _wait_for(self, expected: Expected) -> Letter:
+    def _wait_for(self, expected: Expected) -> P2PMessage:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_decided(expected), _SLICE_S)
-                if expected.letter is not None:
-                    return expected.letter
+                if expected.message is not None:
+                    return expected.message
                 is_lost = expected.source in self._gone
             self._raise_if_ended("receive")
             if is_lost and expected.source is not None:
@@ -162,7 +163,7 @@ class Mail:
         """Later calls raise GenerationEnded. What was sent arrives. Idempotent."""
         with self._changed:
             if self._abort_reason is None:
-                self._abort_reason = "its mail was closed"
+                self._abort_reason = "its point-to-point connections were closed"
             incoming, thread = self._incoming, self._thread
         if incoming is None or thread is None:
             self._listener.close()
@@ -176,19 +177,19 @@ class Mail:
             self._changed.notify_all()
 
     def _is_decided(self, expected: Expected) -> bool:
-        return expected.letter is not None or self._abort_reason is not None or expected.source in self._gone
+        return expected.message is not None or self._abort_reason is not None or expected.source in self._gone
 
     def _serve(self) -> None:
         assert self._incoming is not None
         try:
             self._incoming.serve()
         except BaseException as error:
-            self.abort(f"letters cannot be taken in any more: {type(error).__name__}: {error}")
+            self.abort(f"messages cannot be taken in any more: {type(error).__name__}: {error}")
             raise
 
-    def _deliver(self, letter: Letter) -> None:
+    def _deliver(self, message: P2PMessage) -> None:
         with self._changed:
-            self._letters.deliver(letter)
+            self._messages.deliver(message)
             self._changed.notify_all()
 
     def _lose(self, source: int) -> None:
@@ -206,8 +207,8 @@ class Mail:
         return sock
 
     def _dial(self, target: int) -> socket.socket:
-        to = self._correspondents[target]
-        ours = Introduction(self._id, self._correspondents[self.rank].worker, to.worker, b"", CHANNEL)
+        to = self._endpoints[target]
+        ours = Introduction(self._id, self._endpoints[self.rank].worker, to.worker, b"", CHANNEL)
         deadline_s = now_s() + _CONNECT_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             dialer = Dialer(selector, to.address, ours, self._key)
@@ -240,7 +241,7 @@ class Mail:
         error = PeerLost(op, self.generation, rank, detail)
         self.abort(str(error))
         if self._on_broken is not None:
-            self._on_broken(self._correspondents[rank].worker, op, detail)
+            self._on_broken(self._endpoints[rank].worker, op, detail)
         raise error
 
     def _raise_if_ended(self, op: str) -> None:

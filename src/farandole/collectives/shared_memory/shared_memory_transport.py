@@ -1,4 +1,5 @@
-"""All collectives among workers of one host: tensors move through their memory (group.py), words around the ring."""
+"""All collectives among workers of one host: tensors move through their memory (shared_memory_group.py), payloads
+around the ring."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from farandole.collectives.buffers import combiner, dtype_code, flat_view
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
-from farandole.collectives.shared_memory.group import MOST_WORDS_BYTES, Group, combine_data
-from farandole.collectives.shared_memory.page import DATA_BYTES, Page
+from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock
+from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
 
 _PIECE_BYTES = 1 << 20
 
@@ -21,12 +22,14 @@ class SharedMemoryTransport:
 
     ring   connects all ranks in the same order; close() closes it. It carries what has no tensor, and tells of
            ranks that are gone
-    pages  the control pages of all ranks, by rank; new ones for each generation
+    control_blocks  the control blocks of all ranks, by rank; new ones for each generation
     """
 
-    def __init__(self, ring: RingTransport, pages: Sequence[Page]) -> None:
+    def __init__(self, ring: RingTransport, control_blocks: Sequence[ControlBlock]) -> None:
         self._ring, self._rank, self._size = ring, ring.rank, ring.size
-        self._group = Group(ring.rank, range(ring.size), pages, ring.interruption, ring.end_by, _PIECE_BYTES)
+        self._group = SharedMemoryGroup(
+            ring.rank, range(ring.size), control_blocks, ring.interruption, ring.end_by, _PIECE_BYTES
+        )
 
     @property
     def rank(self) -> int:
@@ -36,19 +39,21 @@ class SharedMemoryTransport:
     def size(self) -> int:
         return self._size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
-        if flat.numel() == 0 or len(note) > MOST_WORDS_BYTES:
-            return self._ring.all_reduce(flat, note, op)
+        if flat.numel() == 0 or len(trailer) > MAX_PAYLOAD_BYTES:
+            return self._ring.all_reduce(flat, trailer, op)
         nbytes = flat.numel() * flat.element_size()
-        header = Header(Operation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(note))
+        header = Header(
+            Operation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(trailer)
+        )
         with self._ring.running(header):
             if nbytes <= DATA_BYTES:
-                panels = self._group.say(header, note, flat)
-                combine_data(flat, panels, combine)
+                message_slots = self._group.post(header, trailer, flat)
+                combine_data(flat, message_slots, combine)
             else:
-                panels = self._group.reduce(header, note, flat, combine, owners=self._size)
-            return [bytes(panel.words[HEADER_BYTES:][: len(note)]) for panel in panels]
+                message_slots = self._group.reduce(header, trailer, flat, combine, owners=self._size)
+            return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self._size:

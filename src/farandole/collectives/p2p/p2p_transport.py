@@ -1,4 +1,4 @@
-"""Collectives of some ranks, made of letters between them. Subgroups of torch.distributed use it."""
+"""Collectives of some ranks, made of messages between them. Subgroups of torch.distributed use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.chunks import chunk_bounds
-from farandole.collectives.mail.mail import Mail
+from farandole.collectives.p2p.point_to_point import PointToPoint
 from farandole.collectives.reduction import Reduction
 from farandole.errors import CollectiveMismatch
 
@@ -21,16 +21,16 @@ _WORDS = struct.Struct("!8sBBQ")  # operation, dtype, reduction or source, bytes
 _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER = b"reduce", b"gather", b"bcast", b"barrier"
 
 
-class MailTransport:
+class P2PTransport:
     """A Transport (transport.py), whose ranks are places in `ranks`. There may be many in one generation.
 
-    ranks    the members, by their ranks in the mail
+    ranks    the members, by their ranks in `p2p`
     subject  the same for all members, and only for this group: 16 bytes
     """
 
-    def __init__(self, mail: Mail, ranks: Sequence[int], subject: bytes) -> None:
-        self._mail, self._ranks, self._subject = mail, ranks, subject
-        self._rank = list(ranks).index(mail.rank)
+    def __init__(self, p2p: PointToPoint, ranks: Sequence[int], subject: bytes) -> None:
+        self._p2p, self._ranks, self._subject = p2p, ranks, subject
+        self._rank = list(ranks).index(p2p.rank)
         self._others = [place for place in range(len(ranks)) if place != self._rank]
         self._sequence = 0
         self._ended: str | None = None
@@ -43,23 +43,23 @@ class MailTransport:
     def size(self) -> int:
         return len(self._ranks)
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
         nbytes = flat.numel() * flat.element_size()
         words = _WORDS.pack(_ALL_REDUCE, dtype_code(flat.dtype), op, nbytes)
         if nbytes <= _WHOLE_BYTES:
-            arrived = self._exchange(words, note + bytes(byte_view(flat)))
+            arrived = self._exchange(words, trailer + bytes(byte_view(flat)))
             if flat.numel():
-                first, *others = (_elements(each[len(note) :], flat.dtype) for each in arrived)
+                first, *others = (_elements(each[len(trailer) :], flat.dtype) for each in arrived)
                 flat.copy_(first)
                 for other in others:
                     combine(flat, other, out=flat)
-            return [bytes(each[: len(note)]) for each in arrived]
-        notes = [bytes(each) for each in self._exchange(words, note)]
+            return [bytes(each[: len(trailer)]) for each in arrived]
+        trailers = [bytes(each) for each in self._exchange(words, trailer)]
         bounds = chunk_bounds(flat.numel(), self.size)
         subject = self._next_subject()
         for place in self._others:
-            self._mail.send(self._ranks[place], subject, byte_view(flat[slice(*bounds[place])]))
+            self._p2p.send(self._ranks[place], subject, byte_view(flat[slice(*bounds[place])]))
         mine = flat[slice(*bounds[self._rank])]
         parts = [
             mine.clone() if place == self._rank else _elements(self._receive(place, subject), flat.dtype)
@@ -70,10 +70,10 @@ class MailTransport:
             combine(mine, part, out=mine)
         subject = self._next_subject()
         for place in self._others:
-            self._mail.send(self._ranks[place], subject, byte_view(mine))
+            self._p2p.send(self._ranks[place], subject, byte_view(mine))
         for place in self._others:
             byte_view(flat[slice(*bounds[place])])[:] = self._receive(place, subject)
-        return notes
+        return trailers
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return [bytes(each) for each in self._exchange(_WORDS.pack(_ALL_GATHER, 0, 0, 0), payload)]
@@ -86,7 +86,7 @@ class MailTransport:
         subject = self._next_subject()
         if source == self._rank:
             for place in self._others:
-                self._mail.send(self._ranks[place], subject, words, byte_view(flat))
+                self._p2p.send(self._ranks[place], subject, words, byte_view(flat))
         else:
             content = self._open(words, self._receive(source, subject), source)
             byte_view(flat)[:] = content
@@ -98,24 +98,24 @@ class MailTransport:
         raise NotImplementedError("the ranks of a subgroup do not wait for each other between operations")
 
     def abort(self, reason: str) -> None:
-        """The mail of the generation ends: there is no other way to reach who waits for this rank."""
-        self._mail.abort(reason)
+        """The `PointToPoint` of the generation ends: there is no other way to reach who waits for this rank."""
+        self._p2p.abort(reason)
 
     def close(self) -> None:
-        """The mail stays."""
+        """The `PointToPoint` stays open."""
 
     def _exchange(self, words: bytes, payload: bytes) -> list[memoryview]:
         """Everybody's payload, by rank. Raises CollectiveMismatch where others are in another operation."""
         subject = self._next_subject()
         for place in self._others:
-            self._mail.send(self._ranks[place], subject, words, payload)
+            self._p2p.send(self._ranks[place], subject, words, payload)
         return [
             memoryview(payload) if place == self._rank else self._open(words, self._receive(place, subject), place)
             for place in range(self.size)
         ]
 
     def _receive(self, place: int, subject: bytes) -> bytearray:
-        return self._mail.receive(self._ranks[place], subject)
+        return self._p2p.receive(self._ranks[place], subject)
 
     def _open(self, words: bytes, content: bytearray, place: int) -> memoryview:
         theirs = bytes(content[: _WORDS.size])

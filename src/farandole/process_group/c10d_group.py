@@ -212,9 +212,9 @@ class FarandoleGroup(ProcessGroup):
         """Returns when the message is on its way: the tensor may be changed."""
         self._operations += 1
         try:
-            mail, ranks, group = self.members.mail("send")
+            p2p, ranks, group = self.members.p2p("send")
             for tensor in tensors:
-                mail.send(ranks[target], _subject(group, tag), byte_view(as_bytes(contiguous(tensor))))
+                p2p.send(ranks[target], _subject(group, tag), byte_view(as_bytes(contiguous(tensor))))
         except RecoverableError as error:
             failures.remember(error)
             raise
@@ -231,9 +231,9 @@ class FarandoleGroup(ProcessGroup):
             raise ValueError(f"recv: one tensor at a time, got {len(tensors)}")
         require_cpu(tensors[0])
         self._operations += 1
-        mail, ranks, group = self.members.mail("recv")
-        expected = mail.expect(None if source is None else ranks[source], _subject(group, tag))
-        return Receiving(mail, expected, tensors[0], ranks)
+        p2p, ranks, group = self.members.p2p("recv")
+        expected = p2p.expect(None if source is None else ranks[source], _subject(group, tag))
+        return Receiving(p2p, expected, tensors[0], ranks)
 
     # Names that c10d had for them before ---------------------------------------------------------------------
 
