@@ -208,7 +208,7 @@ class OnDevice:
         self._inner, self._device = inner, device
         self.rank, self.size = inner.rank, inner.size
         self.all_gather, self.barrier = inner.all_gather, inner.barrier
-        self.wait_until_called, self.abort, self.close = inner.wait_until_called, inner.abort, inner.close
+        self.wait_for_peer, self.abort, self.close = inner.wait_for_peer, inner.abort, inner.close
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         moved = tensor.detach().to(self._device)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 import farandole as fd
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:

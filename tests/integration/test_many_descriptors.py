@@ -53,14 +53,14 @@ def test_who_waits_alone_is_woken() -> None:
     woken, wake = socket.socketpair()
     with woken, wake:
         wake.send(b"\0")
-        assert AloneTransport().wait_until_called(woken.fileno()) is False
+        assert AloneTransport().wait_for_peer(woken.fileno()) is False
 
 
 def test_a_rank_of_a_thread_world_is_woken() -> None:
     woken, wake = socket.socketpair()
     with woken, wake:
         wake.send(b"\0")
-        assert ThreadWorld(1).transports[0].wait_until_called(woken.fileno()) is False
+        assert ThreadWorld(1).transports[0].wait_for_peer(woken.fileno()) is False
 
 
 def test_a_guard_is_told_that_its_agent_is_not_stopped(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
     import farandole as fd
     from farandole.status_reporting import say_that_it_moves
     from farandole.testing.quick_start import without_compiler
-    from farandole.testing.records import Records
+    from farandole.testing.step_records import Records
     from tests.gallery.catalogue import BODIES, FOLDER
     from tests.gallery.record import record
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 SAMPLES, FEATURES, CLASSES = 210, 16, 4
 LR, MOMENTUM, CLIP = 0.05, 0.9, 0.5

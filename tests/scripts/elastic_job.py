@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 def main() -> None:

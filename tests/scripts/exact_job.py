@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 SAMPLES, UNSEEN, PIXELS, CLASSES = 210, 1000, 16, 4
 

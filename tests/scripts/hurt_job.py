@@ -18,7 +18,7 @@ import farandole as fd
 from farandole import exit_notice, status_reporting
 from farandole.status_page import MUTEX_AT
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 LONG_S = 1000
 

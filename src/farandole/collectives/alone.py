@@ -50,7 +50,7 @@ class AloneTransport:
     def barrier(self) -> None:
         self._raise_if_ended("barrier")
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
         can_read(wake, within_s=None)
         return False

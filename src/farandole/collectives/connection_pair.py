@@ -34,11 +34,11 @@ class Broken(NamedTuple):
     detail: str
 
 
-class Called(NamedTuple):
+class PeerCalled(NamedTuple):
     """The previous rank has sent something."""
 
 
-Interruption: TypeAlias = Broken | Called
+Interruption: TypeAlias = Broken | PeerCalled
 
 
 class ConnectionPair:
@@ -155,7 +155,7 @@ class ConnectionPair:
         if self._cannot_send:
             return Broken("send", self._cannot_send)
         if self._previous_fd in events:
-            return Called() if self._has_data() else Broken("receive", "end of file")
+            return PeerCalled() if self._has_data() else Broken("receive", "end of file")
         return None
 
     def _has_data(self) -> bool:

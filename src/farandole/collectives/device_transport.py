@@ -17,7 +17,7 @@ from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.staging import StagedTransport
-from farandole.collectives.torch_groups.operations import Group, GroupOperations
+from farandole.collectives.torch_groups.operations import GroupOperations, TorchGroup
 from farandole.errors import ConfigError
 
 _OPERATIONS = (Operation.ALL_REDUCE_ON_DEVICE, Operation.BROADCAST_ON_DEVICE)
@@ -39,7 +39,7 @@ class DeviceGroups(Protocol):
         """In up to 64 bytes: the same for two ranks only if they share the device."""
         ...
 
-    def connect(self, ring: RingTransport, device: torch.device) -> Group | str:
+    def connect(self, ring: RingTransport, device: torch.device) -> TorchGroup | str:
         """The group of all ranks of the ring, which call it at once; or, on all alike, why there is none. Raises
         PeerLost and GenerationEnded."""
         ...
@@ -97,8 +97,8 @@ class DeviceTransport:
     def barrier(self) -> None:
         self.below.barrier()
 
-    def wait_until_called(self, wake: int) -> bool | None:
-        return self.below.wait_until_called(wake)
+    def wait_for_peer(self, wake: int) -> bool | None:
+        return self.below.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
         self.below.abort(reason)  # first: whoever is woken finds out why
@@ -128,7 +128,7 @@ class DeviceTransport:
         mine = self._groups.identity(flat.device).encode()[:_IDENTITY_BYTES].ljust(_IDENTITY_BYTES)
         nbytes = flat.numel() * flat.element_size()
         header = Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
-        connected: Group | str = shared_devices(self._ring.exchange(header, mine))
+        connected: TorchGroup | str = shared_devices(self._ring.exchange(header, mine))
         if not connected:
             connected = self._groups.connect(self._ring, flat.device)
         self._device = flat.device

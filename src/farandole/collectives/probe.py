@@ -1,4 +1,4 @@
-"""Which of some addresses can be reached now, and reach back. worker/prober.py asks when nothing moves.
+"""Which of some addresses can be reached now, and reach back. worker/link_probe.py asks when nothing moves.
 
 A TCP handshake takes both directions, and nothing but the kernel at the other end: a process that computes, or holds
 its interpreter for minutes, answers all the same. Nothing of an attempt stays there: it ends with a reset, and a

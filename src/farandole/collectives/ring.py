@@ -14,7 +14,7 @@ import torch
 from farandole.clock import now_s
 from farandole.collectives.algorithm import Algorithm, algorithm
 from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
-from farandole.collectives.connection_pair import Broken, Called, ConnectionPair, Interruption
+from farandole.collectives.connection_pair import Broken, ConnectionPair, Interruption, PeerCalled
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, sequence_of
 from farandole.collectives.ring_schedules import (
@@ -126,7 +126,7 @@ class RingTransport:
         header = Header(Operation.BARRIER, self._sequence + 1, trailer_bytes=1)
         self._gather(header, b"\0", [1] * self._size)
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
         was_called = self._connections.wait_for_data(wake)
         if self._abort_reason is not None:
@@ -224,7 +224,7 @@ class RingTransport:
         """Why somebody who waits for all ranks in such an operation should wait no longer: a connection has failed, or
         the previous rank is in an operation of the ring, which is not a later one. Raises what `check` does."""
         interruption = self._connections.interruption()
-        if isinstance(interruption, Called):
+        if isinstance(interruption, PeerCalled):
             packed = self._connections.peek(HEADER_BYTES)
             if len(packed) < HEADER_BYTES or (sequence_of(packed) or 0) > self._sequence:
                 interruption = None
@@ -237,7 +237,7 @@ class RingTransport:
         """Raises what follows from it: PeerLost, GenerationEnded, or CollectiveMismatch if others are in an operation
         of the ring."""
         op = header.operation.name.lower()
-        if isinstance(interruption, Called) and self._abort_reason is None:
+        if isinstance(interruption, PeerCalled) and self._abort_reason is None:
             outgoing: Outgoing = deque()
             schedule = compare_around(outgoing, self._agreement(header))
             with Waiting():

@@ -73,8 +73,8 @@ class StagedTransport:
     def barrier(self) -> None:
         self.below.barrier()
 
-    def wait_until_called(self, wake: int) -> bool | None:
-        return self.below.wait_until_called(wake)
+    def wait_for_peer(self, wake: int) -> bool | None:
+        return self.below.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
         self.below.abort(reason)

@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Return once every rank has called it."""
         ...
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         """Wait, between operations, until another rank has begun one (True), or there is something to read from
         the descriptor `wake`, or a neighbour is gone (False); None when nothing of it happened for a second.
 

@@ -203,12 +203,12 @@ def _ending_on_signals(
         yield  # farandole.run(): signals are the business of the program that called it
         return
 
-    was_said = False
+    was_sent = False
 
     def end(number: signal.Signals, is_urgent: bool) -> None:
-        nonlocal was_said
-        if not was_said and not coordinator.has_ended:
-            was_said = True
+        nonlocal was_sent
+        if not was_sent and not coordinator.has_ended:
+            was_sent = True
             on_event(StopAsked(number.name, grace_s))
         coordinator.request_stop(now=is_urgent, reason=f"{number.name} was received")
         if is_urgent:

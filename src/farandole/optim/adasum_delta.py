@@ -16,9 +16,9 @@ from farandole.collectives.named.handles import synchronize
 from farandole.collectives.named.process_sets import global_process_set
 from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.errors import StepError
+from farandole.optim.optimizer_mixin import WrappedOptimizer, counts_passes
 from farandole.optim.options import Options
 from farandole.optim.scaled_step import zeroing
-from farandole.optim.wrapping import WrappedOptimizer, counts_passes
 from farandole.state import boundary, step
 
 

@@ -1,4 +1,5 @@
-"""The step of the user's optimizer class below one of ours, by GradScaler's rules. wrapping.py and ddp/ use it."""
+"""The step of the user's optimizer class below one of ours, by GradScaler's rules. optimizer_mixin.py and ddp/ use
+it."""
 
 from __future__ import annotations
 

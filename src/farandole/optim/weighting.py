@@ -1,4 +1,4 @@
-"""fd.weight, and what the gradient of each loop body counts in that of the global batch. native_path.py uses it."""
+"""fd.weight, and what the gradient of each loop body counts in that of the global batch. loader_path.py uses it."""
 
 from __future__ import annotations
 

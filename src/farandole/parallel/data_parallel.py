@@ -9,12 +9,12 @@ import torch
 from torch._compile import _disable_dynamo
 
 from farandole.errors import ConfigError
-from farandole.parallel.crew import Crew
 from farandole.parallel.devices import compute_on_devices, moved
 from farandole.parallel.dividing import divide
-from farandole.parallel.joining import Scalars, join
+from farandole.parallel.output_merging import Scalars, merge
 from farandole.parallel.placement import Device, place, refuse_elsewhere
 from farandole.parallel.replicas import refuse_in_replicas
+from farandole.parallel.thread_pool import ThreadPool
 from farandole.parallel.threads import compute_in_threads
 
 _OF_STATE = (
@@ -91,7 +91,7 @@ class DataParallel(torch.nn.Module):
         self.training = module.training
         self.dim, self.scalars, self.min_local_batch = dim, scalars, min_local_batch
         self._placement = place(module, threads, device_ids, output_device)
-        self._crew = Crew(self._placement.replicas)
+        self._pool = ThreadPool(self._placement.replicas)
 
     @_disable_dynamo  # around it all may be compiled; this one loads the compiler when it is first called, if it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,10 +106,10 @@ class DataParallel(torch.nn.Module):
                 else self.module(*args, **kwargs)
             ]
         elif placement.devices:
-            outputs = compute_on_devices(self.module, parts, placement, self._crew)
+            outputs = compute_on_devices(self.module, parts, placement, self._pool)
         else:
-            outputs = compute_in_threads(self.module, parts, self._crew)
-        return join(outputs, [part.samples for part in parts], self.dim, self.scalars)
+            outputs = compute_in_threads(self.module, parts, self._pool)
+        return merge(outputs, [part.samples for part in parts], self.dim, self.scalars)
 
     # All else is the module's ----------------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ def _is_ours(loader: Any) -> bool:
 def _refuse_undivided(loader: Any) -> None:
     """Raise ConfigError for a DataLoader of torch's from which each worker would train all of the data, in a job that
     has, or may get, several workers. A sampler of the user's own may divide, and is trusted."""
-    if not isinstance(loader, DataLoader) or not _may_have_company():
+    if not isinstance(loader, DataLoader) or not _may_have_others():
         return
     is_iterable = isinstance(loader.dataset, IterableDataset)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -208,7 +208,7 @@ def _refuse_undivided(loader: Any) -> None:
         )
 
 
-def _may_have_company() -> bool:
+def _may_have_others() -> bool:
     fixed = read_fixed_env()
     return read_worker_env() is not None or (fixed is not None and fixed.size > 1)
 

@@ -134,7 +134,7 @@ class ThreadTransport:
     def barrier(self) -> None:
         self._exchange("barrier", None)
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         with self._lock:
             woken, _ = self._call = socket.socketpair()
         poll = select.poll()

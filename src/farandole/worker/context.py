@@ -36,8 +36,8 @@ from farandole.worker import logs, scratch
 from farandole.worker.children import end_stubborn_at_exit
 from farandole.worker.exiting import shorten_exit
 from farandole.worker.fixed_job import FixedJob
-from farandole.worker.heap import keep_freed_memory
 from farandole.worker.job import Job
+from farandole.worker.malloc import keep_freed_memory
 
 # Under a fixed-size launcher, for all ranks to have imported torch and called init(); as --start-timeout.
 _CONNECT_TIMEOUT_S = 120.0

@@ -1,4 +1,4 @@
-"""Meeting the other workers of a fixed-size launcher (torchrun, mpirun, srun), through torch's TCPStore."""
+"""Rendezvous with the other workers of a fixed-size launcher (torchrun, mpirun, srun), through torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRACE_S = 1.0  # for TCPStore to keep a time limit by itself: it then says more
 T = TypeVar("T")
 
 
-class Meeting:
+class Rendezvous:
     """Where the workers tell each other their data addresses, once.
 
     TCPStore has no authentication: whoever reaches its port can read the key of the data connections. Rank 0
@@ -44,7 +44,7 @@ class Meeting:
         except (futures.TimeoutError, RuntimeError, OSError) as error:
             raise JobEnded(
                 f"rank {env.rank} of {env.size} under {env.launcher} cannot {'serve' if self._is_host else 'reach'} "
-                f"the meeting point {env.master_addr}:{env.master_port} within {timeout_s:g} s "
+                f"the rendezvous {env.master_addr}:{env.master_port} within {timeout_s:g} s "
                 f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
             ) from error
 
@@ -114,7 +114,7 @@ class Meeting:
         try:
             return str(_within(_GRACE_S, look))
         except (futures.TimeoutError, RuntimeError):
-            return "unknown, the meeting point is gone"
+            return "unknown, the rendezvous is gone"
 
 
 def _listen(host: str, port: int) -> int:
@@ -134,7 +134,7 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 (the caller gets it)
             result.set_exception(error)
 
-    threading.Thread(target=run, name="farandole-meeting", daemon=True).start()
+    threading.Thread(target=run, name="farandole-rendezvous", daemon=True).start()
     return result.result(timeout=limit_s)
 
 

@@ -23,7 +23,7 @@ from farandole.errors import GenerationEnded, PeerLost, RecoverableError
 from farandole.membership import Progress
 from farandole.messages import Connected, LinkBroken, MayPublish, Ready, Start
 from farandole.worker.link import Link
-from farandole.worker.prober import Connections, Prober
+from farandole.worker.link_probe import Connections, LinkProbe
 from farandole.worker.world_builder import Abortable, WorldBuilder
 
 # From START, when everybody is quiescent, until the data connections stand. A peer that died meanwhile is
@@ -64,9 +64,9 @@ class Job:
             self._watch,
             lambda number, way: self.link.send(Connected(number, way)),
         )
-        self._prober = Prober(read_detection_budget_s(), self._connections, self.link.send)
-        self.link.on_look, self.link.look_every_s = self._look, self._prober.look_every_s
-        self.link.on_probe = self._prober.probe
+        self._link_probe = LinkProbe(read_detection_budget_s(), self._connections, self.link.send)
+        self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s
+        self.link.on_probe = self._link_probe.probe
         self.link.open(env, self._listener.address)
 
     def meet(self) -> bool:
@@ -193,7 +193,7 @@ class Job:
 
     def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
         self.link.send(LinkBroken(number, peer, direction, detail))
-        self._prober.probe(number)
+        self._link_probe.probe(number)
 
     # Orders ----------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Job:
                         each.abort(reason)
 
     def _look(self) -> None:
-        self._prober.look()
+        self._link_probe.look()
         self._listener.tidy()
 
     def _connections(self) -> Connections | None:

@@ -26,9 +26,9 @@ from farandole.status_reporting import In
 from farandole.worker.body_calls import BodyCalls
 from farandole.worker.checkpoints import checkpoints
 from farandole.worker.finish import all_have_finished
-from farandole.worker.heap import map_ahead
 from farandole.worker.job import Job
 from farandole.worker.leaving import leaving_on_sigterm
+from farandole.worker.malloc import map_ahead
 from farandole.worker.randomness import reseed
 from farandole.worker.recovery import Connection, connect, regroup, report_first_step
 from farandole.worker.sample_records import sample_records

@@ -50,7 +50,7 @@ def test_a_worker_that_trained_for_a_while_makes_up_for_all_before_it() -> None:
     assert told.ready(4, "w0").exited("w5").spawned() == {"w6": 1}
 
 
-def test_a_storm_of_kills_of_healthy_workers_is_not_slowed() -> None:
+def test_frequent_kills_of_healthy_workers_is_not_slowed() -> None:
     told = training_job(restarts=100)
     for number in range(2, 50):
         told.exited(f"w{number - 1}")

@@ -214,7 +214,7 @@ def test_values_that_are_no_tensors_must_be_the_same() -> None:
         (lambda x: {len(x): x}, "has keys"),
         (lambda x: [x] * len(x), "has items"),
         (lambda x: x if len(x) == 2 else [x], "different"),
-        (lambda x: x.T, "cannot be joined along dimension 0"),
+        (lambda x: x.T, "cannot be merged along dimension 0"),
     ],
 )
 def test_outputs_that_do_not_fit_together_are_refused(function: Callable[..., Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""One process group of Gloo's, its connections, and its end: a Group (torch_groups/operations.py)."""
+"""One process group of Gloo's, its connections, and its end: a TorchGroup (torch_groups/operations.py)."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class GlooTransport:
     def barrier(self) -> None:
         self._ring.barrier()
 
-    def wait_until_called(self, wake: int) -> bool | None:
-        return self._ring.wait_until_called(wake)
+    def wait_for_peer(self, wake: int) -> bool | None:
+        return self._ring.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
         self._ring.abort(reason)

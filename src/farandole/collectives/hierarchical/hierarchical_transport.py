@@ -95,9 +95,9 @@ class HierarchicalTransport:
         with self._rings.together():
             self._rings.whole.barrier()
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         with self._rings.together():
-            return self._rings.whole.wait_until_called(wake)
+            return self._rings.whole.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
         self._rings.abort(reason)

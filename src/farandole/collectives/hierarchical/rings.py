@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from farandole.collectives.connection_pair import Broken, Called, Interruption
+from farandole.collectives.connection_pair import Broken, Interruption, PeerCalled
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header
 
@@ -56,7 +56,7 @@ class Rings:
         operation. Raises CollectiveMismatch if one of them says so."""
         broken = self._local.interruption() if self._local is not None else None
         called = self.whole.interruption()
-        return broken or (called if isinstance(called, Called) else None)
+        return broken or (called if isinstance(called, PeerCalled) else None)
 
     def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
         """Raises what follows from it."""

@@ -1,6 +1,6 @@
 """What one rank says of one operation, and what a round of negotiation decides. Pure.
 
-Every rank hears every rank's words in each round and decides alike (negotiation.py); nobody answers for others.
+Every rank receives every rank's payload in each round and decides alike (negotiation.py); nobody answers for others.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...] = ()
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's words in one round.
+class RoundPayload(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's payload in one round.
 
     requests  new, or different from what was agreed before under the same key
     repeated  places in the cache of requests that are exactly as this rank's last time

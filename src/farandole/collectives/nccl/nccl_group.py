@@ -1,4 +1,4 @@
-"""One process group of NCCL's, and its end: a Group (torch_groups/operations.py).
+"""One process group of NCCL's, and its end: a TorchGroup (torch_groups/operations.py).
 
 What happens when (a step is decided only after the host has seen that its reduction has ended well):
 - Everything that this group queues runs in a stream of its own, behind what the caller's current stream was given

@@ -94,7 +94,7 @@ class P2PTransport:
     def barrier(self) -> None:
         self._exchange(_WORDS.pack(_BARRIER, 0, 0, 0), b"")
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         raise NotImplementedError("the ranks of a subgroup do not wait for each other between operations")
 
     def abort(self, reason: str) -> None:

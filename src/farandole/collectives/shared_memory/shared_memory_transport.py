@@ -73,8 +73,8 @@ class SharedMemoryTransport:
     def barrier(self) -> None:
         self._ring.barrier()
 
-    def wait_until_called(self, wake: int) -> bool | None:
-        return self._ring.wait_until_called(wake)
+    def wait_for_peer(self, wake: int) -> bool | None:
+        return self._ring.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
         self._ring.abort(reason)

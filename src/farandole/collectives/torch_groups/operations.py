@@ -50,7 +50,7 @@ class Begun(Protocol):
         ...
 
 
-class Group(Protocol):
+class TorchGroup(Protocol):
     """What a process group is asked for, by one thread; shut_down() is for any.
 
     name          for errors
@@ -93,7 +93,7 @@ class GroupOperations:
     def __init__(
         self,
         ring: RingTransport,
-        group: Group,
+        group: TorchGroup,
         operations: tuple[Operation, Operation] = (Operation.ALL_REDUCE, Operation.BROADCAST),
     ) -> None:
         self._ring, self.group = ring, group

@@ -14,8 +14,8 @@ from farandole.optim.ddp.ddp_path import DdpPath
 from farandole.optim.ddp.module import follow_world, path_of, refuse_static_graph
 from farandole.optim.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.optim.ddp.user_hook import registered_hook
+from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.parameters import check_devices
-from farandole.optim.wrapping import WrappedOptimizer
 from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
 
 

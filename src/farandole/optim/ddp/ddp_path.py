@@ -1,6 +1,6 @@
 """From gradient to step with a DistributedDataParallel and a loader of ours: which backward pass counts for what.
 
-What native_path.py is for a DistributedOptimizer. The module asks before each forward pass, the reducer inside of it
+What loader_path.py is for a DistributedOptimizer. The module asks before each forward pass, the reducer inside of it
 with each bucket, and the optimizers (stepping.py) when they are called.
 """
 
@@ -176,7 +176,7 @@ class DdpPath:
             else:
                 parameter.grad.copy_(gradient)
 
-    def end_flight(self, reason: str) -> None:
+    def end_overlap(self, reason: str) -> None:
         """The step ends undecided. Nothing is on its way between two calls."""
         self._has_stale = True
 

@@ -1,4 +1,4 @@
-"""When a fault's moment has come, and how fast the job goes towards it."""
+"""When a fault is triggered, and how fast the job goes towards it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from farandole.testing.faults import parse
 from farandole.testing.faults.bringing import Pace
-from farandole.testing.faults.moments import Moments
-from farandole.testing.faults.plan import Moment, Phase
+from farandole.testing.faults.fault_plan import FaultPhase, Trigger
+from farandole.testing.faults.fault_triggers import Triggers
 
-SAID: dict[Phase, str] = {
+SAID: dict[FaultPhase, str] = {
     "start": "[farandole] starting w3 in slot 0 on localhost",
     "join": "[farandole] generation 4 is planned: w3 join",
     "regroup": "[farandole] regrouping for generation 5 with w1: w3 was killed",
@@ -19,8 +19,8 @@ SAID: dict[Phase, str] = {
 }
 
 
-def moment(text: str) -> Moment:
-    return parse(f"at step 0: kill any; {text}: kill any").faults[1].moment
+def trigger(text: str) -> Trigger:
+    return parse(f"at step 0: kill any; {text}: kill any").faults[1].trigger
 
 
 @pytest.fixture
@@ -31,35 +31,35 @@ def output(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("phase", SAID)
-def test_a_phase_has_come_once_the_job_says_so_after_the_fault_before(phase: Phase, output: Path) -> None:
-    moments = Moments(output, 150)
+def test_a_phase_has_come_once_the_job_says_so_after_the_fault_before(phase: FaultPhase, output: Path) -> None:
+    triggers = Triggers(output, 150)
     with output.open("a") as file:
         file.write(SAID[phase] + "\n")
-    assert moments.has_come(moment(f"during {phase}"), {})
-    moments.begin()
-    assert not moments.has_come(moment(f"during {phase}"), {})
+    assert triggers.has_come(trigger(f"during {phase}"), {})
+    triggers.begin()
+    assert not triggers.has_come(trigger(f"during {phase}"), {})
     with output.open("a") as file:
         file.write("".join(line + "\n" for each, line in SAID.items() if each != phase))
-    assert not moments.has_come(moment(f"during {phase}"), {})
+    assert not triggers.has_come(trigger(f"during {phase}"), {})
     with output.open("a") as file:
         file.write(SAID[phase] + "\n")
-    assert moments.has_come(moment(f"during {phase}"), {})
+    assert triggers.has_come(trigger(f"during {phase}"), {})
 
 
 def test_a_step_has_come_once_any_worker_has_begun_it(output: Path) -> None:
-    moments = Moments(output, 150)
-    assert not moments.has_come(moment("at step 7"), {})
-    assert not moments.has_come(moment("at step 7"), {0: {"after": 6}, 1: {"before": 6}})
-    assert moments.has_come(moment("at step 7"), {0: {"after": 6}, 1: {"before": 7}})
-    assert not moments.has_come(moment("at last step of epoch 1"), {0: {"before": 298}})
-    assert moments.has_come(moment("at last step of epoch 1"), {0: {"before": 299}})
+    triggers = Triggers(output, 150)
+    assert not triggers.has_come(trigger("at step 7"), {})
+    assert not triggers.has_come(trigger("at step 7"), {0: {"after": 6}, 1: {"before": 6}})
+    assert triggers.has_come(trigger("at step 7"), {0: {"after": 6}, 1: {"before": 7}})
+    assert not triggers.has_come(trigger("at last step of epoch 1"), {0: {"before": 298}})
+    assert triggers.has_come(trigger("at last step of epoch 1"), {0: {"before": 299}})
 
 
 def test_a_time_is_counted_from_the_fault_before(output: Path) -> None:
-    moments = Moments(output, 150)
-    moments.begin()
-    assert moments.has_come(moment("after 0 s"), {})
-    assert not moments.has_come(moment("after 60 s"), {})
+    triggers = Triggers(output, 150)
+    triggers.begin()
+    assert triggers.has_come(trigger("after 0 s"), {})
+    assert not triggers.has_come(trigger("after 60 s"), {})
 
 
 def test_the_job_goes_fast_unless_a_step_or_its_end_must_not_come_yet(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When a fault's moment has come: what the job said (its events) and what its workers wrote down (records.py)."""
+"""When a fault is triggered: what the job said (its events) and what its workers wrote down (step_records.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from farandole.testing.faults.plan import After, AtLastStepOf, AtStep, Moment
+from farandole.testing.faults.fault_plan import After, AtLastStepOf, AtStep, Trigger
 
 Latest = Mapping[int, Mapping[str, Any]]
 """By rank, what each worker of the newest generation has written last."""
@@ -21,7 +21,7 @@ _SAID = {
 }
 
 
-class Moments:
+class Triggers:
     """output           of the job, which has to tell all its events (--verbose)
     steps_per_epoch  of the job
     """
@@ -34,23 +34,23 @@ class Moments:
         """A fault is brought about now: what the next one waits for comes after this."""
         self._place, self._since = self._output.stat().st_size, time.monotonic()
 
-    def step_of(self, moment: Moment) -> int | None:
-        if isinstance(moment, AtStep):
-            return moment.step
-        if isinstance(moment, AtLastStepOf):
-            return (moment.epoch + 1) * self._steps_per_epoch - 1
+    def step_of(self, trigger: Trigger) -> int | None:
+        if isinstance(trigger, AtStep):
+            return trigger.step
+        if isinstance(trigger, AtLastStepOf):
+            return (trigger.epoch + 1) * self._steps_per_epoch - 1
         return None
 
-    def has_come(self, moment: Moment, latest: Latest) -> bool:
-        step = self.step_of(moment)
+    def has_come(self, trigger: Trigger, latest: Latest) -> bool:
+        step = self.step_of(trigger)
         if step is not None:
             return farthest(latest) >= step
-        if isinstance(moment, After):
-            return time.monotonic() >= self._since + moment.delay_s
-        assert not isinstance(moment, AtStep | AtLastStepOf)
+        if isinstance(trigger, After):
+            return time.monotonic() >= self._since + trigger.delay_s
+        assert not isinstance(trigger, AtStep | AtLastStepOf)
         with self._output.open("rb") as output:
             output.seek(self._place)
-            return _SAID[moment.phase].search(output.read()) is not None
+            return _SAID[trigger.phase].search(output.read()) is not None
 
 
 def farthest(latest: Latest) -> int:

@@ -12,7 +12,7 @@ import torch
 from farandole.collectives import world
 
 
-class OwnGradients:
+class LocalGradients:
     """Where autograd has put them. The parts of bucketed_gradients.py that make sense."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farandole.testing.faults.grounds import Worker, starve
-from farandole.testing.faults.plan import OneWay, ToHost
+from farandole.testing.faults.backends import Worker, starve
+from farandole.testing.faults.fault_plan import OneWay, ToHost
 from farandole.testing.lab import Host, Lab
 from farandole.testing.lab.cgroups import Cgroup
 
 _GONE_S = 10.0  # until what was killed is gone, and agents have heard of the end of the job
 
 
-class LabGround:
+class LabBackend:
     """The job listens at `address`, on this machine, and has no workers here.
 
     slots   that the agent of each host offers
@@ -51,7 +51,7 @@ class LabGround:
         for index in range(len(self._lab.hosts)):
             self._start_agent(index)
 
-    # What a Ground does ----------------------------------------------------------------------------------
+    # Methods of Backend ----------------------------------------------------------------------------------
 
     def signal(self, worker: Worker, number: int) -> None:
         self._hosts[worker[0]].signal(worker[1], number)
@@ -70,33 +70,33 @@ class LabGround:
     def slots_of(self, host: str) -> int:
         return self._slots[self._hosts[host].index]
 
-    def disturb(self, deed: ToHost | OneWay) -> None:
+    def disturb(self, action: ToHost | OneWay) -> None:
         network, hosts = self._lab.network, self._lab.hosts
-        if isinstance(deed, OneWay):
-            network.one_way(hosts[deed.sender], hosts[deed.receiver])
+        if isinstance(action, OneWay):
+            network.one_way(hosts[action.sender], hosts[action.receiver])
             return
-        host, index = hosts[deed.host], deed.host
-        if deed.action == "power off":
+        host, index = hosts[action.host], action.host
+        if action.verb == "power off":
             host.power_off()
-        elif deed.action == "boot":
+        elif action.verb == "boot":
             self._boot(index)
-        elif deed.action == "cut":
+        elif action.verb == "cut":
             network.cut(host)
-        elif deed.action == "heal":
+        elif action.verb == "heal":
             network.heal(host)
-        elif deed.action == "freeze":
+        elif action.verb == "freeze":
             host.freeze()
-        elif deed.action == "thaw":
+        elif action.verb == "thaw":
             host.thaw()
-        elif deed.action == "slow":
-            network.rate(index, deed.amount)
-        elif deed.action == "lose":
-            network.loss(index, deed.amount / 100)
-        elif deed.action == "hurry":
+        elif action.verb == "slow":
+            network.rate(index, action.amount)
+        elif action.verb == "lose":
+            network.loss(index, action.amount / 100)
+        elif action.verb == "hurry":
             network.rate(index, None)
             network.loss(index, 0)
         else:
-            number = signal.SIGKILL if deed.action == "kill agent of" else signal.SIGSTOP
+            number = signal.SIGKILL if action.verb == "kill agent of" else signal.SIGSTOP
             for pid in self._agent_pids(host):
                 host.signal(pid, number)
 

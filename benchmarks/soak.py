@@ -1,9 +1,9 @@
-"""A storm: a random worker is killed again and again, each is replaced. `make storm MINUTES=5 EVERY=15`.
+"""A soak run: a random worker is killed again and again, each is replaced. `make soak MINUTES=5 EVERY=15`.
 
 What is measured: samples per second in applied steps, as a part of what the workers that were there could have done
 without faults; and the longest time in which a worker applied no step. Jobs left in peace, with as many workers as
-there were in the storm, are measured in the same run: one before it and the others after it. What is checked: each
-sample once in each epoch, each step with its samples, equal parameters. A line is appended to a file for each storm.
+there were in the soak run, are measured in the same run: one before it and the others after it. What is checked: each
+sample once in each epoch, each step with its samples, equal parameters. A line is appended to a file for each soak run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks.storm_job import BATCH, SAMPLES, SEED
+from benchmarks.soak_job import BATCH, SAMPLES, SEED
 from farandole import __version__
 from farandole.testing.proof import Proof, Record
 from farandole.testing.running_job import RunningJob, all_training
 from tests.pure_order import global_batches
 
-SCRIPT = Path(__file__).parent / "storm_job.py"
-RESULTS = Path(__file__).parent / "results" / "storm.jsonl"
+SCRIPT = Path(__file__).parent / "soak_job.py"
+RESULTS = Path(__file__).parent / "results" / "soak.jsonl"
 STALL_S = 10.0
 _DEADLINE_S = 120.0
 _POLL_S = 0.01
@@ -37,7 +37,7 @@ _RARE = 0.005  # of the time: so many workers need no measurement of their own
 
 
 @dataclasses.dataclass(frozen=True)
-class Storm:
+class Soak:
     """What became of it. Times on the machine's monotonic clock, in nanoseconds.
 
     kills         when, and in which generation the victim was
@@ -54,16 +54,16 @@ class Storm:
 def main() -> int:
     options = _parse()
     peace = {options.workers: [rate_in_peace(options.workers, options.peace_s)]}
-    storm = raise_storm(options)
-    present = presence(storm)
+    soak = run_soak(options)
+    present = presence(soak)
     total_s = sum(present.values())
     for workers, seconds in sorted(present.items()):
         if workers == options.workers or seconds > _RARE * total_s:
             peace.setdefault(workers, []).append(rate_in_peace(workers, options.peace_s))
     rates = {workers: sum(each) / len(each) for workers, each in peace.items()}
     possible = sum(seconds * _rate(rates, workers) for workers, seconds in present.items())
-    applied = BATCH * len({r["after"] for r in storm.proof.records if "after" in r and _is_within(r, storm)})
-    wrong = violations(storm)
+    applied = BATCH * len({r["after"] for r in soak.proof.records if "after" in r and _is_within(r, soak)})
+    wrong = violations(soak)
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "version": __version__,
@@ -74,15 +74,15 @@ def main() -> int:
         "sample_ms": options.sample_ms,
         "every_s": options.every,
         "minutes": round(total_s / 60, 2),
-        "kills": len(storm.kills),
+        "kills": len(soak.kills),
         "applied_per_s": round(applied / total_s, 1),
         "possible_per_s": round(possible / total_s, 1),
         "ratio": round(applied / possible, 4),
         "in_peace_per_s": {workers: [round(each, 1) for each in found] for workers, found in peace.items()},
         "present_s": {workers: round(seconds, 1) for workers, seconds in sorted(present.items())},
-        "longest_stall_s": round(longest_stall_s(storm.proof), 3),
-        "steps": storm.proof.steps(),
-        "steps_redone": storm.proof.redone(),
+        "longest_stall_s": round(longest_stall_s(soak.proof), 3),
+        "steps": soak.proof.steps(),
+        "steps_redone": soak.proof.redone(),
         "violations": wrong,
     }
     print(json.dumps(result, indent=1))
@@ -91,10 +91,10 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def raise_storm(options: argparse.Namespace) -> Storm:
+def run_soak(options: argparse.Namespace) -> Soak:
     """Kill a worker every now and then. One that is due while fewer than two train waits for that."""
     chance, kills = random.Random(options.seed), list[tuple[int, int]]()
-    with tempfile.TemporaryDirectory(prefix="farandole-storm-") as name:
+    with tempfile.TemporaryDirectory(prefix="farandole-soak-") as name:
         folder, stop = Path(name), Path(name) / "stop"
         flags = ["-np", str(options.workers), "--restarts", "1000000", "--quiet", *options.flag]
         words = ["--stop", str(stop), "--sample-ms", str(options.sample_ms)]
@@ -118,12 +118,12 @@ def raise_storm(options: argparse.Namespace) -> Storm:
         output = (folder / "output").read_text(errors="replace")
         if code:
             raise RuntimeError(f"the job ended with exit code {code}:\n{output[-3000:]}")
-        return Storm(Proof(folder), kills, began, ended, output)
+        return Soak(Proof(folder), kills, began, ended, output)
 
 
 def rate_in_peace(workers: int, seconds: float) -> float:
     """Samples per second of a job to which nothing happens."""
-    with tempfile.TemporaryDirectory(prefix="farandole-storm-") as name:
+    with tempfile.TemporaryDirectory(prefix="farandole-soak-") as name:
         folder, stop = Path(name), Path(name) / "stop"
         flags = ["-np", str(workers), "--restarts", "0", "--quiet"]
         with RunningJob(flags, SCRIPT, ["--stop", str(stop)], folder, folder / "output") as job:
@@ -138,25 +138,25 @@ def rate_in_peace(workers: int, seconds: float) -> float:
         return BATCH * (len(times) - 1) / ((max(times) - min(times)) / 1e9)
 
 
-def presence(storm: Storm) -> dict[int, float]:
-    """For how many seconds of the storm how many workers were there: from a kill until the next generation there is one
-    less, and a newcomer is there once its generation has applied a step."""
-    sizes, first = storm.proof.generations(), dict[int, int]()
-    for record in storm.proof.records:
+def presence(soak: Soak) -> dict[int, float]:
+    """For how many seconds of the soak run how many workers were there: from a kill until the next generation there is
+    one less, and a newcomer is there once its generation has applied a step."""
+    sizes, first = soak.proof.generations(), dict[int, int]()
+    for record in soak.proof.records:
         if "after" in record:
             first[record["generation"]] = min(record["ns"], first.get(record["generation"], record["ns"]))
-    changes = [(at, 0, number) for number, at in first.items()] + [(at, 1, number) for at, number in storm.kills]
+    changes = [(at, 0, number) for number, at in first.items()] + [(at, 1, number) for at, number in soak.kills]
     found: dict[int, float] = defaultdict(float)
-    workers, generation, since = 0, 0, storm.began
+    workers, generation, since = 0, 0, soak.began
     for at, is_kill, number in sorted(changes):
-        at = min(max(at, storm.began), storm.ended)
+        at = min(max(at, soak.began), soak.ended)
         found[workers] += (at - since) / 1e9
         since = at
         if not is_kill:
             workers, generation = sizes[number], number
         elif number == generation:  # else the victim was a newcomer whose generation had applied nothing yet
             workers -= 1
-    found[workers] += (storm.ended - since) / 1e9
+    found[workers] += (soak.ended - since) / 1e9
     return {workers: seconds for workers, seconds in found.items() if seconds}
 
 
@@ -166,9 +166,9 @@ def longest_stall_s(proof: Proof) -> float:
     return max(gaps) / 1e9
 
 
-def violations(storm: Storm) -> list[str]:
+def violations(soak: Soak) -> list[str]:
     """Of what a job promises."""
-    proof, found = storm.proof, []
+    proof, found = soak.proof, []
     epochs = proof.epochs(SAMPLES)
     if not epochs.is_exact:
         found.append(f"samples lost {epochs.lost}, repeated {epochs.repeated}")
@@ -178,8 +178,8 @@ def violations(storm: Storm) -> list[str]:
         found.append(f"steps that did not train the samples of a job in peace: {sorted(different)[:10]}")
     if len({end["parameters"] for end in proof.ends()}) != 1:
         found.append("workers ended with different parameters")
-    if proof.redone() > len(storm.kills):
-        found.append(f"{proof.redone()} steps were done again, after {len(storm.kills)} kills")
+    if proof.redone() > len(soak.kills):
+        found.append(f"{proof.redone()} steps were done again, after {len(soak.kills)} kills")
     stall_s = longest_stall_s(proof)
     if stall_s > STALL_S:
         found.append(f"a worker applied no step for {stall_s:.1f} s")
@@ -199,8 +199,8 @@ def _can_lose_one(latest: dict[int, Record]) -> bool:
     return len(latest) >= 2 and all("after" in record or "before" in record for record in latest.values())
 
 
-def _is_within(record: Record, storm: Storm) -> bool:
-    return storm.began <= int(record["ns"]) < storm.ended
+def _is_within(record: Record, soak: Soak) -> bool:
+    return soak.began <= int(record["ns"]) < soak.ended
 
 
 def _sleep_until(ns: int) -> None:

@@ -26,7 +26,7 @@ class Connections:
     still_since_s: float | None
 
 
-class Prober:
+class LinkProbe:
     """A probe runs in a thread of its own, one at a time.
 
     budget_s     the detection budget: after half of it without a byte the neighbours are tried, and then after twice as

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from farandole.testing.faults.plan import OneWay, ToHost
+from farandole.testing.faults.fault_plan import OneWay, ToHost
 from farandole.testing.lab.cgroups import Cgroup
 from farandole.testing.lab.names import new_name
 from farandole.testing.lab.tools import LabError
@@ -17,14 +17,14 @@ Worker: TypeAlias = tuple[str, int]
 _ROOM_BYTES = 32 << 20
 
 
-class Ground(Protocol):
+class Backend(Protocol):
     def signal(self, worker: Worker, number: int) -> None:
         """Raises ProcessLookupError."""
 
     def starve(self, worker: Worker) -> bool:
         """Leave a worker almost no memory but what it has; False: that cannot be done here."""
 
-    def disturb(self, deed: ToHost | OneWay) -> None:
+    def disturb(self, action: ToHost | OneWay) -> None:
         """A fault of a host or of the network. Raises ValueError where there are no hosts."""
 
     def offer(self, slots: int) -> None:
@@ -49,8 +49,8 @@ class ThisMachine:
         self._groups += [group] if group is not None else []
         return group is not None
 
-    def disturb(self, deed: ToHost | OneWay) -> None:
-        raise ValueError(f"{str(deed)!r} takes a job on hosts of a lab; this one is on the machine itself")
+    def disturb(self, action: ToHost | OneWay) -> None:
+        raise ValueError(f"{str(action)!r} takes a job on hosts of a lab; this one is on the machine itself")
 
     def offer(self, slots: int) -> None:
         new = self.hosts_file.with_suffix(".new")

@@ -13,7 +13,7 @@ from farandole.parallel.nesting import together
 Scalars = Literal["mean", "sum", "each"]
 
 
-def join(outputs: Sequence[Any], samples: Sequence[int], dim: int, scalars: Scalars) -> Any:
+def merge(outputs: Sequence[Any], samples: Sequence[int], dim: int, scalars: Scalars) -> Any:
     """One output of the replicas' form.
 
     samples  how many each replica had: the weights of "mean"
@@ -37,7 +37,7 @@ def _joined(leaves: list[Any], path: str, samples: Sequence[int], dim: int, scal
         return torch.cat(leaves, dim)
     except (RuntimeError, IndexError) as error:
         raise ConfigError(
-            f"output{path} of the replicas cannot be joined along dimension {dim}: shapes "
+            f"output{path} of the replicas cannot be merged along dimension {dim}: shapes "
             f"{[tuple(leaf.shape) for leaf in leaves]}, for parts of {list(samples)} samples; {error}"
         ) from error
 

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
 from farandole.coordinator import DrainRequested, ScaleRequested, UndrainRequested
-from farandole.coordinator.requests import judge
+from farandole.coordinator.control_requests import judge
 from farandole.coordinator.status import describe
 from farandole.events import HostUndrained
 from farandole.messages import Dismissed

@@ -17,27 +17,27 @@ _MOST = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class RepeatedRound:
     """What follows, and the places in the cache, in the order of use."""
 
     decisions: tuple[Execute, ...]
     places: tuple[int, ...]
 
 
-class Plans:
+class RepeatedRounds:
     """Some rounds that were seen. They hold as long as the cache has the same in these places."""
 
     def __init__(self) -> None:
-        self._plans: dict[Repeated, Plan] = {}
+        self._repeated_rounds: dict[Repeated, RepeatedRound] = {}
         self._places: set[int] = set()
 
-    def get(self, repeated: Repeated) -> Plan | None:
-        return self._plans.get(repeated)
+    def get(self, repeated: Repeated) -> RepeatedRound | None:
+        return self._repeated_rounds.get(repeated)
 
-    def add(self, repeated: Repeated, plan: Plan) -> None:
-        if len(self._plans) >= _MOST:
+    def add(self, repeated: Repeated, plan: RepeatedRound) -> None:
+        if len(self._repeated_rounds) >= _MOST:
             self.clear()
-        self._plans[repeated] = plan
+        self._repeated_rounds[repeated] = plan
         self._places.update(plan.places)
 
     def forget_place(self, place: int) -> None:
@@ -46,5 +46,5 @@ class Plans:
             self.clear()
 
     def clear(self) -> None:
-        self._plans.clear()
+        self._repeated_rounds.clear()
         self._places.clear()

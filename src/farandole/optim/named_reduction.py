@@ -36,11 +36,11 @@ class Named:
     group: int | None = None
 
 
-_under_way: dict[str, InFlight] = {}
+_under_way: dict[str, NamedReduction] = {}
 """By name of a gradient. Two optimizers may use a name twice; then one is finished before the other begins."""
 
 
-class InFlight:
+class NamedReduction:
     """Some gradients of one optimizer. They must not be touched between submit() and finish().
 
     sparse_dims  by id of the parameter: how many dimensions of its sparse gradients are sparse; grows

@@ -1,4 +1,4 @@
-"""What trains in a storm: a small model. Each sample takes a moment, as on a device beside the processor."""
+"""What trains in a soak run: a small model. Each sample takes a moment, as on a device beside the processor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
     import torch.nn.functional as F
 
     import farandole as fd
-    from farandole.testing.records import Records
+    from farandole.testing.step_records import Records
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,12 +1,12 @@
-"""What a storm comes to, from records made up by hand."""
+"""What a soak run comes to, from records made up by hand."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from benchmarks.storm import Storm, longest_stall_s, presence, violations
-from benchmarks.storm_job import BATCH, SAMPLES, SEED
+from benchmarks.soak import Soak, longest_stall_s, presence, violations
+from benchmarks.soak_job import BATCH, SAMPLES, SEED
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
 from tests.pure_order import global_batches
@@ -14,7 +14,7 @@ from tests.pure_order import global_batches
 SECOND = 10**9
 
 
-def a_storm(folder: Path) -> Storm:
+def a_soak(folder: Path) -> Soak:
     """Two workers; one is killed after 10 s; the other goes on alone from 11 s on; a newcomer is killed before it has
     done anything, and from 16 s on there are two again."""
     batches = global_batches(SAMPLES, BATCH, SEED, 1)
@@ -31,25 +31,25 @@ def a_storm(folder: Path) -> Storm:
     lines.append({"end": len(batches), "parameters": "a", **common})
     folder.mkdir()
     (folder / "worker-1-here.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Storm(Proof(folder), [(10 * SECOND, 1), (15 * SECOND, 3)], 2 * SECOND, 20 * SECOND, "")
+    return Soak(Proof(folder), [(10 * SECOND, 1), (15 * SECOND, 3)], 2 * SECOND, 20 * SECOND, "")
 
 
 def test_who_was_there_when_is_counted(tmp_path: Path) -> None:
-    found = presence(a_storm(tmp_path / "a"))
+    found = presence(a_soak(tmp_path / "a"))
     assert {workers: round(seconds) for workers, seconds in found.items()} == {2: 8 + 4, 1: 6}
 
 
 def test_the_longest_stall_is_that_of_a_worker_which_goes_on(tmp_path: Path) -> None:
-    assert round(longest_stall_s(a_storm(tmp_path / "a").proof)) == 10
+    assert round(longest_stall_s(a_soak(tmp_path / "a").proof)) == 10
 
 
-def test_a_good_storm_violates_nothing_and_a_sample_in_the_wrong_step_is_found(tmp_path: Path) -> None:
-    storm = a_storm(tmp_path / "a")
-    assert [each for each in violations(storm) if "applied no step" not in each] == []
-    for record in storm.proof.records:
+def test_a_good_soak_violates_nothing_and_a_sample_in_the_wrong_step_is_found(tmp_path: Path) -> None:
+    soak = a_soak(tmp_path / "a")
+    assert [each for each in violations(soak) if "applied no step" not in each] == []
+    for record in soak.proof.records:
         if record.get("before") == 7:
             record["ids"] = record["ids"][1:]
-    said = " ".join(violations(storm))
+    said = " ".join(violations(soak))
     assert "samples lost" in said
     assert "in peace: [7]" in said
 

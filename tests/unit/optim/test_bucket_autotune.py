@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 
-from farandole.optim.bucket_trial import BucketTrial, fastest
+from farandole.optim.bucket_autotune import BucketAutotune, fastest
 
 
-def tried(seconds: dict[int, list[float | None]]) -> BucketTrial:
-    """A whole trial; each list begins with the turn that does not count."""
-    trial, turns = BucketTrial(list(seconds)), {size: iter(times) for size, times in seconds.items()}
-    while not trial.is_over:
-        trial.record(next(turns[trial.size]))
+def tried(seconds: dict[int, list[float | None]]) -> BucketAutotune:
+    """A whole autotune; each list begins with the turn that does not count."""
+    autotune, turns = BucketAutotune(list(seconds)), {size: iter(times) for size, times in seconds.items()}
+    while not autotune.is_over:
+        autotune.record(next(turns[autotune.size]))
     assert all(next(left, "none") == "none" for left in turns.values())
-    return trial
+    return autotune
 
 
 def test_all_have_as_many_turns_and_the_first_does_not_count() -> None:
-    trial = tried({7: [99, 1, 2, 3, 4, 5], 0: [99, 2, 2, 2, 2, 9]})
-    assert trial.medians_s() == [3, 2]
+    autotune = tried({7: [99, 1, 2, 3, 4, 5], 0: [99, 2, 2, 2, 2, 9]})
+    assert autotune.medians_s() == [3, 2]
 
 
 def test_what_was_not_measured_is_no_candidate() -> None:
-    trial = tried({7: [None] * 6, 0: [None, 4, None, 4, 4, 4]})
-    assert trial.medians_s() == [math.inf, 4]
-    assert fastest([7, 0], [trial.medians_s()] * 2) == 0
+    autotune = tried({7: [None] * 6, 0: [None, 4, None, 4, 4, 4]})
+    assert autotune.medians_s() == [math.inf, 4]
+    assert fastest([7, 0], [autotune.medians_s()] * 2) == 0
     assert fastest([7, 0], [[math.inf] * 2] * 2) == 7
 
 

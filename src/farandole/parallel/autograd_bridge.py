@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from farandole.errors import ConfigError
-from farandole.parallel.crew import Crew
+from farandole.parallel.thread_pool import ThreadPool
 
 Tensors = list[torch.Tensor]
 Gradients = Sequence["torch.Tensor | None"]
@@ -35,16 +35,16 @@ class Graph(NamedTuple):
     outs: Tensors
 
 
-def graft(crew: Crew, graphs: Sequence[Graph], is_shared: bool = False) -> list[Tensors]:
+def bridge(pool: ThreadPool, graphs: Sequence[Graph], is_shared: bool = False) -> list[Tensors]:
     """For each replica tensors as its `outs`, through which gradients flow to the masters, to any order."""
     masters = list({id(master): master for graph in graphs for master in graph.masters}.values())
     place_of = {id(master): place for place, master in enumerate(masters)}
     places = [[place_of[id(master)] for master in graph.masters] for graph in graphs]
     if not any(graph.outs for graph in graphs):
         return [[] for _ in graphs]
-    flat = _Replicas.apply(_Node(crew, graphs, places, masters, is_shared), *masters)  # type: ignore[no-untyped-call]
-    grafted = iter(flat)
-    return [[next(grafted) for _ in graph.outs] for graph in graphs]
+    flat = _Replicas.apply(_Node(pool, graphs, places, masters, is_shared), *masters)  # type: ignore[no-untyped-call]
+    bridged = iter(flat)
+    return [[next(bridged) for _ in graph.outs] for graph in graphs]
 
 
 def traced(masters: Tensors, leaves: Tensors, outs: Tensors) -> Graph:
@@ -90,9 +90,9 @@ class _Node:
     """
 
     def __init__(
-        self, crew: Crew, graphs: Sequence[Graph], places: list[list[int]], masters: Tensors, is_shared: bool
+        self, pool: ThreadPool, graphs: Sequence[Graph], places: list[list[int]], masters: Tensors, is_shared: bool
     ) -> None:
-        self.crew, self.places, self.masters, self.is_shared = crew, places, masters, is_shared
+        self.pool, self.places, self.masters, self.is_shared = pool, places, masters, is_shared
         self.graphs: Sequence[Graph] | None = graphs
 
 
@@ -118,7 +118,7 @@ class _Replicas(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *_with_graph(node, node.graphs, of_outs, needed)
         keeps = node.is_shared or torch._C._autograd._get_current_graph_task_keep_graph()
-        found = node.crew.run(
+        found = node.pool.run(
             [
                 partial(_pass, graph, outs, [needed[place] for place in places], keeps)
                 for graph, outs, places in zip(node.graphs, of_outs, node.places, strict=True)
@@ -126,7 +126,7 @@ class _Replicas(torch.autograd.Function):
         )
         if not keeps:
             node.graphs = None
-        return None, *_sum_in_place(node.crew, found, node.places, len(node.masters))
+        return None, *_sum_in_place(node.pool, found, node.places, len(node.masters))
 
 
 # One replica's pass -----------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _some(graph: Graph, outs: Tensors, grads: Tensors, needed: Sequence[bool], k
 # The sum of all ---------------------------------------------------------------------------------------------------
 
 
-def _sum_in_place(crew: Crew, found: Sequence[Gradients], places: list[list[int]], count: int) -> Gradients:
+def _sum_in_place(pool: ThreadPool, found: Sequence[Gradients], places: list[list[int]], count: int) -> Gradients:
     """Into the first replica's gradient of each master, in the order of the replicas."""
     totals: list[torch.Tensor | None] = [None] * count
     more: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -178,7 +178,7 @@ def _sum_in_place(crew: Crew, found: Sequence[Gradients], places: list[list[int]
     if byte_count < _PARALLEL_SUM_BYTES:
         _add(more)
     else:
-        crew.run([partial(_add, pairs) for pairs in _divided(more, crew.size, byte_count)])
+        pool.run([partial(_add, pairs) for pairs in _divided(more, pool.size, byte_count)])
     return totals
 
 
@@ -216,7 +216,7 @@ def _with_graph(
         leaves = [grad.detach().requires_grad_(grad.requires_grad) for grad in given]
         second.append((given, leaves))
         tasks.append(partial(_some, graph, outs, leaves, [needed[place] for place in places], True, True))
-    found = node.crew.run(tasks)
+    found = node.pool.run(tasks)
     inner = [
         traced(
             graph.masters + [grad for grad in given if grad.requires_grad],
@@ -226,8 +226,8 @@ def _with_graph(
         for graph, (given, leaves), grads in zip(graphs, second, found, strict=True)
     ]
     totals: list[torch.Tensor | None] = [None] * len(node.masters)
-    for grads, grafted, places in zip(found, graft(node.crew, inner, is_shared=True), node.places, strict=True):
-        new = iter(grafted)
+    for grads, bridged, places in zip(found, bridge(node.pool, inner, is_shared=True), node.places, strict=True):
+        new = iter(bridged)
         for place, grad in zip(places, grads, strict=True):
             if grad is None:
                 continue

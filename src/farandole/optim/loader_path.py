@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from farandole.errors import RecoverableError, StepError
+from farandole.optim.local_gradients import LocalGradients
 from farandole.optim.options import Options
-from farandole.optim.own_gradients import OwnGradients
 from farandole.optim.own_methods import protect
 from farandole.optim.passes import Passes
 from farandole.optim.scaled_step import STEPPED_TWICE, call_dropped, refuse_closure
@@ -22,7 +22,7 @@ from farandole.state import boundary, step
 from farandole.state.global_batch import Batch
 
 
-class NativePath:
+class LoaderPath:
     """
     parameters  gives all of the optimizer's as they are now
     names       gives those that it knows of, and what they are called
@@ -55,7 +55,7 @@ class NativePath:
         self._filled: set[int] = set()  # parameters whose gradient of this global batch is taken
         self._is_reduced = self._has_stepped = False
         self._is_again = False  # another pass goes on top of gradients that are reduced
-        self._flies = False  # in this pass: what is complete is reduced while backward goes on
+        self._overlaps = False  # in this pass: what is complete is reduced while backward goes on
         self._is_last = False  # this pass is of the last micro-batch
         self._has_passed = False  # a pass of this loop body is in, and step() was not called since
         self._is_closed = False  # step() was called in this loop body, and more micro-batches follow
@@ -75,26 +75,26 @@ class NativePath:
             parameter.grad = None
             return
         gradients, key = self._reduction.gradients, id(parameter)
-        if isinstance(gradients, OwnGradients):
+        if isinstance(gradients, LocalGradients):
             self.waits_in = batch
             return
         gradients.put(parameter, self._factor, adds=key in self._filled, is_final=self._is_last)
         self._filled.add(key)
-        if self._flies:
+        if self._overlaps:
             gradients.arrived(parameter)
 
     def _open_pass(self, batch: Batch) -> None:
         self._notice(batch)
         self._reduction.refuse_half_reduced()
         self._factor = self._weights.record(batch)
-        self._flies, self._is_last = False, batch.is_last
+        self._overlaps, self._is_last = False, batch.is_last
         if not self._has_stepped and not self._is_closed and not batch.is_padding:
             if self._is_reduced:
                 self._begin_again(batch)
             else:
                 if batch.index > 0 and step.is_shared() and self._before is None:
                     self._before = self._reduction.copies(), set(self._filled)
-                self._flies = self._is_last and step.state() == "open" and self._reduction.begin_flight(batch)
+                self._overlaps = self._is_last and step.state() == "open" and self._reduction.begin_overlap(batch)
             self._has_passed = True
         self._pass_is_open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._close_pass)
@@ -174,7 +174,7 @@ class NativePath:
     def _complete(self) -> None:
         """What no pass of this global batch has left a gradient for has one of zeros."""
         gradients = self._reduction.gradients
-        if isinstance(gradients, OwnGradients):
+        if isinstance(gradients, LocalGradients):
             gradients.settle(self._factor if self._has_passed else 0.0)
         elif len(self._filled) < len(gradients.parameters):
             for parameter in gradients.parameters:
@@ -185,9 +185,9 @@ class NativePath:
                 else:
                     gradients.zero(parameter)
 
-    def end_flight(self, reason: str) -> None:
+    def end_overlap(self, reason: str) -> None:
         """Nothing is being reduced in the background any more when it returns."""
-        self._reduction.end_flight(reason)
+        self._reduction.end_overlap(reason)
 
     # From gradient to step -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-Phase: TypeAlias = Literal["start", "join", "regroup", "sync"]
+FaultPhase: TypeAlias = Literal["start", "join", "regroup", "sync"]
 WorkerAction: TypeAlias = Literal[
     "kill", "segfault", "abort", "exit", "raise", "starve", "stop", "continue", "hold", "hang", "leave"
 ]
@@ -24,7 +24,7 @@ HostAction: TypeAlias = Literal[
 ]
 Who: TypeAlias = Literal["any", "source", "newcomer", "two", "all but one", "the same"]
 
-PHASES: tuple[str, ...] = get_args(Phase)
+PHASES: tuple[str, ...] = get_args(FaultPhase)
 WORKER_ACTIONS: tuple[str, ...] = get_args(WorkerAction)
 HOST_ACTIONS: tuple[str, ...] = get_args(HostAction)
 WHO: tuple[str, ...] = get_args(Who)
@@ -64,7 +64,7 @@ class During:
     sync     a generation starts: its workers connect, and copy the state from the source
     """
 
-    phase: Phase
+    phase: FaultPhase
 
     def __str__(self) -> str:
         return f"during {self.phase}"
@@ -80,7 +80,7 @@ class After:
         return f"after {self.delay_s:g} s"
 
 
-Moment: TypeAlias = AtStep | AtLastStepOf | During | After
+Trigger: TypeAlias = AtStep | AtLastStepOf | During | After
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ class ToWorkers:
              yet; two; all but one; the same, who was hit by the fault before
     """
 
-    action: WorkerAction
+    verb: WorkerAction
     whom: int | Who
 
     def __str__(self) -> str:
-        return f"{self.action} {f'rank {self.whom}' if isinstance(self.whom, int) else self.whom}"
+        return f"{self.verb} {f'rank {self.whom}' if isinstance(self.whom, int) else self.whom}"
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class ToHost:
     kill agent of, stop agent of
     """
 
-    action: HostAction
+    verb: HostAction
     host: int
     amount: float = 0.0
 
     def __str__(self) -> str:
-        unit = {"slow": " to {:g} mbit", "lose": " {:g} percent"}.get(self.action, "")
-        return f"{self.action} host {self.host}{unit.format(self.amount)}"
+        unit = {"slow": " to {:g} mbit", "lose": " {:g} percent"}.get(self.verb, "")
+        return f"{self.verb} host {self.host}{unit.format(self.amount)}"
 
 
 @dataclass(frozen=True)
@@ -139,36 +139,36 @@ class OneWay:
 class AddWorker:
     """Room for one more."""
 
-    action: Literal["add a worker"] = "add a worker"
+    verb: Literal["add a worker"] = "add a worker"
 
     def __str__(self) -> str:
-        return self.action
+        return self.verb
 
 
-Deed: TypeAlias = ToWorkers | ToHost | OneWay | AddWorker
+Action: TypeAlias = ToWorkers | ToHost | OneWay | AddWorker
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`late_ms`: so long after the moment."""
+    """`late_ms`: so long after the trigger."""
 
-    moment: Moment
-    deed: Deed
+    trigger: Trigger
+    action: Action
     late_ms: float = 0.0
 
     def __str__(self) -> str:
         late = f" + {self.late_ms:g} ms" if self.late_ms else ""
-        return f"{self.moment}{late}: {self.deed}"
+        return f"{self.trigger}{late}: {self.action}"
 
     @property
     def kind(self) -> str:
         """For counting: what is done, and in which phase when that matters."""
-        what: str = "one way" if isinstance(self.deed, OneWay) else self.deed.action
-        if isinstance(self.deed, ToWorkers) and self.deed.whom in ("two", "all but one", "newcomer", "source"):
-            what += f" {self.deed.whom}"
-        if isinstance(self.moment, During):
-            what += f" during {self.moment.phase}"
-        return what + " at the end of an epoch" * isinstance(self.moment, AtLastStepOf)
+        what: str = "one way" if isinstance(self.action, OneWay) else self.action.verb
+        if isinstance(self.action, ToWorkers) and self.action.whom in ("two", "all but one", "newcomer", "source"):
+            what += f" {self.action.whom}"
+        if isinstance(self.trigger, During):
+            what += f" during {self.trigger.phase}"
+        return what + " at the end of an epoch" * isinstance(self.trigger, AtLastStepOf)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from farandole.worker.job import Job
 logger = logging.getLogger("farandole")
 
 
-class Office(Protocol):
+class CheckpointAuthority(Protocol):
     """settings  as the workers have to know them"""
 
     settings: CheckpointEnv
@@ -43,7 +43,7 @@ class Office(Protocol):
     def close(self) -> None: ...
 
 
-class JobOffice:
+class CoordinatorAuthority:
     """The coordinator of `farandole run` knows who is a member. What a later job has taken, only the folder knows."""
 
     def __init__(self, job: Job, settings: CheckpointEnv) -> None:
@@ -69,7 +69,7 @@ class JobOffice:
         """Nothing is held here."""
 
 
-class OwnOffice:
+class LocalAuthority:
     """Without a coordinator (torchrun, mpirun, srun, or alone) rank 0 is the same process until the job ends. It takes
     the folder itself, and gives it back when the elastic function has returned, or with its life."""
 

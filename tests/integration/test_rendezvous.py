@@ -13,7 +13,7 @@ from farandole.clock import now_s
 from farandole.env import FixedEnv
 from farandole.errors import ConfigError, JobEnded
 from farandole.membership import Address
-from farandole.worker.fixed_size import MemoryBarrier
+from farandole.worker.fixed_size import Rendezvous
 from tests.jobs import SCRIPTS
 
 HERE = Address("127.0.0.1", 1)
@@ -28,40 +28,40 @@ def a_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_the_meeting_point_is_open_to_this_machine_only() -> None:
+def test_the_rendezvous_is_open_to_this_machine_only() -> None:
     port = a_free_port()
-    barrier = MemoryBarrier(fixed(0, port), timeout_s=10)
+    rendezvous = Rendezvous(fixed(0, port), timeout_s=10)
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):  # another address of this machine stands for the network
         socket.create_connection(("127.0.0.2", port), timeout=5)
-    del barrier
+    del rendezvous
 
 
 def test_a_port_in_use_is_said_by_the_rank_that_wanted_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(JobEnded, match=rf"rank 0 of 2 .* cannot serve .*:{port} .*in use.*MASTER_PORT"):
-            MemoryBarrier(fixed(0, port), timeout_s=5)
+            Rendezvous(fixed(0, port), timeout_s=5)
 
 
 def test_a_stranger_that_accepts_and_says_nothing_holds_nobody_for_ever() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         before = now_s()
         with pytest.raises(JobEnded, match=r"rank 1 of 2 .* cannot reach"):
-            MemoryBarrier(fixed(1, stranger.getsockname()[1]), timeout_s=0.3)
+            Rendezvous(fixed(1, stranger.getsockname()[1]), timeout_s=0.3)
         assert now_s() - before < 10
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    barrier = MemoryBarrier(fixed(0, a_free_port(), size=4, local_size=4), timeout_s=0.3)
+    rendezvous = Rendezvous(fixed(0, a_free_port(), size=4, local_size=4), timeout_s=0.3)
     with pytest.raises(JobEnded, match=r"ranks that did not come: \[1, 2, 3\]"):
-        barrier.meet(HERE)
+        rendezvous.meet(HERE)
 
 
 def test_workers_on_several_hosts_are_told_that_they_cannot_reach_each_other() -> None:
-    barrier = MemoryBarrier(fixed(0, a_free_port(), size=4, local_size=2), timeout_s=5)
+    rendezvous = Rendezvous(fixed(0, a_free_port(), size=4, local_size=2), timeout_s=5)
     with pytest.raises(ConfigError, match="several hosts are not possible yet"):
-        barrier.meet(HERE)
+        rendezvous.meet(HERE)
 
 
 def test_ranks_that_leave_meet_again() -> None:

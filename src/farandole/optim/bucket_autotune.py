@@ -13,10 +13,10 @@ _WORTHWHILE = 0.97
 """Another size than the first one is taken when it needs less than this part of its time: the rest is noise."""
 
 
-class BucketTrial:
+class BucketAutotune:
     """The turns of one generation, the same on all ranks: who asks what comes next counts reductions, not seconds.
 
-    sizes  least bytes of a bucket; the first one is what would be chosen without a trial
+    sizes  least bytes of a bucket; the first one is what would be chosen without the autotune
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -1,4 +1,5 @@
-"""Threads that compute the parts of one batch at the same time. data_parallel.py and grafting.py give them work."""
+"""Threads that compute the parts of one batch at the same time. data_parallel.py and autograd_bridge.py give them
+work."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch
 T = TypeVar("T")
 
 
-class Crew:
+class ThreadPool:
     """`size` threads, with the calling one. The others start when they are first needed, and end with this object.
 
     Tasks see the caller's grad mode, inference mode, autocast and context variables. While several run, the threads
@@ -30,8 +31,8 @@ class Crew:
         self._process = os.getpid()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Crew], tuple[int]]:
-        return Crew, (self.size,)  # a copy has threads of its own
+    def __reduce__(self) -> tuple[type[ThreadPool], tuple[int]]:
+        return ThreadPool, (self.size,)  # a copy has threads of its own
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """What each task returns. At most `size` tasks; the first one runs in the calling thread.
