@@ -90,20 +90,20 @@ class OwnStatusPage:
         self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
         os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)
 
-    def say_phase(self, phase: int) -> None:
+    def set_phase(self, phase: int) -> None:
         words = self._words
         words[_PHASE] = phase
         words[_COUNT] += 1
 
-    def say_place(self, generation: int, step: int) -> None:
+    def set_step(self, generation: int, step: int) -> None:
         words = self._words
         words[_GENERATION], words[_STEP] = generation, step
         words[_COUNT] += 1
 
-    def say_that_it_moves(self) -> None:
+    def report_progress(self) -> None:
         self._words[_COUNT] += 1
 
-    def say_that_it_can_dump(self) -> None:
+    def enable_dump(self) -> None:
         self._words[_CAN_DUMP] = 1
 
 

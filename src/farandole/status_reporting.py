@@ -26,7 +26,7 @@ _phase = Phase.OUTSIDE
 _main = threading.main_thread().ident
 
 
-def open_page(path: str, *, gives_exit_notice: bool) -> None:
+def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
     """From now on the agent sees where this worker is. To be called by the main thread; by another one, or when the
     page cannot be opened, it stays unseen, which takes nothing from the worker.
 
@@ -39,38 +39,38 @@ def open_page(path: str, *, gives_exit_notice: bool) -> None:
     with contextlib.suppress(OSError):
         page = OwnStatusPage(path)
         faulthandler.register(DUMP_SIGNAL, page.descriptor, all_threads=True, chain=False)
-        page.say_that_it_can_dump()
-        page.say_phase(_phase)
+        page.enable_dump()
+        page.set_phase(_phase)
         _page = page
         if gives_exit_notice and exit_notice.is_supported():
             exit_notice.lock(page.memory, MUTEX_AT)
 
 
-def say(phase: Phase) -> Phase:
+def set_phase(phase: Phase) -> Phase:
     """The main thread is in this phase from now on; gives the one before. Threads beside it change nothing."""
     global _phase
     before = _phase
     if before != phase and (threading.get_ident() == _main or _is_of_autograd()):
         _phase = phase
         if _page is not None:
-            _page.say_phase(phase)
+            _page.set_phase(phase)
     return before
 
 
-def say_place(generation: int, step: int) -> None:
+def set_step(generation: int, step: int) -> None:
     """So many steps are decided, and this is the generation."""
     if _page is not None:
-        _page.say_place(generation, step)
+        _page.set_step(generation, step)
 
 
-def say_that_it_moves() -> None:
+def report_progress() -> None:
     """Something has been achieved: a boundary was passed, a batch evaluated."""
     if _page is not None:
-        _page.say_that_it_moves()
+        _page.report_progress()
 
 
-class In:
-    """`with In(phase):` the main thread is in this phase, and then in the one before again."""
+class InPhase:
+    """`with InPhase(phase):` the main thread is in this phase, and then in the one before again."""
 
     __slots__ = ("_before", "_phase")
 
@@ -78,16 +78,16 @@ class In:
         self._phase = phase
 
     def __enter__(self) -> None:
-        self._before = say(self._phase)
+        self._before = set_phase(self._phase)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        say(self._before)
+        set_phase(self._before)
 
 
-class Waiting(In):
-    """`with Waiting():` the main thread waits for other workers."""
+class WaitingForPeers(InPhase):
+    """`with WaitingForPeers():` the main thread waits for other workers."""
 
     __slots__ = ()
 

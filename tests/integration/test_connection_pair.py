@@ -121,7 +121,7 @@ class Looks:
         receive, wait = ConnectionPair._receive, ConnectionPair._wait
 
         def looked(pair: ConnectionPair, wanted: memoryview) -> int | str:
-            received = receive(connection_pair, wanted)
+            received = receive(pair, wanted)
             self.in_vain += received == 0
             if self.in_vain == 1000:
                 neighbours.previous.send(b"hello")
@@ -130,7 +130,7 @@ class Looks:
         def slept(pair: ConnectionPair, **what: bool) -> None:
             self.sleeps += 1
             neighbours.previous.send(b"hello")
-            wait(connection_pair, **what)
+            wait(pair, **what)
 
         monkeypatch.setattr(ConnectionPair, "_receive", looked)
         monkeypatch.setattr(ConnectionPair, "_wait", slept)

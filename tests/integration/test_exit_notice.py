@@ -28,7 +28,7 @@ HURT_JOB = SCRIPTS / "hurt_job.py"
 OPEN_PAGE = """
 import os, signal, sys, threading, ctypes
 from farandole import status_reporting
-status_reporting.open_page(sys.argv[1], gives_exit_notice=True)
+status_reporting.open_status_page(sys.argv[1], gives_exit_notice=True)
 """
 
 
@@ -109,7 +109,7 @@ def test_a_hint_from_a_process_that_lives_is_found_out() -> None:
 def test_a_thread_that_opens_a_page_says_nothing() -> None:
     page = StatusPage()
     code = "import sys, threading\nfrom farandole import status_reporting\n"
-    code += "open_page, notice = status_reporting.open_page, {'gives_exit_notice': True}\n"
+    code += "open_page, notice = status_reporting.open_status_page, {'gives_exit_notice': True}\n"
     code += "t = threading.Thread(target=open_page, args=(sys.argv[1],), kwargs=notice)\n"
     code += "t.start(); t.join()"
     subprocess.run([sys.executable, "-c", code, page.path], check=True, timeout=DEADLINE_S)

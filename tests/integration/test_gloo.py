@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.collectives.buffers import dtype_code
 from farandole.collectives.gloo.gloo_builder import use_gloo
 from farandole.collectives.gloo.gloo_transport import GlooTransport
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.tensor_bytes import dtype_code
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training

@@ -19,7 +19,7 @@ from farandole.errors import ConfigError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits
 from farandole.heartbeat_datagram import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.launch.agent import EndOfService, Service
-from farandole.launch.joining import CannotJoin, JoiningAgent, JoinOptions
+from farandole.launch.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.membership import Address
 from farandole.messages import (
     AgentHello,

@@ -17,7 +17,7 @@ from tests.integration.test_mail import p2p_group
 from farandole.collectives.alone import AloneTransport
 from farandole.launch import fork_server_process
 from farandole.launch.guard import Guard
-from farandole.launch.writer import write_all
+from farandole.launch.nonblocking_writer import write_all
 from farandole.testing.thread_world import ThreadWorld
 
 DEADLINE_S = 20.0

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from farandole.collectives.buffers import DTYPES
 from farandole.collectives.handshake import PROOF_BYTES, REPLY_BYTES, Introduction
 from farandole.collectives.listener import DataListener
 from farandole.collectives.p2p.incoming import CHANNEL
@@ -18,6 +17,7 @@ from farandole.collectives.p2p.p2p_transport import P2PTransport
 from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import OnBroken
+from farandole.collectives.tensor_bytes import DTYPES
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
 from tests.rings import KEY, in_threads

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from farandole.collectives.buffers import DTYPES
 from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from tests import rings

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.data.boundary import SoloBoundary
 from farandole.data.index_stream import IndexStream
 from farandole.data.loader import DataLoader
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.data.partition import Layout, batches, even_slice, global_batch_range, make_global_batch, micro_batches
 from farandole.data.permutation import Permutation
@@ -227,7 +227,7 @@ class Numbers:
         return index
 
 
-class Worker(SoloBoundary):
+class Worker(NoLoaderHooks):
     """A training loop as a user writes it, which stops for the simulation at every batch and after every
     epoch. It is the Boundary of its own loader."""
 
@@ -243,7 +243,7 @@ class Worker(SoloBoundary):
             max_local_batch=layout.max_local_batch,
             min_local_batch=layout.min_local_batch,
         )
-        self.loader.boundary = self
+        self.loader.hooks = self
         self.run = self._train()
 
     def _train(self) -> Iterator[str]:

@@ -31,7 +31,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
     from chaos_data import Numbers
 
     import farandole as fd
-    from farandole.status_reporting import say_that_it_moves
+    from farandole.status_reporting import report_progress
     from farandole.testing.quick_start import without_compiler
     from farandole.testing.step_records import Records
 
@@ -59,7 +59,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
             if left_s <= 0:
                 return
             time.sleep(min(left_s, 0.01))
-            say_that_it_moves()  # the step timeout is not for what the pace asks
+            report_progress()  # the step timeout is not for what the pace asks
 
     @fd.elastic.run
     def run(state: fd.elastic.TorchState) -> float:

@@ -114,7 +114,7 @@ def test_there_are_files_to_check() -> None:
         ("coordinator/a.py", "from farandole.worker import link", "coordinator imports farandole.worker.link"),
         ("worker/a.py", "from farandole.coordinator.job import Job", "worker imports farandole.coordinator.job.Job"),
         ("state/a.py", "def f():\n    from farandole.data import loader", "state imports farandole.data.loader"),
-        ("launch/a.py", "from farandole.testing import records", "launch imports farandole.testing.step_records"),
+        ("launch/a.py", "from farandole.testing import records", "launch imports farandole.testing.records"),
         ("data/a.py", '"""Order. Pure."""\nimport threading', "a pure file imports threading"),
         ("data/a.py", '"""Pure: no clock."""\nimport socket', "a pure file imports socket"),
         ("data/a.py", "import os\nx = os.environ", "reads os.environ"),

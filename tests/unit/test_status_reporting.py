@@ -12,7 +12,7 @@ import pytest
 
 from farandole import status_reporting
 from farandole.status_page import PAGE_BYTES, STACKS_AT, OwnStatusPage, StatusPage
-from farandole.status_reporting import In, Waiting
+from farandole.status_reporting import InPhase, WaitingForPeers
 from farandole.worker_status import Phase, WorkerStatus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
@@ -25,7 +25,7 @@ def run(page: StatusPage, code: str) -> str:
     begin = (
         "import os, sys, threading\nfrom farandole import status_reporting\nfrom farandole.worker_status import Phase\n"
     )
-    begin += "status_reporting.open_page(sys.argv[1], gives_exit_notice=False)\n"
+    begin += "status_reporting.open_status_page(sys.argv[1], gives_exit_notice=False)\n"
     done = subprocess.run(
         [sys.executable, "-c", begin + code, page.path], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
@@ -39,17 +39,17 @@ def test_nothing_is_seen_before_the_worker_says_something() -> None:
 def test_what_is_stored_is_seen() -> None:
     page = StatusPage()
     own = OwnStatusPage(page.path)
-    own.say_phase(Phase.WAITING)
-    own.say_place(3, 41)
+    own.set_phase(Phase.WAITING)
+    own.set_step(3, 41)
     assert page.look() == WorkerStatus(2, 3, 41, Phase.WAITING)
-    own.say_that_it_moves()
+    own.report_progress()
     assert page.look() == WorkerStatus(3, 3, 41, Phase.WAITING)
 
 
 def test_nonsense_is_not_seen() -> None:
     page = StatusPage()
     own = OwnStatusPage(page.path)
-    own.say_phase(77)
+    own.set_phase(77)
     assert page.look() is None
 
 
@@ -109,11 +109,11 @@ def test_pages_that_come_and_go_leave_nothing_open() -> None:
 def test_phases_end_with_the_one_before_also_after_an_error() -> None:
     page = StatusPage()
     code = """
-status_reporting.say(Phase.USER)
+status_reporting.set_phase(Phase.USER)
 try:
-    with status_reporting.In(Phase.REGROUPING):
-        with status_reporting.Waiting():
-            with status_reporting.Waiting():
+    with status_reporting.InPhase(Phase.REGROUPING):
+        with status_reporting.WaitingForPeers():
+            with status_reporting.WaitingForPeers():
                 print(status_reporting._phase.name)
         print(status_reporting._phase.name)
         raise KeyError
@@ -129,9 +129,9 @@ except KeyError:
 def test_what_other_threads_wait_for_is_not_where_the_worker_is() -> None:
     page = StatusPage()
     code = """
-status_reporting.say(Phase.USER)
+status_reporting.set_phase(Phase.USER)
 def wait():
-    with status_reporting.Waiting():
+    with status_reporting.WaitingForPeers():
         print(status_reporting._phase.name)
 thread = threading.Thread(target=wait)
 thread.start()
@@ -143,10 +143,10 @@ thread.join()
 def test_a_loader_process_does_not_say_where_its_worker_is() -> None:
     page = StatusPage()
     code = """
-status_reporting.say(Phase.USER)
+status_reporting.set_phase(Phase.USER)
 if os.fork() == 0:
-    status_reporting.say(Phase.WAITING)
-    status_reporting.say_place(9, 9)
+    status_reporting.set_phase(Phase.WAITING)
+    status_reporting.set_step(9, 9)
     os._exit(0)
 os.wait()
 """
@@ -156,16 +156,17 @@ os.wait()
 
 def test_a_page_that_is_not_there_takes_nothing_from_the_worker() -> None:
     code = "import sys\nfrom farandole import status_reporting\n"
-    code += "status_reporting.open_page('/proc/self/fd/99', gives_exit_notice=True)\nprint(status_reporting.say(1))"
+    code += "status_reporting.open_status_page('/proc/self/fd/99', gives_exit_notice=True)\n"
+    code += "print(status_reporting.set_phase(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.split() == ["0"]
 
 
 def test_without_a_page_everything_may_be_said() -> None:
-    with In(Phase.USER), Waiting():
-        status_reporting.say_place(1, 2)
-        status_reporting.say_that_it_moves()
-    assert status_reporting.say(Phase.OUTSIDE) is Phase.OUTSIDE
+    with InPhase(Phase.USER), WaitingForPeers():
+        status_reporting.set_step(1, 2)
+        status_reporting.report_progress()
+    assert status_reporting.set_phase(Phase.OUTSIDE) is Phase.OUTSIDE
 
 
 def test_a_store_costs_some_microseconds_at_most() -> None:
@@ -176,12 +177,12 @@ import json, time
 n = 20000
 begin = time.process_time()
 for _ in range(n):
-    with status_reporting.Waiting():
+    with status_reporting.WaitingForPeers():
         pass
 waiting = time.process_time() - begin
 begin = time.process_time()
 for _ in range(n):
-    status_reporting.say_place(1, 2)
+    status_reporting.set_step(1, 2)
 print(json.dumps([waiting / n, (time.process_time() - begin) / n]))
 """
     waiting_s, place_s = json.loads(run(page, code))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from farandole.checkpoint.values import to_json
+from farandole.checkpoint.json_values import to_json
 from farandole.membership import Progress
 from farandole.state.background_copy import BackgroundCopy
 from farandole.state.deep_copy import tensors_in

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from farandole.collectives.buffers import combiner, flat_on_its_device
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import combiner, flat_on_its_device
 from farandole.errors import GenerationEnded
 from farandole.readiness import can_read
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from farandole.clock import now_s
 from farandole.collectives.ring_schedules import Outgoing, Schedule
 from farandole.errors import CollectiveMismatch
-from farandole.status_reporting import say_that_it_moves
+from farandole.status_reporting import report_progress
 
 _SLICE_MS = 1000
 _BUFFERS_PER_SEND = 16
@@ -222,7 +222,7 @@ class ConnectionPair:
             self._poll.register(self._next_fd, select.POLLIN | (select.POLLOUT if wants_to_send else 0))
         events = self._poll.poll(self._slice_ms)
         if events:
-            say_that_it_moves()  # however slowly
+            report_progress()  # however slowly
         elif self._check is not None:
             self._check()
         for descriptor, event in events:

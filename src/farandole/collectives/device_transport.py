@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 
-from farandole.collectives.buffers import combiner, dtype_code, flat_on_its_device
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.staging import StagedTransport
-from farandole.collectives.torch_groups.operations import GroupOperations, TorchGroup
+from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_on_its_device
+from farandole.collectives.torch_groups.group_operations import GroupOperations, TorchGroup
 from farandole.errors import ConfigError
 
 _OPERATIONS = (Operation.ALL_REDUCE_ON_DEVICE, Operation.BROADCAST_ON_DEVICE)

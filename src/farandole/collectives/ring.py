@@ -13,7 +13,6 @@ import torch
 
 from farandole.clock import now_s
 from farandole.collectives.algorithm import Algorithm, algorithm
-from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.connection_pair import Broken, ConnectionPair, Interruption, PeerCalled
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, sequence_of
@@ -27,9 +26,10 @@ from farandole.collectives.ring_schedules import (
     gather_around,
     reduce_around,
 )
+from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Peer
-from farandole.status_reporting import Waiting
+from farandole.status_reporting import WaitingForPeers
 
 OnBroken = Callable[[str, str, str], None]
 """on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""
@@ -240,7 +240,7 @@ class RingTransport:
         if isinstance(interruption, PeerCalled) and self._abort_reason is None:
             outgoing: Outgoing = deque()
             schedule = compare_around(outgoing, self._agreement(header))
-            with Waiting():
+            with WaitingForPeers():
                 broken = self._connections.move(outgoing, schedule, is_done_when_received=False)
             assert broken is not None, "comparing ends only by an error"
             interruption = broken
@@ -272,7 +272,7 @@ class RingTransport:
         self._raise_if_ended(op)
         self._sequence = header.sequence
         try:
-            with Waiting():
+            with WaitingForPeers():
                 broken = self._connections.move(outgoing, schedule, is_done_when_received=is_done_when_received)
         except CollectiveMismatch as error:
             self._end_by_mismatch(str(error))

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from farandole.collectives.buffers import byte_view
 from farandole.collectives.chunks import blocks, chunk_bounds
 from farandole.collectives.ring_header import HEADER_BYTES, Header, describe_packed
+from farandole.collectives.tensor_bytes import byte_view
 from farandole.errors import CollectiveMismatch
 
 BLOCK_BYTES = 1 << 20

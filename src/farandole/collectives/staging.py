@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from farandole.collectives.buffers import flat_on_its_device
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import flat_on_its_device
 from farandole.collectives.transport import Transport
 
 

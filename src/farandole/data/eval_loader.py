@@ -14,7 +14,7 @@ from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.partition import even_slice
 from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import DataError, StepError
-from farandole.status_reporting import say_that_it_moves
+from farandole.status_reporting import report_progress
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -104,7 +104,7 @@ class EvalLoader:
                 raise StepError(
                     "the workers have changed within an evaluation; finish it before the next training batch"
                 )
-            say_that_it_moves()
+            report_progress()
             yield data
 
     def close(self) -> None:

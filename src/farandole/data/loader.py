@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.data import torch_arguments
 from farandole.data.augmentation import with_places
-from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
 from farandole.data.compiled import has_compiled
 from farandole.data.epoch import Epoch, EpochRecord
 from farandole.data.index_stream import IndexedBatch, IndexStream
+from farandole.data.loader_hooks import LoaderHooks, NoLoaderHooks
 from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.orders import Order, Sequential, Shuffled
 from farandole.data.padding import Padding
@@ -139,7 +139,7 @@ class DataLoader:
         self.dataset, self.seed = dataset, seed
         self.epoch = 0
         self.cursor = 0
-        self.boundary: Boundary = SoloBoundary()
+        self.hooks: LoaderHooks = NoLoaderHooks()
         self.batch: Batch | None = None
         self.indices: list[int] = []
         self._is_pending = False  # a batch is out whose global batch is not committed
@@ -199,14 +199,14 @@ class DataLoader:
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
-                self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
+                self.hooks.reach()  # what an aborted loop body has decided, `break` too, does not count
                 continue
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self._has_to_leave and not self._leave():
                 continue
-            if self.boundary.reach_epoch_end():
+            if self.hooks.reach_epoch_end():
                 self._advance()
-                self.boundary.begin_epoch()
+                self.hooks.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
@@ -227,7 +227,7 @@ class DataLoader:
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
             return data
-        self.boundary.reach()
+        self.hooks.reach()
         goes_on = self._settle()
         while not goes_on and self.is_over:
             if self._has_regrouped:
@@ -236,7 +236,7 @@ class DataLoader:
                 self.record.is_through = True
                 raise StopIteration
             goes_on = self._settle()
-        return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.boundary.rehearses())
+        return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.hooks.rehearses())
 
     @property
     def is_over(self) -> bool:
@@ -278,7 +278,7 @@ class DataLoader:
 
     def _leave(self) -> bool:
         """The loop over the batches ends. False: workers have regrouped, and it may go on."""
-        if not self.boundary.leave_batches():
+        if not self.hooks.leave_batches():
             return False
         self._has_to_leave = False
         self.batch, self.indices, self._is_pending = None, [], False

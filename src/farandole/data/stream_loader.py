@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_collate
 
 from farandole.data import torch_arguments
-from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
 from farandole.data.compiled import has_compiled
 from farandole.data.epoch import Epoch, EpochRecord
+from farandole.data.loader_hooks import LoaderHooks, NoLoaderHooks
 from farandole.data.padding import Padding
 from farandole.data.partition import even_slice
 from farandole.data.permutation import FORMAT_VERSION
@@ -113,7 +113,7 @@ class StreamLoader:
         self.record = EpochRecord()
         self.dataset, self.seed = dataset, seed
         self.epoch = 0
-        self.boundary: Boundary = SoloBoundary()
+        self.hooks: LoaderHooks = NoLoaderHooks()
         self.batch: Batch | None = None
         self.indices: list[int] = []
         self._rank, self._world = 0, 1
@@ -158,15 +158,15 @@ class StreamLoader:
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
-                self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
+                self.hooks.reach()  # what an aborted loop body has decided, `break` too, does not count
                 continue
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self._has_to_leave and not self._leave():
                 continue
-            if self.boundary.reach_epoch_end():
+            if self.hooks.reach_epoch_end():
                 self.record.end_epoch(is_whole=self.record.is_through)
                 self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
-                self.boundary.begin_epoch()
+                self.hooks.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
@@ -187,9 +187,9 @@ class StreamLoader:
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
             return data
-        self.boundary.reach()
+        self.hooks.reach()
         goes_on = self._settle()
-        is_rehearsal = step.is_rehearsal() if goes_on else self.boundary.rehearses()
+        is_rehearsal = step.is_rehearsal() if goes_on else self.hooks.rehearses()
         if is_rehearsal and not goes_on and has_compiled():  # as DataLoader does
             fetch_start = dataclasses.replace(self._fetch_start_at(self._place), world=self._world + 1)
             self._requests.restart(fetch_start, tuple(self._marks))
@@ -228,7 +228,7 @@ class StreamLoader:
 
     def _leave(self) -> bool:
         """The loop over the batches ends. False: workers have regrouped, and it may go on."""
-        if not self.boundary.leave_batches():
+        if not self.hooks.leave_batches():
             return False
         self._has_to_leave = False
         self.batch, self.indices, self._is_pending = None, [], False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.env.agent import (
+from farandole.env.agent_env import (
     WorkerEnv,
     budget_environment,
     page_environment,
@@ -19,7 +19,7 @@ from farandole.env.agent import (
     transport_environment,
     worker_environment,
 )
-from farandole.env.checkpoints import CheckpointEnv, checkpoint_environment, read_checkpoint_env
+from farandole.env.checkpoint_env import CheckpointEnv, checkpoint_environment, read_checkpoint_env
 from farandole.env.gradients import read_bucket_mb
 from farandole.env.horovod import (
     HorovodSettings,

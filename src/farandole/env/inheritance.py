@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-from farandole.env.agent import EXIT_NOTICE
+from farandole.env.agent_env import EXIT_NOTICE
 from farandole.env.gradients import BUCKET_MB
 
 

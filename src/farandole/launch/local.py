@@ -21,8 +21,8 @@ from farandole.launch.core_sharing import share_cores, workers_at_most
 from farandole.launch.descriptors import reserve_descriptors
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.ending_signals import ending_signals
+from farandole.launch.host_list import HostSlots
 from farandole.launch.host_watch import HostWatch
-from farandole.launch.hosts import HostSlots
 from farandole.launch.job_files import announced
 from farandole.launch.join_settings import Joining
 from farandole.launch.local_agents import LocalAgents, refuse_other_machines

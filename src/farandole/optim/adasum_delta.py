@@ -19,7 +19,7 @@ from farandole.errors import StepError
 from farandole.optim.optimizer_mixin import WrappedOptimizer, counts_passes
 from farandole.optim.options import Options
 from farandole.optim.scaled_step import zeroing
-from farandole.state import boundary, step
+from farandole.state import loop_hooks, step
 
 
 class DeltaOptimizer(WrappedOptimizer):
@@ -43,7 +43,7 @@ class DeltaOptimizer(WrappedOptimizer):
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         if options.process_set is not global_process_set:
             raise NotImplementedError("op=Adasum works over all workers only; leave process_set out, or use Average")
-        if not boundary.is_elastic():
+        if not loop_hooks.is_elastic():
             require_power_of_two(world.current().placement.size)
         self._compression = options.compression
         self._has_warned = False

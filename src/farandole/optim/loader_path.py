@@ -18,7 +18,7 @@ from farandole.optim.passes import Passes
 from farandole.optim.scaled_step import STEPPED_TWICE, call_dropped, refuse_closure
 from farandole.optim.step_reduction import StepReduction
 from farandole.optim.weighting import Weights
-from farandole.state import boundary, step
+from farandole.state import loop_hooks, step
 from farandole.state.global_batch import Batch
 
 
@@ -166,7 +166,7 @@ class LoaderPath:
         except RecoverableError:
             self._reduction.drop()
             step.aborted()
-            if not boundary.can_repeat():
+            if not loop_hooks.can_repeat():
                 raise
         else:
             step.reduced()

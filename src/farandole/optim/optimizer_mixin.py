@@ -15,7 +15,7 @@ from farandole.optim.options import check_passes, names_of
 from farandole.optim.own_methods import OwnMethods, overriding_methods
 from farandole.optim.passes import Passes
 from farandole.optim.scaled_step import as_schedulers_patch_it
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.optimizer_state import load_state_dict_in_place, with_inner
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -47,7 +47,7 @@ def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
 def counts_passes() -> bool:
     """Whether there is, or may soon be, anybody to reduce with: else a script may run as many passes as it likes."""
     here = world.current()
-    return here.placement.size > 1 or (boundary.is_elastic() and here.id.number > 0)
+    return here.placement.size > 1 or (loop_hooks.is_elastic() and here.id.number > 0)
 
 
 class WrappedOptimizer(OwnMethods):

@@ -17,7 +17,7 @@ from farandole.optim.options import Options, refuse_for_loader
 from farandole.optim.parameters import check_devices, digest
 from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import conclude, header_of
-from farandole.state import boundary, recording, step
+from farandole.state import loop_hooks, recording, step
 from farandole.state.global_batch import Batch
 
 _active = ActiveOptimizers()
@@ -145,7 +145,7 @@ class StepReduction:
         ids = recording.intend(batch)
         gradients.raise_if_ended()
         recording.agree(batch.global_batch.samples, ids)
-        boundary.agree([boundary.prepared()])
+        loop_hooks.agree([loop_hooks.prepared()])
         gradients.publish()
 
     def drop(self) -> None:

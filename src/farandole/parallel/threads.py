@@ -11,7 +11,7 @@ import torch
 from farandole.parallel.autograd_bridge import Graph, bridge, traced
 from farandole.parallel.dividing import Part
 from farandole.parallel.nesting import changed
-from farandole.parallel.randomness import Draws, ReplicaRandomness
+from farandole.parallel.replica_randomness import Draws, ReplicaRandomness
 from farandole.parallel.replicas import replicas
 from farandole.parallel.thread_pool import ThreadPool
 

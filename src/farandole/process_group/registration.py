@@ -15,9 +15,9 @@ from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
 from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
-from farandole.process_group.members import Everybody, Some
+from farandole.process_group.c10d_members import Everybody, Some
+from farandole.process_group.c10d_store import NoStore
 from farandole.process_group.old_torch import have_shutdown_called
-from farandole.process_group.store import NoStore
 from farandole.process_group.tensor_caches import forget_meshes
 
 _no_store = NoStore()  # torch keeps but the part of it that is C++

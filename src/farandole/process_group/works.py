@@ -13,7 +13,7 @@ from farandole.collectives import world
 from farandole.collectives.p2p.message_queue import Expected, P2PMessage
 from farandole.collectives.p2p.point_to_point import PointToPoint
 from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError
-from farandole.process_group import failures
+from farandole.process_group import c10d_failures
 from farandole.process_group.memory import as_bytes, in_place
 from farandole.process_group.old_torch import FORGETS_WORKS, ended_work
 
@@ -90,7 +90,7 @@ class Receiving(Work):
         try:
             message = self._p2p.wait_for(self._expected)
         except RecoverableError as error:
-            failures.remember(error)
+            c10d_failures.remember(error)
             raise
         with in_place(self._tensor) as dense:
             memory = as_bytes(dense)

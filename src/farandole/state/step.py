@@ -244,7 +244,7 @@ def decided() -> None:
     finally:  # also where a callback has raised: the gradients are applied
         if _step.phase is not Phase.NONE:
             _step.phase = Phase.DECIDED
-    status_reporting.say_that_it_moves()
+    status_reporting.report_progress()
     tell_decided()
 
 

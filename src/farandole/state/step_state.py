@@ -42,7 +42,7 @@ class Loader(Protocol):
     epoch: int
     cursor: int
     seed: int
-    boundary: Any  # the run loop puts itself here (data/boundary.py)
+    hooks: Any  # the run loop puts itself here (data/loader_hooks.py)
 
     def commit(self, global_batch: GlobalBatch) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...

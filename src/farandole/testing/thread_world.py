@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from farandole.collectives.buffers import combiner, flat_view
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import combiner, flat_view
 from farandole.errors import GenerationEnded, PeerLost
 
 ResultT = TypeVar("ResultT")

@@ -7,14 +7,14 @@ import logging
 from typing import Protocol
 
 from farandole.checkpoint.beginning import Begun, begin
+from farandole.checkpoint.checkpoint_writer import Written
 from farandole.checkpoint.job_lock import has_lost_it
 from farandole.checkpoint.store import open_store
-from farandole.checkpoint.writer import Written
 from farandole.collectives import world
 from farandole.env import CheckpointEnv
 from farandole.membership import Progress
 from farandole.messages import CheckpointEnded
-from farandole.worker.job import Job
+from farandole.worker.worker_job import Job
 
 logger = logging.getLogger("farandole")
 

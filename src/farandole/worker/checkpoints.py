@@ -8,19 +8,19 @@ from typing import Literal
 
 import msgspec
 
+from farandole.checkpoint.checkpoint_writer import Writer
 from farandole.checkpoint.folder import CheckpointFolder
 from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
 from farandole.checkpoint.snapshot import Kept, Staging, live
 from farandole.checkpoint.store import open_store
-from farandole.checkpoint.writer import Writer
 from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.env import read_checkpoint_env
 from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.worker.checkpoint_authority import CheckpointAuthority, CoordinatorAuthority, LocalAuthority
-from farandole.worker.job import Job
+from farandole.worker.worker_job import Job
 
 Rule = Literal["step", "commit"]
 

@@ -23,7 +23,7 @@ from farandole.errors import (
 )
 from farandole.messages import Elastic, Synced
 from farandole.optim.ddp.adoption import adopt_modules
-from farandole.state import boundary, recording, step
+from farandole.state import loop_hooks, recording, step
 from farandole.state.background_copy import finish_all
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.host_updates import HostUpdateResult
@@ -31,15 +31,15 @@ from farandole.state.kept_values import KeptValues, can_be_kept
 from farandole.state.object_state import ObjectState, State
 from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
-from farandole.status_reporting import In
+from farandole.status_reporting import InPhase
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.commit_records import commit_records
-from farandole.worker.finish import all_have_finished
-from farandole.worker.host_updates import PlannedUpdates
-from farandole.worker.job import Job
+from farandole.worker.end_barrier import all_have_finished
+from farandole.worker.host_update_listeners import PlannedUpdates
 from farandole.worker.leaving import leaving_on_sigterm
-from farandole.worker.recovery import regroup, report_first_step
 from farandole.worker.uncommitted_steps import UncommittedSteps
+from farandole.worker.worker_job import Job
+from farandole.worker.worker_recovery import regroup, report_first_step
 from farandole.worker_status import Phase
 
 ResultT = TypeVar("ResultT")
@@ -66,12 +66,12 @@ class CommitLoop:
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         adopt_modules(vars(self._state).values())  # their optimizers step as always: a fault leaves the function
-        boundary.install(self)
+        loop_hooks.install(self)
         recording.install_for_samplers(self._records)
         try:
             with leaving_on_sigterm(self._job, lambda: not self._is_between_commits()), self._updates:
                 try:
-                    with In(Phase.USER):
+                    with InPhase(Phase.USER):
                         return self._run(call)
                 except (JobEnded, SystemExit):
                     self._save_in_emergency()
@@ -80,7 +80,7 @@ class CommitLoop:
                     if self._checkpoints is not None:
                         self._checkpoints.close()
         finally:
-            boundary.install(None)
+            loop_hooks.install(None)
             world.refuse_collectives(None)
             recording.install_for_samplers(None)
             self._uncommitted.close()
@@ -238,7 +238,7 @@ class CommitLoop:
             raise GenerationEnded("sync", world.current().id.number, str(error)) from error
         return None
 
-    # State and optimizer ask (state/boundary.py) --------------------------------------------------------------
+    # State and optimizer ask (state/loop_hooks.py) --------------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return False
@@ -299,7 +299,7 @@ class CommitLoop:
     def committed(self) -> None:
         self._commits += 1
         self._uncommitted.committed()
-        status_reporting.say_place(world.current().id.number, self._newest_commit)
+        status_reporting.set_step(world.current().id.number, self._newest_commit)
         step.tell_decided()
         if self._values is not None:
             self._values.committed()

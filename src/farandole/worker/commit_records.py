@@ -11,8 +11,8 @@ from farandole.collectives import world
 from farandole.data.sampler import ElasticSampler
 from farandole.env import read_sample_ledger, read_worker_env
 from farandole.ledger.hashing import ids_hash
+from farandole.ledger.ledger_writer import Writer
 from farandole.ledger.records import Entered, EpochLeft, Trained, compact
-from farandole.ledger.writer import Writer
 from farandole.state.commit_sync import CommittedState
 from farandole.state.recording import Part
 

@@ -36,8 +36,8 @@ from farandole.worker import logs, scratch
 from farandole.worker.children import end_stubborn_at_exit
 from farandole.worker.exiting import shorten_exit
 from farandole.worker.fixed_job import FixedJob
-from farandole.worker.job import Job
 from farandole.worker.malloc import keep_freed_memory
+from farandole.worker.worker_job import Job
 
 # Under a fixed-size launcher, for all ranks to have imported torch and called init(); as --start-timeout.
 _CONNECT_TIMEOUT_S = 120.0
@@ -126,7 +126,7 @@ def _join() -> None:
     if worker_env is not None:
         _slot = worker_env.slot
         if (page := read_page()) is not None:
-            status_reporting.open_page(page, gives_exit_notice=read_exit_notice())
+            status_reporting.open_status_page(page, gives_exit_notice=read_exit_notice())
         folder = read_scratch_folder()
         if folder is not None:
             scratch.use(folder)

@@ -10,9 +10,9 @@ from pathlib import Path
 from farandole.collectives import world
 from farandole.env import read_sample_ledger, read_worker_env
 from farandole.ledger.hashing import ids_hash
+from farandole.ledger.ledger_writer import Writer
 from farandole.ledger.records import Applied, Differed, EpochEnded, Intent, Started, compact
-from farandole.ledger.writer import Writer
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.divergence import Divergence
 from farandole.state.global_batch import Batch
 from farandole.state.step_state import StepState
@@ -123,7 +123,7 @@ class SampleRecords:
             global_batch, key = batch.global_batch, self._generation()
             updates = max(Counter(self._updates).values(), default=0)
             place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
-            self._writer.write(Applied(*key, *place, *self._agreed, boundary.digest(), updates))
+            self._writer.write(Applied(*key, *place, *self._agreed, loop_hooks.digest(), updates))
         self._ids, self._intended, self._agreed = [], None, None
         self._updates.clear()
 

@@ -13,8 +13,8 @@ from farandole.state.divergence import Divergence
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport
 from farandole.worker.checkpoints import Checkpoints
-from farandole.worker.job import Job
 from farandole.worker.sample_records import SampleRecords
+from farandole.worker.worker_job import Job
 
 logger = logging.getLogger("farandole")
 

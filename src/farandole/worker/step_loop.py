@@ -16,24 +16,24 @@ from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
-from farandole.state import boundary, recording, step
+from farandole.state import loop_hooks, recording, step
 from farandole.state.batch_norm import layers_with_statistics, make_equal
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
-from farandole.status_reporting import In
+from farandole.status_reporting import InPhase
 from farandole.worker.body_calls import BodyCalls
 from farandole.worker.checkpoints import checkpoints
-from farandole.worker.finish import all_have_finished
-from farandole.worker.job import Job
+from farandole.worker.end_barrier import all_have_finished
 from farandole.worker.leaving import leaving_on_sigterm
 from farandole.worker.malloc import map_ahead
-from farandole.worker.randomness import reseed
-from farandole.worker.recovery import Connection, connect, regroup, report_first_step
 from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
+from farandole.worker.step_randomness import reseed
 from farandole.worker.warm_up import warm_up
+from farandole.worker.worker_job import Job
+from farandole.worker.worker_recovery import Connection, connect, regroup, report_first_step
 from farandole.worker_status import Phase
 
 ResultT = TypeVar("ResultT")
@@ -70,15 +70,15 @@ class StepLoop:
         state = self._state
         if adopt(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
-        boundary.install(self)
+        loop_hooks.install(self)
         agreement.install(self._calls)
         recording.install(self._records)
         if state.loader is not None:
-            state.loader.boundary = self
+            state.loader.hooks = self
         try:
             with leaving_on_sigterm(self._job, self._may_end_here):
                 try:
-                    with In(Phase.USER):
+                    with InPhase(Phase.USER):
                         return self._run(call)
                 except (JobEnded, SystemExit):
                     self._save_in_emergency()
@@ -87,7 +87,7 @@ class StepLoop:
                     if self._checkpoints is not None:
                         self._checkpoints.close()
         finally:
-            boundary.install(None)
+            loop_hooks.install(None)
             agreement.install(None)
             world.interrupt_collectives(None)
             recording.install(None)
@@ -166,7 +166,7 @@ class StepLoop:
         warm_up(job, self._state, call)
         self._is_busy = True
 
-    # The loader asks (data/boundary.py) ------------------------------------------------------------------
+    # The loader asks (data/loader_hooks.py) ------------------------------------------------------------------
 
     def reach(self) -> None:
         """A boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
@@ -295,7 +295,7 @@ class StepLoop:
         state.capture()
         self._is_behind_batches = False
         self._watch.at_boundary(self._checkpoints is not None and self._checkpoints.at_boundary())
-        status_reporting.say_place(world.current().id.number, state.step)
+        status_reporting.set_step(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
 
@@ -314,7 +314,7 @@ class StepLoop:
         was_busy, self._is_busy = self._is_busy, True
         if step.state() == "open":
             step.aborted()
-        with In(Phase.REGROUPING):
+        with InPhase(Phase.REGROUPING):
             world.interrupt_collectives(None)
             self._connection = connect(self._job)
             world.interrupt_collectives(_INTERRUPTED)
@@ -384,7 +384,7 @@ class StepLoop:
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
 
-    # The optimizer asks (state/boundary.py) --------------------------------------------------------------
+    # The optimizer asks (state/loop_hooks.py) --------------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return self._job is not None and step.batch() is not None

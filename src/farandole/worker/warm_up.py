@@ -15,10 +15,10 @@ import torch
 
 from farandole.clock import now_s
 from farandole.collectives import world
-from farandole.data.boundary import SoloBoundary
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.state import step
 from farandole.state.step_state import Loader, StepState
-from farandole.worker.job import Job
+from farandole.worker.worker_job import Job
 
 logger = logging.getLogger("farandole")
 
@@ -39,7 +39,7 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
     if loader is None or not state.rehearse or not _is_plain(state):
         return
     began_s, metadata = now_s(), state.copy_of_metadata()
-    boundary, loader.boundary = loader.boundary, _WarmUp(job, state, loader, metadata)
+    hooks, loader.hooks = loader.hooks, _WarmUp(job, state, loader, metadata)
     with world.placed_as(job.link.members, job.link.members + 1):
         try:
             call()
@@ -50,7 +50,7 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
         except Exception:
             logger.debug("the loop body cannot be run ahead of the admission", exc_info=True)
         finally:
-            loader.boundary = boundary
+            loader.hooks = hooks
             step.close()
             loader.end_rehearsals()
     state.load_metadata(metadata)
@@ -62,7 +62,7 @@ class _WarmedUp(BaseException):
     """Leaves the elastic function, also one that catches every Exception."""
 
 
-class _WarmUp(SoloBoundary):
+class _WarmUp(NoLoaderHooks):
     """The loader's boundary: it hands out one local batch after the other, and ends the function behind the last
     one."""
 

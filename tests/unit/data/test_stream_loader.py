@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from farandole.data.boundary import SoloBoundary
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.data.stream_loader import StreamLoader
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
@@ -286,7 +286,7 @@ def test_break_ends_an_epoch_for_good_also_in_a_state_that_is_loaded() -> None:
     epochs = loader.epochs(4)
     next(epochs)
     train(loader, 1)
-    loader.boundary = Regroups(loader)
+    loader.hooks = Regroups(loader)
     assert next(epochs) == 2  # its tail again
     assert train(loader) == []
     assert next(epochs) == 3
@@ -321,7 +321,7 @@ def test_epochs_that_ended_early_or_were_not_begun_are_counted() -> None:
     assert loader.shortfall() == Shortfall(4, 1, 0, 0)
 
 
-class Regroups(SoloBoundary):
+class Regroups(NoLoaderHooks):
     """A worker is lost in the tail of the epoch, once."""
 
     def __init__(self, loader: StreamLoader) -> None:

@@ -16,7 +16,7 @@ from farandole.collectives.named.engine import NamedCollectives
 from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.state import boundary, step
+from farandole.state import loop_hooks, step
 from farandole.state.global_batch import Batch, GlobalBatch
 from tests.run_loops import RepeatingRunLoop
 
@@ -29,7 +29,7 @@ def alone() -> Iterator[AloneTransport]:
     yield transport
     step.close()
     step.on_decided(None)
-    boundary.install(None)
+    loop_hooks.install(None)
     world.enter(None)
 
 
@@ -366,7 +366,7 @@ def test_the_plain_grad_scaler_recipe_works_and_a_skipped_step_is_decided(fused:
 
 
 def test_a_fault_in_backward_is_absorbed_where_the_batch_can_be_repeated(alone: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())
+    loop_hooks.install(RepeatingRunLoop())
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     before = net.weight.detach().clone()
@@ -393,7 +393,7 @@ def test_a_fault_in_backward_is_raised_where_nobody_repeats_the_batch(alone: Alo
 
 @pytest.fixture
 def last_worker() -> Iterator[NamedCollectives]:
-    boundary.install(RepeatingRunLoop())
+    loop_hooks.install(RepeatingRunLoop())
     placement = Placement(0, 1, 0, 1, 0, 1)
     named = NamedCollectives(AloneTransport(2), placement=placement, connect=no_connection)
     world.enter(world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2), named))

@@ -10,7 +10,7 @@ import torch
 
 from farandole.collectives import world
 from farandole.errors import ConfigError, StepError
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.commit_sync import CommittedState
 from farandole.state.handlers import (
     ModelStateHandler,
@@ -76,9 +76,9 @@ class RunLoop:
 
 @pytest.fixture
 def elastic() -> Iterator[None]:
-    boundary.install(RunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RunLoop())  # type: ignore[arg-type]
     yield
-    boundary.install(None)
+    loop_hooks.install(None)
     world.refuse_collectives(None)
 
 

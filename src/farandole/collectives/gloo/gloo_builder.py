@@ -14,7 +14,7 @@ from farandole.collectives.gloo.sockets import Listening, listens_at
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.torch_groups.construction import Construction
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 from farandole.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 5.0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from farandole.clock import now_s
 from farandole.collectives.gloo.sockets import Listening, shut_down
 from farandole.collectives.reduction import Reduction
-from farandole.collectives.torch_groups.operations import NO_LIMIT_S, OPS
+from farandole.collectives.torch_groups.group_operations import NO_LIMIT_S, OPS
 
 _NO_LIMIT = timedelta(seconds=NO_LIMIT_S)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.buffers import combiner, flat_view
 from farandole.collectives.gloo.gloo_group import GlooGroup
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.torch_groups.operations import GroupOperations
+from farandole.collectives.tensor_bytes import combiner, flat_view
+from farandole.collectives.torch_groups.group_operations import GroupOperations
 
 
 class GlooTransport:

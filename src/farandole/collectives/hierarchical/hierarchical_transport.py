@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.hierarchical.layout import Layout, pack_trailers, unpack_trailers
 from farandole.collectives.hierarchical.rings import Rings
 from farandole.collectives.reduction import Reduction
@@ -20,6 +19,7 @@ from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
 from farandole.collectives.ring_schedules import Combine
 from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock, MessageSlot
 from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
+from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 
 # All hosts cut alike, whatever each has to copy: a ring's operation is about one piece.
 _PIECE_BYTES = 4 << 20

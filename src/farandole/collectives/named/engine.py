@@ -21,7 +21,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.execution import Execution
 from farandole.collectives.named.negotiation import Negotiation
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import (
+from farandole.collectives.named.operation_requests import (
     GLOBAL_SET,
     AllJoined,
     Decision,

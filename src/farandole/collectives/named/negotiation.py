@@ -10,14 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from farandole.collectives.named.dependent_failures import fail_group, fail_strangers, fail_tangled, give_up
 from farandole.collectives.named.disagreement import ranks_in_words
-from farandole.collectives.named.failures import fail_group, fail_strangers, fail_tangled, give_up
 from farandole.collectives.named.fusion import Matched, fuse
-from farandole.collectives.named.members import Members, ProcessSets
-from farandole.collectives.named.outstanding import Outstanding
-from farandole.collectives.named.pending import Pending
-from farandole.collectives.named.repeated_rounds import RepeatedRound, RepeatedRounds
-from farandole.collectives.named.requests import (
+from farandole.collectives.named.operation_requests import (
     GLOBAL_SET,
     Agreed,
     AllJoined,
@@ -31,6 +27,10 @@ from farandole.collectives.named.requests import (
     SetAdded,
     SetRemoved,
 )
+from farandole.collectives.named.outstanding import Outstanding
+from farandole.collectives.named.pending import Pending
+from farandole.collectives.named.process_set_members import Members, ProcessSets
+from farandole.collectives.named.repeated_rounds import RepeatedRound, RepeatedRounds
 from farandole.collectives.named.response_cache import ResponseCache
 from farandole.collectives.named.validation import why_invalid
 from farandole.errors import ProtocolError

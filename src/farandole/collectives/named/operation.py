@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farandole.collectives.named.handles import Handle
-from farandole.collectives.named.requests import Key, Request
+from farandole.collectives.named.operation_requests import Key, Request
 
 
 @dataclass(eq=False)

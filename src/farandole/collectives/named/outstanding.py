@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from farandole.collectives.named.fusion import Matched
-from farandole.collectives.named.members import Members
+from farandole.collectives.named.operation_requests import Key, Kind, Request
 from farandole.collectives.named.pending import Label, OperationGroup, Pending
-from farandole.collectives.named.requests import Key, Kind, Request
+from farandole.collectives.named.process_set_members import Members
 from farandole.errors import ProtocolError
 
 _PREFIXES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from farandole.collectives.named.fusion import Matched
-from farandole.collectives.named.members import Members
-from farandole.collectives.named.requests import Key, Request
+from farandole.collectives.named.operation_requests import Key, Request
+from farandole.collectives.named.process_set_members import Members
 
 Label: TypeAlias = tuple[int, str]
 """A process set, and the name of a group or of an operation."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from farandole.collectives.named.requests import Execute
+from farandole.collectives.named.operation_requests import Execute
 
 Repeated: TypeAlias = tuple[tuple[int, ...], ...]
 """Of each rank, the places in the cache of what it repeats."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from farandole.collectives.named.requests import RoundPayload
+from farandole.collectives.named.operation_requests import RoundPayload
 from farandole.collectives.transport import Transport
 
 TRAILER_BYTES = 64

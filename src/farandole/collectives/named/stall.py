@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from farandole.collectives.named.disagreement import ranks_in_words
 from farandole.collectives.named.negotiation import UnmatchedOperation
-from farandole.collectives.named.requests import Key
+from farandole.collectives.named.operation_requests import Key
 
 _LISTED = 5  # of operations that wait for the same ranks, a warning names only so many
 

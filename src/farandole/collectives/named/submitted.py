@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import Key
+from farandole.collectives.named.operation_requests import Key
 from farandole.collectives.named.wake import Wake
 
 

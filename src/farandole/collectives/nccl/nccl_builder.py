@@ -7,7 +7,7 @@ import torch
 from farandole.collectives.nccl.nccl_group import NcclGroup
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.torch_groups.construction import Construction
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 from farandole.env import prepare_for_nccl
 
 _CONNECT_TIMEOUT_S = 60.0

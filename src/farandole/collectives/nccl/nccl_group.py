@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from farandole.collectives.reduction import Reduction
-from farandole.collectives.torch_groups.operations import NO_LIMIT_S, OPS
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.torch_groups.group_operations import NO_LIMIT_S, OPS
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 
 _ABORT_S = 30.0
 

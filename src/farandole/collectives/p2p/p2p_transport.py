@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.chunks import chunk_bounds
 from farandole.collectives.p2p.point_to_point import PointToPoint
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 from farandole.errors import CollectiveMismatch
 
 # Up to here everybody gets everybody's tensor; beyond, each rank reduces a part of it for all.

@@ -25,7 +25,7 @@ from farandole.collectives.ring import OnBroken
 from farandole.errors import FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Address, GenerationId
 from farandole.readiness import can_write
-from farandole.status_reporting import Waiting
+from farandole.status_reporting import WaitingForPeers
 
 _SLICE_S = 1.0
 
@@ -128,7 +128,7 @@ class PointToPoint:
 
     def wait_for(self, expected: Expected) -> P2PMessage:
         """It. Raises PeerLost when it cannot come any more, and GenerationEnded."""
-        with Waiting():
+        with WaitingForPeers():
             return self._wait_for(expected)
 
     def _wait_for(self, expected: Expected) -> P2PMessage:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from farandole.collectives.cores import may_spin
 from farandole.collectives.shared_memory.control_block import ControlBlock
-from farandole.status_reporting import Waiting
+from farandole.collectives.worker_cores import may_spin
+from farandole.status_reporting import WaitingForPeers
 
 TroubleT = TypeVar("TroubleT")
 
@@ -45,7 +45,7 @@ class MemoryBarrier(Generic[TroubleT]):
                 if control_block.has_arrived(self._times):
                     break
             if not control_block.has_arrived(self._times):
-                with Waiting():
+                with WaitingForPeers():
                     trouble = self._sleep_until_arrival(control_block)
                 if trouble is not None:
                     return trouble

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from farandole.collectives.buffers import combiner, dtype_code, flat_view
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
 from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock
 from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
+from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_view
 
 _PIECE_BYTES = 1 << 20
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.requests import (
+from farandole.collectives.named.operation_requests import (
     AllJoined,
     Execute,
     Fail,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.collectives.named.negotiation import UnmatchedOperation
-from farandole.collectives.named.requests import Key, Kind
+from farandole.collectives.named.operation_requests import Key, Kind
 from farandole.collectives.named.stall import StallReport, StallWatch
 
 NOTHING = StallReport()

@@ -19,8 +19,8 @@ def test_another_process_reads_what_is_written_and_cannot_write() -> None:
     memory, ref, _ = create_segment(4096)
     memory[:5] = b"hello"
     script = f"""
-from farandole.collectives.shared_memory.segment import Place, open_segment
-theirs = open_segment(Place{tuple(ref)})
+from farandole.collectives.shared_memory.segment import SegmentRef, open_segment
+theirs = open_segment(SegmentRef{tuple(ref)})
 print(bytes(theirs[:5]).decode())
 try:
     theirs[0] = 1
@@ -47,10 +47,10 @@ def test_where_no_segment_can_be_had_tensors_are_ordinary_ones() -> None:
     script = """
 import resource, torch
 from farandole.collectives.shared_memory.segment import create_segment
-from farandole.collectives.shared_memory.tensors import shareable_zeros, whereabouts
+from farandole.collectives.shared_memory.tensors import shareable_zeros, find_segment
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 tensor = shareable_zeros(1 << 20, torch.float32)
-print(tensor.numel(), whereabouts(tensor))
+print(tensor.numel(), find_segment(tensor))
 try:
     create_segment(4 << 20)
 except OSError as error:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from farandole.env.values import amount
+from farandole.env.env_values import amount
 from farandole.errors import ConfigError
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.buffers import flat_view
 from farandole.collectives.named import adasum
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import Agreed, Request
+from farandole.collectives.named.operation_requests import Agreed, Request
 from farandole.collectives.named.scaling import postscale, prescale
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.shared_memory.tensors import shareable_zeros
+from farandole.collectives.tensor_bytes import flat_view
 from farandole.collectives.transport import Transport
 
 _SUMMED = {Reduction.AVERAGE: Reduction.SUM}

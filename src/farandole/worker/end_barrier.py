@@ -8,8 +8,8 @@ from farandole.collectives import world
 from farandole.events import TrainingCutShort
 from farandole.membership import Shortfall
 from farandole.messages import Finished
-from farandole.status_reporting import In
-from farandole.worker.job import Job
+from farandole.status_reporting import InPhase
+from farandole.worker.worker_job import Job
 from farandole.worker_status import Phase
 
 logger = logging.getLogger("farandole")
@@ -27,7 +27,7 @@ def all_have_finished(job: Job | None, shortfall: Shortfall | None = None) -> bo
         if shortfall is not None and here.placement.rank == 0:  # there is no coordinator to say it
             logger.warning(TrainingCutShort.of(shortfall).line())
         return True
-    with In(Phase.FINISHED):
+    with InPhase(Phase.FINISHED):
         job.link.send(Finished(here.id.number, shortfall))
         job.has_finished = job.link.wait_for_release(here.id.number)
     return job.has_finished

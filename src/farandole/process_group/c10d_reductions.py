@@ -10,8 +10,8 @@ from torch.distributed import ReduceOp
 
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.transport import Transport
+from farandole.process_group.c10d_data_movement import gather_tensors
 from farandole.process_group.memory import contiguous, in_place, require_same_size
-from farandole.process_group.moving import gather_tensors
 
 _BY_TRANSPORT = {
     ReduceOp.SUM: Reduction.SUM,

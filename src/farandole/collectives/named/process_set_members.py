@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from farandole.collectives.named.requests import GLOBAL_SET, Key
+from farandole.collectives.named.operation_requests import GLOBAL_SET, Key
 
 
 class Members:

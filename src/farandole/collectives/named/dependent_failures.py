@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
+from farandole.collectives.named.operation_requests import Fail, Key
 from farandole.collectives.named.pending import Pending
-from farandole.collectives.named.requests import Fail, Key
 
 _LISTED = 3  # of one rank's operations
 

@@ -16,8 +16,8 @@ from farandole.errors import RecoverableError
 from farandole.messages import FirstStep, Start, Synced
 from farandole.state import step
 from farandole.state.sync import SyncReport
-from farandole.status_reporting import In
-from farandole.worker.job import Job
+from farandole.status_reporting import InPhase
+from farandole.worker.worker_job import Job
 from farandole.worker_status import Phase
 
 Agree = Callable[[Transport, bool], SyncReport | None]
@@ -93,7 +93,7 @@ def regroup(job: Job, agree: Agree, connection: Connection | None = None) -> Reg
 
     connection  the one that was made already, in the middle of a loop body
     """
-    with In(Phase.REGROUPING):
+    with InPhase(Phase.REGROUPING):
         while True:
             connection = connection or connect(job)
             start, agreeing_s = connection.start, now_s()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from farandole.collectives.buffers import byte_view
+from farandole.collectives.tensor_bytes import byte_view
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
 from farandole.process_group.memory import as_bytes, contiguous, in_place, require_same_size

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from farandole.clock import now_s
-from farandole.collectives.buffers import dtype_code
 from farandole.collectives.connection_pair import Broken
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
-from farandole.status_reporting import Waiting
+from farandole.collectives.tensor_bytes import dtype_code
+from farandole.status_reporting import WaitingForPeers
 
 _RING_KNOWS_S = 0.1  # after a connection of the group's has failed, how long the ring may need to tell whose it was
 
@@ -130,7 +130,7 @@ class GroupOperations:
     def _run(self, header: Header, begin: Callable[[], Begun]) -> None:
         """One operation of the group's, on all ranks: when it returns, all have their result."""
         try:
-            with self._ring.running(header), Waiting():
+            with self._ring.running(header), WaitingForPeers():
                 self._wait(begin, header)
             self._ring.exchange(header._replace(sequence=self._ring.next_sequence, trailer_bytes=1), b"\0")
         except BaseException:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from farandole.config import JobConfig
-from farandole.env.values import seconds, whole_number
+from farandole.env.env_values import seconds, whole_number
 from farandole.errors import ConfigError
 
 EXIT_NOTICE = "FARANDOLE_EXIT_NOTICE"

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from farandole import elastic
+from farandole.checkpoint.checkpoint_writer import Writer, Written
 from farandole.checkpoint.file_format import read_files
 from farandole.checkpoint.folder import CheckpointFolder, Found
 from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.snapshot import Staging, live
-from farandole.checkpoint.writer import Writer, Written
 from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import step

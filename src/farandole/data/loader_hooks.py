@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Boundary(Protocol):
+class LoaderHooks(Protocol):
     """Where workers may regroup: between two batches, and between two epochs."""
 
     def reach(self) -> None:
@@ -36,7 +36,7 @@ class Boundary(Protocol):
         ...
 
 
-class SoloBoundary:
+class NoLoaderHooks:
     """The boundary of a worker without an elastic run loop."""
 
     def reach(self) -> None:

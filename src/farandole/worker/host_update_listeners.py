@@ -8,7 +8,7 @@ from typing import Protocol
 from farandole.clock import wall_time_s
 from farandole.messages import Prepare
 from farandole.state.host_updates import HostUpdateResult
-from farandole.worker.job import Job
+from farandole.worker.worker_job import Job
 
 
 class Listener(Protocol):

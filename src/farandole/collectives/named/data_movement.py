@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.buffers import byte_view
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.reducing import dtype_named
-from farandole.collectives.named.requests import Agreed, Request
+from farandole.collectives.named.operation_requests import Agreed, Request
+from farandole.collectives.named.reductions import dtype_named
+from farandole.collectives.tensor_bytes import byte_view
 from farandole.collectives.transport import Transport
 
 # Up to here every rank's bytes, filled up to the longest, travel in one exchange; beyond, one broadcast each. A
