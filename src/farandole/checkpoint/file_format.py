@@ -1,4 +1,4 @@
-"""A checkpoint's files: one value in, the same value out. writer.py writes them, restore.py reads them."""
+"""A checkpoint's files: one value in, the same value out. checkpoint_writer.py writes them, restore.py reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One state as it was at a boundary, copied while training goes on. writer.py writes it."""
+"""One state as it was at a boundary, copied while training goes on. checkpoint_writer.py writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a sample ledger: what they say, and how they are written. Pure; writer.py and reading.py use it.
+"""The lines of a sample ledger: what they say, and how they are written. Pure; ledger_writer.py and reading.py use it.
 
 A line is a JSON array whose first item names its kind, so that a person can read it and a line that was cut
 short can be told. Sample ids are plain numbers; where they follow each other, pairs of [first, how many].

@@ -1,4 +1,4 @@
-"""The graphs of the replicas, made part of the caller's: their backward passes run in the threads of a crew.
+"""The graphs of the replicas, made part of the caller's: their backward passes run in the threads of a pool.
 
 torch's engine runs all of a CPU graph in the thread that called backward(). So each replica computes with leaves of its
 own, and one node of the caller's graph stands for all replicas: it runs their backward passes at the same time, and

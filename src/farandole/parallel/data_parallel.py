@@ -51,8 +51,8 @@ class DataParallel(torch.nn.Module):
     Gradients are those of the module: summed over the replicas before they reach a parameter, whose hooks fire once in
     each pass. Losses that couple the samples of a batch, and BatchNorm, see a replica's part. Buffers are those that
     the first replica leaves, attributes that forward() sets are lost. On the CPU random numbers of torch follow from
-    the state of its default generator (randomness.py), those of Python and numpy from who is first. Hooks of modules
-    run in each replica.
+    the state of its default generator (replica_randomness.py), those of Python and numpy from who is first. Hooks of
+    modules run in each replica.
 
     Parameters, buffers, state_dict() and attributes are the module's, by the module's names: what was saved with or
     without DataParallel, also torch's, can be loaded with or without.
