@@ -324,7 +324,7 @@ class WorkersSeen(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """The agent is alive. `heard`: the newest CoordinatorBeat that reached it; None when it gets none."""
+    """The agent is alive. `heard`: the newest CoordinatorHeartbeat that reached it; None when it gets none."""
 
     sequence: int
     heard: int | None = None

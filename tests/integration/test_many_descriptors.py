@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.integration.test_mail import p2p_group
+from tests.integration.test_p2p import p2p_group
 
 from farandole.collectives.alone import AloneTransport
 from farandole.launch import fork_server_process

@@ -1,4 +1,4 @@
-"""Who sends what when on the ring: one generator for each way around. ring.py hands them to a Duplex.
+"""Who sends what when on the ring: one generator for each way around. ring.py hands them to a ConnectionPair.
 
 A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is
 resumed when that buffer is full. What has to go to the next rank it appends to `outgoing`. What arrives is
