@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost storm schedules check format bench paths docs clean
+.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -25,7 +25,7 @@ chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 (root), 
 gallery: $(READY)  ## loop bodies as people write them, with faults at their lines; SEED=1 JOBS=200 LANES=2, EVERY=20; see docs/chaos.md
 	@$(BIN)/python -m tests.gallery.run --seed $${SEED:-1} --jobs $${JOBS:-200} --lanes $${LANES:-2} $(if $(EVERY),--every $(EVERY))
 
-chaos-report: $(READY)  ## what all chaos runs and storms have come to
+chaos-report: $(READY)  ## what all chaos runs and soak runs have come to
 	@$(BIN)/python -m tests.chaos.report
 
 chaos-lost: $(READY)  ## a job of which everything is killed twenty times, with checkpoints; CHAOS_SEED=4000
@@ -44,8 +44,8 @@ format: $(READY)  ## let ruff put everything into shape
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-storm: $(READY)  ## a worker is killed every EVERY=15 seconds for MINUTES=5; FLAGS="--flag=--spares=1"
-	@$(BIN)/python -m benchmarks.storm --minutes $${MINUTES:-5} --every $${EVERY:-15} $(FLAGS)
+soak: $(READY)  ## a worker is killed every EVERY=15 seconds for MINUTES=5; FLAGS="--flag=--spares=1"
+	@$(BIN)/python -m benchmarks.soak --minutes $${MINUTES:-5} --every $${EVERY:-15} $(FLAGS)
 
 bench: $(READY)  ## recovery and step times, memory, all-reduce; 15 minutes
 	@$(BIN)/python -m benchmarks.run

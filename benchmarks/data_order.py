@@ -21,7 +21,7 @@ import torch
 
 import farandole as fd
 from farandole.data.augmentation import KeyedSampler
-from farandole.data.dealer import Dealer
+from farandole.data.index_stream import IndexStream
 from farandole.data.orders import Shuffled
 from farandole.data.partition import Layout
 
@@ -61,19 +61,20 @@ def measure(regroups: int = 50) -> Row:
 
 def per_index(samples: int, workers: int, indices: int = 300_000, rounds: int = 15) -> Row:
     """What rank 0 of so many workers spends on one index, as its loader takes them: looking it up, dividing it into
-    batches, making tickets and lists. The best and the median of the rounds, the first one with the warming up."""
+    batches, making global batches and lists. The best and the median of the rounds, the first one with the warming
+    up."""
     layout = Layout(samples, GLOBAL_BATCH)
-    dealer = Dealer(layout, Shuffled().bind(layout, 1))
-    dealer.restart(layout, 0, 0, 0, workers)
-    sampler, take = iter(KeyedSampler(dealer, 1)), dealer.on_way.popleft
+    index_stream = IndexStream(layout, Shuffled().bind(layout, 1))
+    index_stream.restart(layout, 0, 0, 0, workers)
+    sampler, take = iter(KeyedSampler(index_stream, 1)), index_stream.on_way.popleft
     batches = indices * workers // GLOBAL_BATCH
     spent_ns = []
     for _ in range(rounds):
-        dealt, before_ns = 0, time.process_time_ns()
+        indexed, before_ns = 0, time.process_time_ns()
         for _ in range(batches):
             next(sampler)
-            dealt += len(take().indices)
-        spent_ns.append((time.process_time_ns() - before_ns) / dealt)
+            indexed += len(take().indices)
+        spent_ns.append((time.process_time_ns() - before_ns) / indexed)
     row: Row = {"samples": samples, "workers": workers}
     return row | {"best_ns": round(min(spent_ns), 1), "median_ns": round(statistics.median(spent_ns), 1)}
 
@@ -124,7 +125,7 @@ def next_batch(name: str, items: torch.utils.data.Dataset[Any], regroups: int, r
     for number in range(regroups):
         for _ in range(4):
             next(batches)
-            loader.commit(loader.ticket)
+            loader.commit(loader.global_batch)
         next(batches)  # the batch that comes again
         time.sleep(regroup_s)
 
@@ -133,7 +134,7 @@ def next_batch(name: str, items: torch.utils.data.Dataset[Any], regroups: int, r
             next(batches)
 
         times_ms.append(_time_ms(go_on))
-        loader.commit(loader.ticket)
+        loader.commit(loader.global_batch)
     loader.close()
     row: Row = {"items": name, "regroups": regroups}
     return row | {"median_ms": round(statistics.median(times_ms), 1), "worst_ms": round(max(times_ms), 1)}
@@ -187,8 +188,8 @@ class ListSampler:
 def _reset(loader: fd.elastic.DataLoader) -> None:
     """As a regroup does it, and on to the indices of the next batch."""
     loader.set_world(1, 2)
-    next(iter(loader._dealer))
-    loader._dealer.on_way.clear()
+    next(iter(loader._index_stream))
+    loader._index_stream.on_way.clear()
 
 
 def _median_ms(function: Callable[[], object], times: int = 101) -> float:

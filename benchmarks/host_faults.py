@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery import WORKLOAD
-from farandole.testing.faults.grounds import Worker
-from farandole.testing.faults.lab_ground import LabGround
-from farandole.testing.faults.plan import ToHost
+from farandole.testing.faults.backends import Worker
+from farandole.testing.faults.fault_plan import ToHost
+from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab
 from farandole.testing.proof import Proof, Record
 from farandole.testing.running_job import RunningJob, all_training
@@ -70,14 +70,14 @@ class Hit:
 class Site:
     """The hosts of the job, and what can be done to them."""
 
-    def __init__(self, lab: Lab, ground: LabGround) -> None:
-        self.lab, self.ground = lab, ground
+    def __init__(self, lab: Lab, backend: LabBackend) -> None:
+        self.lab, self.backend = lab, backend
 
     def kill_worker(self, index: int, victim: Record) -> None:
-        self.ground.signal((victim["host"], victim["pid"]), signal.SIGKILL)
+        self.backend.signal((victim["host"], victim["pid"]), signal.SIGKILL)
 
     def stop_worker(self, index: int, victim: Record) -> None:
-        self.ground.signal((victim["host"], victim["pid"]), signal.SIGSTOP)
+        self.backend.signal((victim["host"], victim["pid"]), signal.SIGSTOP)
 
     def silence(self, index: int, victim: Record) -> None:
         """What it says reaches nobody; what others say reaches it."""
@@ -86,13 +86,13 @@ class Site:
                 self.lab.network.one_way(self.lab.hosts[index], other)
 
     def to_host(self, action: Any) -> Callable[[int, Record], None]:
-        return lambda index, victim: self.ground.disturb(ToHost(action, index))
+        return lambda index, victim: self.backend.disturb(ToHost(action, index))
 
     def mend(self, index: int) -> None:
         """The host is there again, with a running agent, whatever became of it."""
         for action in ("thaw", "heal", "boot"):
             if self.lab.hosts[index].is_up or action == "boot":
-                self.ground.disturb(ToHost(action, index))  # type: ignore[arg-type]
+                self.backend.disturb(ToHost(action, index))  # type: ignore[arg-type]
 
 
 FAULTS: dict[str, Callable[[Site], Callable[[int, Record], None]]] = {
@@ -109,12 +109,12 @@ FAULTS: dict[str, Callable[[Site], Callable[[int, Record], None]]] = {
 @contextlib.contextmanager
 def _job(folder: Path, budget_s: float) -> Iterator[tuple[RunningJob, Site]]:
     """One that trains on all hosts, with one worker on each."""
-    with Lab(HOSTS) as lab, contextlib.closing(LabGround(lab, [1] * HOSTS, folder)) as ground:
+    with Lab(HOSTS) as lab, contextlib.closing(LabBackend(lab, [1] * HOSTS, folder)) as backend:
         flags = ["-np", str(HOSTS), "--restarts", "1000000", "--detection-budget", f"{budget_s:g}", "--quiet"]
-        with RunningJob([*flags, *ground.flags], WORKLOAD, [], folder, folder / "output") as job:
-            ground.start_agents()
+        with RunningJob([*flags, *backend.flags], WORKLOAD, [], folder, folder / "output") as job:
+            backend.start_agents()
             job.wait_until(all_training(HOSTS), _DEADLINE_S)
-            yield job, Site(lab, ground)
+            yield job, Site(lab, backend)
 
 
 def _bring(job: RunningJob, site: Site, fault: str, turn: int, budget_s: float) -> Hit:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery import WORKLOAD
-from farandole.testing.faults.lab_ground import LabGround
+from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
@@ -33,11 +33,11 @@ def measure(minutes: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="farandole-bench-") as name, Lab(HOSTS) as lab:
         folder = Path(name)
         events = folder / "events.jsonl"
-        with contextlib.closing(LabGround(lab, [1] * HOSTS, folder)) as ground:
-            flags = ["-np", str(HOSTS), "--quiet", "--events", str(events), *ground.flags]
+        with contextlib.closing(LabBackend(lab, [1] * HOSTS, folder)) as backend:
+            flags = ["-np", str(HOSTS), "--quiet", "--events", str(events), *backend.flags]
             words = ["--hold-s", str(HOLD_S)]
             with RunningJob(flags, WORKLOAD, words, folder, folder / "output") as job, _busy():
-                ground.start_agents()
+                backend.start_agents()
                 latest = job.wait_until(all_training(HOSTS), _DEADLINE_S)
                 first = latest[0]["ns"]
                 job.wait_until(lambda latest: (latest[0]["ns"] - first) / 60e9 >= minutes, 60 * minutes + _DEADLINE_S)

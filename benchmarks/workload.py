@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farandole.data.partition import share
+from farandole.data.partition import even_slice
 from farandole.ledger.check import Line
 from farandole.ledger.hashing import ids_hash
 from farandole.ledger.records import FORMAT, WHOLE, Applied, EpochEnded, Intent, Opened, Record, Started, compact
@@ -31,7 +31,7 @@ class WrittenJob:
         self.samples, self.global_batch_size = samples, global_batch_size
         self.order, self.is_carried = order, is_carried
         self.files: dict[str, list[Record]] = {}
-        self.lineage, self.generation = 1, 0
+        self.run_id, self.generation = 1, 0
         self.step = self.epoch = self.cursor = 0
         self.members: list[str] = []
         self.regroup(members)
@@ -43,7 +43,7 @@ class WrittenJob:
         for rank, name in enumerate(self.members):
             if name not in self.files:
                 self.files[name] = [Opened(FORMAT, WHOLE, name, "host", 1, 0)]
-            key = (self.lineage, self.generation)
+            key = (self.run_id, self.generation)
             self.files[name].append(
                 Started(
                     *key,
@@ -62,10 +62,10 @@ class WrittenJob:
         """All members are about to contribute to the next step."""
         start, stop = self._batch()
         for rank, name in enumerate(self.members):
-            low, high = share(start, stop, rank, len(self.members))
+            low, high = even_slice(start, stop, rank, len(self.members))
             ids = compact([self.sample_at(position) for position in range(low, high)])
             self.files[name].append(
-                Intent(self.lineage, self.generation, self.step, rank, self.epoch, start, stop, low, high, ids)
+                Intent(self.run_id, self.generation, self.step, rank, self.epoch, start, stop, low, high, ids)
             )
 
     def apply(self, by: Iterable[str] | None = None) -> None:
@@ -79,7 +79,7 @@ class WrittenJob:
         total = ids_hash([self.sample_at(position) for position in range(start, stop)])
         for name in by:
             self.files[name].append(
-                Applied(self.lineage, self.generation, self.step, self.epoch, start, stop, stop - start, total)
+                Applied(self.run_id, self.generation, self.step, self.epoch, start, stop, stop - start, total)
             )
 
     def train(self, steps: int = 1) -> None:
@@ -92,7 +92,7 @@ class WrittenJob:
 
     def end_epoch(self) -> None:
         for name in self.members:
-            self.files[name].append(EpochEnded(self.lineage, self.generation, self.step, self.epoch, self.cursor))
+            self.files[name].append(EpochEnded(self.run_id, self.generation, self.step, self.epoch, self.cursor))
         self.epoch, self.cursor = self.epoch + 1, max(0, self.cursor - self.samples)
 
     def sample_at(self, position: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import GLOBAL_SET, Key, Kind, Request
+from farandole.collectives.named.operation_requests import GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.reduction import Reduction
 from farandole.membership import Placement

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.requests import (
+from farandole.collectives.named.operation_requests import (
     GLOBAL_SET,
     AllJoined,
     Decision,
@@ -16,7 +16,7 @@ from farandole.collectives.named.requests import (
     Key,
     Kind,
     Request,
-    Said,
+    RoundPayload,
     SetAdded,
     SetRemoved,
 )
@@ -53,7 +53,7 @@ class Ranks:
         self.in_flight: list[dict[Key, Request]] = [{} for _ in range(size)]
         self.sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(size))}
         self.joined: dict[int, list[int]] = {}
-        self.said: list[Said] = []
+        self.payloads: list[RoundPayload] = []
         self._removed: list[int] = []
         self.ended: list[list[tuple[Key, Decision]]] = [[] for _ in range(size)]
 
@@ -69,12 +69,12 @@ class Ranks:
                     joins.append((each.key.process_set, rank))
         for number, rank in joins:
             self.joined.setdefault(number, []).append(rank)
-        words = [each.words(rank, every[rank], expired) for rank, each in enumerate(self.negotiations)]
-        self.said = msgspec.msgpack.decode(msgspec.msgpack.encode(words), type=list[Said])
+        payloads = [each.make_payload(rank, every[rank], expired) for rank, each in enumerate(self.negotiations)]
+        self.payloads = msgspec.msgpack.decode(msgspec.msgpack.encode(payloads), type=list[RoundPayload])
         for rank, negotiation in enumerate(self.negotiations):
-            heard = [key for who, key in negotiation.heard(self.said) if who == rank]
-            assert sorted(map(str, heard)) == sorted(str(each.key) for each in every[rank])
-        decided = [each.round(self.said) for each in self.negotiations]
+            requested = [key for who, key in negotiation.requested(self.payloads) if who == rank]
+            assert sorted(map(str, requested)) == sorted(str(each.key) for each in every[rank])
+        decided = [each.round(self.payloads) for each in self.negotiations]
         assert all(each == decided[0] for each in decided)
         for decision in decided[0]:
             self._check(decision)

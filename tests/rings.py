@@ -13,16 +13,16 @@ import msgspec
 import torch
 
 from farandole.collectives.device_transport import DeviceTransport
-from farandole.collectives.gloo.builder import connect_gloo
-from farandole.collectives.gloo.group import GlooGroup
-from farandole.collectives.hierarchical.builder import share_memory_within_hosts
+from farandole.collectives.gloo.gloo_builder import connect_gloo
+from farandole.collectives.gloo.gloo_group import GlooGroup
+from farandole.collectives.hierarchical.hierarchical_builder import share_memory_within_hosts
 from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.listener import DataListener
-from farandole.collectives.nccl.builder import NcclGroups
+from farandole.collectives.nccl.nccl_builder import NcclGroups
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import RingBuilder
-from farandole.collectives.shared_memory.builder import share_memory
+from farandole.collectives.shared_memory.shared_memory_builder import share_memory
 from farandole.collectives.staging import StagedTransport
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import choose
@@ -50,7 +50,7 @@ def make_start(rank: int, addresses: list[Address], number: int = 1, key: bytes 
         placement=Placement(rank, size, rank, size, 0, 1),
         previous=peer(rank - 1),
         next=peer(rank + 1),
-        founding=True,
+        bootstrap=True,
         data_key=key,
     )
 
@@ -208,13 +208,13 @@ class OnDevice:
         self._inner, self._device = inner, device
         self.rank, self.size = inner.rank, inner.size
         self.all_gather, self.barrier = inner.all_gather, inner.barrier
-        self.wait_until_called, self.abort, self.close = inner.wait_until_called, inner.abort, inner.close
+        self.wait_for_peer, self.abort, self.close = inner.wait_for_peer, inner.abort, inner.close
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         moved = tensor.detach().to(self._device)
-        notes = self._inner.all_reduce(moved, note, op)
+        trailers = self._inner.all_reduce(moved, trailer, op)
         tensor.detach().copy_(moved)
-        return notes
+        return trailers
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         moved = tensor.detach().to(self._device)

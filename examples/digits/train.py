@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 import farandole as fd
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
@@ -45,7 +45,7 @@ def network() -> torch.nn.Module:
 
 
 def accuracy(model: torch.nn.Module, test: torch.utils.data.TensorDataset) -> float:
-    """Each worker tests its share; the mean weighs the shares by their size."""
+    """Each worker tests a part; the mean weighs the parts by their size."""
     images, labels = (tensor[fd.rank() :: fd.size()] for tensor in test.tensors)
     with torch.no_grad():
         right = (model(images).argmax(dim=1) == labels).double().mean().item()

@@ -25,7 +25,7 @@ class JobConfig:
     start_timeout_s     from the first worker's init() until all workers must have called it
     detection_budget_s  how long a silent host or a stopped worker may stay unnoticed
     grace_s             from SIGTERM to SIGKILL when a worker is stopped
-    survivors_first_s   how long, at most, a lost worker's replacement waits for the survivors to train again
+    deferred_restart_s   how long, at most, a lost worker's replacement waits for the survivors to train again
     takes_agents        agents of other machines may join at any time
     spares              workers beyond those that train, which wait until one of them is lost
     step_timeout_s      how long no worker may come any further before those that hang are stopped; None: for ever
@@ -58,7 +58,7 @@ class JobConfig:
     fills_slots: bool = False
     waits_for_newcomers: bool = False
     takes_agents: bool = False
-    survivors_first_s: float = 1.0
+    deferred_restart_s: float = 1.0
 
     @property
     def may_change(self) -> bool:

@@ -103,7 +103,7 @@ class HostStatus(msgspec.Struct, frozen=True):
     out_for_s: float = 0.0
 
 
-class RestingSlot(msgspec.Struct, frozen=True):
+class SlotInBackoff(msgspec.Struct, frozen=True):
     """A slot that nothing is started in for `for_s` seconds more, since so many workers in a row failed there soon
     after their start."""
 
@@ -148,7 +148,7 @@ class Status(Message, frozen=True):
     members: tuple[WorkerStatus, ...]
     newcomers: tuple[WorkerStatus, ...]
     hosts: tuple[HostStatus, ...]
-    resting: tuple[RestingSlot, ...]
+    backoffs: tuple[SlotInBackoff, ...]
     regroups: int
     events: tuple[PastEvent, ...] = ()
 

@@ -8,14 +8,14 @@ import msgspec
 class GenerationId(msgspec.Struct, frozen=True, array_like=True):
     """Identity of one agreed membership. Data paths compare it for equality, never by order.
 
-    lineage      changes when a job restarts from a durable checkpoint without a holder of its state
-    incarnation  counts the starts of the job's coordinator
+    run_id       changes when a job restarts from a durable checkpoint without a holder of its state
+    coordinator_epoch  counts the starts of the job's coordinator
     number       counts the generations of the job, from 1; never used twice
     nonce        random, so that two coordinators cannot produce the same identity
     """
 
-    lineage: int
-    incarnation: int
+    run_id: int
+    coordinator_epoch: int
     number: int
     nonce: str
 
@@ -75,7 +75,7 @@ class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
     boundary  boundaries passed (each next batch, epoch advance, commit)
     """
 
-    lineage: int = 1
+    run_id: int = 1
     step: int = 0
     epoch: int = 0
     cursor: int = 0
@@ -85,11 +85,11 @@ class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
 class Origin(msgspec.Struct, frozen=True):
     """Where the numbers of a job with checkpoints begin: above all that jobs with the same folder have used.
 
-    lineage     of this job
+    run_id      of this job
     generation  the highest number so far; the first generation gets the next one
     has_checkpoint  there is one to go on from
     """
 
-    lineage: int
+    run_id: int
     generation: int
     has_checkpoint: bool = False

@@ -13,7 +13,7 @@ import msgspec
 
 from farandole.config import ForkServerUse
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall
-from farandole.sighting import Sighting
+from farandole.worker_status import WorkerStatus
 
 PROTOCOL_VERSION = 2
 
@@ -216,7 +216,7 @@ class Prepare(Message, frozen=True):
 class Start(Message, frozen=True):
     """Generation `id` begins. To each member its own place and its neighbours on the ring.
 
-    founding  nobody holds state yet: rank 0's is everybody's
+    bootstrap  nobody holds state yet: rank 0's is everybody's
     data_key  proves both ends of the data connections of this generation; derived by the agent from the
               job token, never sent over a network
     """
@@ -225,7 +225,7 @@ class Start(Message, frozen=True):
     placement: Placement
     previous: Peer
     next: Peer
-    founding: bool
+    bootstrap: bool
     data_key: bytes = b""
 
 
@@ -320,11 +320,11 @@ class WorkersSeen(Message, frozen=True):
     """Where all workers of this agent are that can be seen: when that changes, a few times a second at most, and every
     few seconds when it does not."""
 
-    workers: dict[str, Sighting]
+    workers: dict[str, WorkerStatus]
 
 
-class Beat(Message, frozen=True):
-    """The agent is alive. `heard`: the newest CoordinatorBeat that reached it; None when it gets none."""
+class Heartbeat(Message, frozen=True):
+    """The agent is alive. `heard`: the newest CoordinatorHeartbeat that reached it; None when it gets none."""
 
     sequence: int
     heard: int | None = None
@@ -364,7 +364,7 @@ AgentMessage: TypeAlias = (
     | SpawnFailed
     | WorkersSeen
     | AgentLeaving
-    | Beat
+    | Heartbeat
     | WorkerPrinted
     | WorkerRanked
     | WorkerSilent
@@ -379,7 +379,7 @@ class Welcome(Message, frozen=True):
 
     command      what each worker runs, in `folder`
     environment  what its environment has beside that of the agent's machine
-    beat_id      names this connection in datagrams with beats, which go to `beat_port`; 0: there are none
+    heartbeat_id  names this connection in datagrams with heartbeats, which go to `heartbeat_port`; 0: there are none
     The others are as in AgentConfig.
     """
 
@@ -390,8 +390,8 @@ class Welcome(Message, frozen=True):
     detection_budget_s: float
     grace_s: float
     is_elastic: bool
-    beat_id: bytes = b""
-    beat_port: int = 0
+    heartbeat_id: bytes = b""
+    heartbeat_port: int = 0
     fork_server: ForkServerUse = "off"
 
 
@@ -402,8 +402,8 @@ class Refused(Message, frozen=True):
     is_final: bool
 
 
-class CoordinatorBeat(Message, frozen=True):
-    """The coordinator is alive. `heard`: the newest Beat that reached it."""
+class CoordinatorHeartbeat(Message, frozen=True):
+    """The coordinator is alive. `heard`: the newest Heartbeat that reached it."""
 
     sequence: int
     heard: int
@@ -459,5 +459,5 @@ class JobEnded(Message, frozen=True):
 
 
 ToAgent: TypeAlias = (
-    Welcome | Refused | CoordinatorBeat | Spawn | Kill | TellWorkers | StartWorkers | Dismissed | JobEnded
+    Welcome | Refused | CoordinatorHeartbeat | Spawn | Kill | TellWorkers | StartWorkers | Dismissed | JobEnded
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farandole.testing.faults.drawing import MOST_WORKERS, Shape, draw
-from farandole.testing.faults.plan import Plan
+from farandole.testing.faults.fault_plan import Plan
 from tests.gallery.catalogue import BODIES
 from tests.scripts.chaos_job import EPOCHS, STEPS_PER_EPOCH
 

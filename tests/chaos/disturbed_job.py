@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from farandole.testing.faults.backends import ThisMachine
 from farandole.testing.faults.bringing import Bringer, Pace
-from farandole.testing.faults.grounds import ThisMachine
-from farandole.testing.faults.lab_ground import LabGround
-from farandole.testing.faults.moments import Moments
-from farandole.testing.faults.plan import AtLastStepOf, OneWay
+from farandole.testing.faults.fault_plan import AtLastStepOf, OneWay
+from farandole.testing.faults.fault_triggers import Triggers
+from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab, LabError
 from farandole.testing.lab.leftovers import remains
 from farandole.testing.proof import Proof
@@ -115,23 +115,23 @@ def undisturbed_record(body: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def _machine(case: Case, place: Place) -> Iterator[tuple[ThisMachine, list[str]]]:
     """The job's workers are on this machine."""
-    ground = ThisMachine(place.folder / "hosts")
-    ground.offer(case.shape.workers)
-    with contextlib.closing(ground):
+    backend = ThisMachine(place.folder / "hosts")
+    backend.offer(case.shape.workers)
+    with contextlib.closing(backend):
         if case.shape.spares:  # they need slots of their own, which nobody else may take
-            yield ground, _spares(case)
+            yield backend, _spares(case)
         else:
-            yield ground, ["--max-np", "9", "--host-discovery-script", f"cat {ground.hosts_file}"]
+            yield backend, ["--max-np", "9", "--host-discovery-script", f"cat {backend.hosts_file}"]
 
 
 @contextlib.contextmanager
-def _lab(case: Case, place: Place, outcome: Outcome) -> Iterator[tuple[LabGround, list[str]]]:
+def _lab(case: Case, place: Place, outcome: Outcome) -> Iterator[tuple[LabBackend, list[str]]]:
     """They are on hosts; as many slots as workers and spares, so that each is needed."""
     slots, hosts = case.shape.workers + case.shape.spares, case.shape.hosts
     slots_by_host = [slots // hosts + (index < slots % hosts) for index in range(hosts)]
-    with Lab(hosts) as lab, contextlib.closing(LabGround(lab, slots_by_host, place.folder)) as ground:
-        yield ground, ground.flags + _spares(case)
-        outcome.violations += ground.left()
+    with Lab(hosts) as lab, contextlib.closing(LabBackend(lab, slots_by_host, place.folder)) as backend:
+        yield backend, backend.flags + _spares(case)
+        outcome.violations += backend.left()
     outcome.violations += [f"{name} is left of the lab" for name in remains(lab.name)]
 
 
@@ -162,17 +162,17 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
     environment = {**os.environ, "TMPDIR": str(place.temporary)}
     with contextlib.ExitStack() as stack:
         around = _lab(case, place, outcome) if shape.hosts else _machine(case, place)
-        ground, more = stack.enter_context(around)
+        backend, more = stack.enter_context(around)
         script = BODY_SCRIPT if case.body else SCRIPT
         job = RunningJob(flags + more, script, words, place.records, place.output, environment=environment)
         stack.enter_context(job)
-        if isinstance(ground, LabGround):
-            ground.start_agents()
+        if isinstance(backend, LabBackend):
+            backend.start_agents()
         bringer = Bringer(
             case.plan,
             job,
-            ground,
-            Moments(place.output, STEPS_PER_EPOCH),
+            backend,
+            Triggers(place.output, STEPS_PER_EPOCH),
             pace,
             workers=shape.workers,
             replaces=shape.replaces,
@@ -182,7 +182,7 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
         )
         try:
             bringer.run()
-            at_end = case.plan.faults[-1].moment == AtLastStepOf(EPOCHS - 1)
+            at_end = case.plan.faults[-1].trigger == AtLastStepOf(EPOCHS - 1)
             if not at_end:
                 bringer.settle()
         finally:
@@ -199,7 +199,7 @@ def _findings(case: Case, place: Place, outcome: Outcome, staying: range | None)
     proof = Proof(place.records)
     outcome.generations, outcome.redone = len(proof.generations()), proof.redone()
     said = place.output.read_text(errors="replace")
-    if any(isinstance(fault.deed, OneWay) for fault in case.plan.faults):
+    if any(isinstance(fault.action, OneWay) for fault in case.plan.faults):
         # As long as two hosts cannot talk, one or the other may be given up again and again.
         yield from invariants.counters(proof, invariants.regroups(said))
     else:

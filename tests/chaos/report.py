@@ -1,4 +1,4 @@
-"""What all chaos runs, jobs of the gallery and storms have come to, added up: `make chaos-report`."""
+"""What all chaos runs, jobs of the gallery and soak runs have come to, added up: `make chaos-report`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.storm import RESULTS as STORMS
+from benchmarks.soak import RESULTS as SOAKS
 from tests.chaos.run import RESULTS as CHAOS
 from tests.gallery.plan import parse
 from tests.gallery.run import RESULTS as GALLERY
@@ -54,23 +54,23 @@ def gallery(lines: Iterable[dict[str, Any]]) -> str:
     return "\n".join(said)
 
 
-def storms(lines: Iterable[dict[str, Any]]) -> str:
-    """Of the lines that benchmarks/storm.py wrote: those with equal flags and times between kills in one row."""
+def soaks(lines: Iterable[dict[str, Any]]) -> str:
+    """Of the lines that benchmarks/soak.py wrote: those with equal flags and times between kills in one row."""
     alike: dict[tuple[float, str], list[dict[str, Any]]] = {}
-    for storm in lines:
-        alike.setdefault((storm["every_s"], " ".join(storm["flags"])), []).append(storm)
+    for soak in lines:
+        alike.setdefault((soak["every_s"], " ".join(soak["flags"])), []).append(soak)
     said = [
-        "| a kill every | flags | storms | minutes | kills | samples, of those possible | longest stall | violations |",
+        "| a kill every | flags | soaks | minutes | kills | samples, of those possible | longest stall | violations |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for (every_s, flags), each in sorted(alike.items(), reverse=True):
-        minutes, kills = sum(storm["minutes"] for storm in each), sum(storm["kills"] for storm in each)
-        ratios = [100 * storm["ratio"] for storm in each]
+        minutes, kills = sum(soak["minutes"] for soak in each), sum(soak["kills"] for soak in each)
+        ratios = [100 * soak["ratio"] for soak in each]
         low, high = f"{min(ratios):.0f}", f"{max(ratios):.0f}"
         said.append(
             f"| {every_s:g} s | {flags} | {len(each)} | {minutes:.0f} | {kills} "
             f"| {low if low == high else f'{low} to {high}'} % | {max(s['longest_stall_s'] for s in each):.2f} s "
-            f"| {sum(len(storm['violations']) for storm in each)} |"
+            f"| {sum(len(soak['violations']) for soak in each)} |"
         )
     return "\n".join(said)
 
@@ -79,7 +79,7 @@ def main() -> None:
     for path, write, target in (
         (CHAOS, summary, "chaos"),
         (GALLERY, gallery, "gallery"),
-        (STORMS, storms, "storm"),
+        (SOAKS, soaks, "soak"),
     ):
         if path.exists():
             print(write(json.loads(line) for line in path.read_text().splitlines()), end="\n\n")

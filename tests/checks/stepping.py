@@ -15,7 +15,7 @@ import farandole as fd
 from farandole.collectives import world
 from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError, StepError
 from farandole.state import step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 
 MANY = 0.0001  # megabytes
 SAMPLES = 12
@@ -39,11 +39,11 @@ def share(micro_batches: int = 1) -> Iterator[slice]:
     """This rank's samples of the batch, which is out meanwhile; shares differ in length."""
     bounds = [SAMPLES * (rank * rank + rank) // (fd.size() * (fd.size() + 1)) for rank in range(fd.size() + 1)]
     low, high = bounds[fd.rank()], bounds[fd.rank() + 1]
-    ticket = Ticket(0, 0, SAMPLES, low, high, micro_batches)
+    global_batch = GlobalBatch(0, 0, SAMPLES, low, high, micro_batches)
     for index in range(micro_batches):
         begin = low + (high - low) * index // micro_batches
         end = low + (high - low) * (index + 1) // micro_batches
-        step.open(Batch(ticket, begin, end, index))
+        step.open(Batch(global_batch, begin, end, index))
         yield slice(begin, end)
     step.close()
 

@@ -140,12 +140,12 @@ class Tracer:
         self._wait_for(lambda: (self._folder / "events").read_text().count('"ChangePlanned"') >= count, limit_s)
 
     def _wait_for(self, condition: Any, limit_s: float = _ANSWER_S) -> None:
-        from farandole.whereabouts import say_that_it_moves
+        from farandole.status_reporting import report_progress
 
         until = time.monotonic() + limit_s
         while not condition() and time.monotonic() < until:
             time.sleep(0.002)
-            say_that_it_moves()  # the step timeout is not for what the fault asks
+            report_progress()  # the step timeout is not for what the fault asks
 
     def write_hits(self) -> None:
         written = self._folder / f"hits-{self._worker}.json"

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from farandole.collectives.buffers import DTYPES
-from farandole.collectives.nccl import group as nccl_group
+from farandole.collectives.nccl import nccl_group as nccl_group
 from farandole.collectives.nccl.availability import own_problem
-from farandole.collectives.nccl.group import NcclGroup
+from farandole.collectives.nccl.nccl_group import NcclGroup
 from farandole.collectives.reduction import Reduction
-from farandole.collectives.torch_groups.operations import _WIDER
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.tensor_bytes import DTYPES
+from farandole.collectives.torch_groups.group_operations import _WIDER
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 from farandole.env import prepare_for_nccl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(own_problem()), reason=own_problem())]

@@ -12,7 +12,7 @@ import farandole as fd
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.device_transport import DeviceTransport
 from farandole.collectives.nccl.availability import own_problem
-from farandole.collectives.nccl.builder import NcclGroups
+from farandole.collectives.nccl.nccl_builder import NcclGroups
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.staging import StagedTransport
 from farandole.errors import ConfigError
@@ -79,7 +79,7 @@ def test_another_thread_sees_what_several_streams_have_put_into_a_bucket() -> No
         with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
             torch.cuda._sleep(200_000_000)  # some 0.1 s
             half.fill_(3.0)
-            arrivals.note()
+            arrivals.trailer()
     sums: list[float] = []
     thread = threading.Thread(target=arrivals.before(lambda: sums.append(bucket.sum().item())))
     thread.start()

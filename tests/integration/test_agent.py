@@ -24,10 +24,10 @@ from farandole.messages import (
     Abort,
     AgentHello,
     AgentMessage,
-    Beat,
     Elastic,
     Failed,
     FromWorker,
+    Heartbeat,
     Hello,
     JobEnded,
     Kill,
@@ -65,8 +65,8 @@ class Served:
 
     async def hear(self, kind: type[MessageT]) -> MessageT:
         """The next message, unwrapped, which has to be of this kind."""
-        message: Message = Beat(0)
-        while isinstance(message, Beat | WorkersSeen):
+        message: Message = Heartbeat(0)
+        while isinstance(message, Heartbeat | WorkersSeen):
             message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
         if isinstance(message, FromWorker):
             message = message.message
@@ -132,13 +132,13 @@ async def serving(
 def start_of(number: int, rank: int) -> Start:
     peer = Peer("w", rank, Address("127.0.0.1", 1))
     identity = GenerationId(1, 1, number, "nonce")
-    return Start(identity, Placement(rank, 1, rank, 1, 0, 1), peer, peer, founding=True)
+    return Start(identity, Placement(rank, 1, rank, 1, 0, 1), peer, peer, bootstrap=True)
 
 
 def test_messages_go_both_ways_and_an_agent_beats(tmp_path: Path) -> None:
     async def test() -> None:
         async with serving(tmp_path, [*TALKING_WORKER, "obey"], budget_s=0.5) as served:
-            assert isinstance(await asyncio.wait_for(served.channel.receive(), DEADLINE_S), Beat)
+            assert isinstance(await asyncio.wait_for(served.channel.receive(), DEADLINE_S), Heartbeat)
             await served.spawn("w1")
             served.say(TellWorkers(("w1", "w-not-here"), Abort(4, "a test")))
             assert (await served.hear(LinkBroken)).number == 4
@@ -271,7 +271,7 @@ def test_nothing_is_left_when_the_coordinator_is_gone(tmp_path: Path) -> None:
 def test_an_agent_does_not_obey_what_is_no_order(tmp_path: Path) -> None:
     async def test() -> None:
         async with serving(tmp_path, [*TALKING_WORKER, "obey"]) as served:
-            served.say(Beat(0))
+            served.say(Heartbeat(0))
             await served.ended()
             (lost,) = served.events.of(CoordinatorLost)
             assert "not a valid message" in lost.reason
@@ -299,7 +299,7 @@ class FaultyChannel:
         self.is_closed = True
 
 
-@pytest.mark.parametrize("kind", [Beat, WorkersSeen])
+@pytest.mark.parametrize("kind", [Heartbeat, WorkersSeen])
 def test_an_agent_that_cannot_do_what_it_has_to_do_now_and_then_ends_with_the_error(
     kind: type[Message], tmp_path: Path
 ) -> None:

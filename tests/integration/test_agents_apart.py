@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from farandole.authentication import Role, new_token
-from farandole.beat_datagram import BeatSeal
 from farandole.channel import Channel, connect
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.events import AgentJoined, AgentWasLost
-from farandole.launch.beat_socket import BeatSocket
+from farandole.heartbeat_datagram import HeartbeatSeal
+from farandole.launch.heartbeat_socket import HeartbeatSocket
 from farandole.membership import Address
 from farandole.messages import (
     PROTOCOL_VERSION,
     AgentHello,
-    Beat,
-    CoordinatorBeat,
+    CoordinatorHeartbeat,
+    Heartbeat,
     Message,
     OutputMessage,
     Refused,
@@ -38,7 +38,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Apart:
-    """An agent's end of a connection. It beats when the test says so."""
+    """An agent's end of a connection. It heartbeats when the test says so."""
 
     def __init__(self, channel: Channel[ToAgent]) -> None:
         self.channel = channel
@@ -52,12 +52,12 @@ class Apart:
                 return message
 
     async def live(self, acknowledges: bool) -> None:
-        """Answer each beat, until the connection ends."""
+        """Answer each heartbeat, until the connection ends."""
         with contextlib.suppress(ConnectionError):
             while True:
-                beat = await self.hear(CoordinatorBeat)
+                heartbeat = await self.hear(CoordinatorHeartbeat)
                 self.sequence += 1
-                self.channel.send(Beat(self.sequence, beat.sequence if acknowledges else 0))
+                self.channel.send(Heartbeat(self.sequence, heartbeat.sequence if acknowledges else 0))
 
 
 class Served:
@@ -158,11 +158,11 @@ def test_datagrams_alone_keep_an_agent_and_forged_ones_do_not() -> None:
         async with serving(budget_s=0.3) as served:
             agent = await served.dial()
             welcome = await agent.hear(Welcome)
-            assert welcome.beat_port == served.coordinator.address.port
+            assert welcome.heartbeat_port == served.coordinator.address.port
             heard = [0]
-            real = BeatSocket(TOKEN, welcome.beat_id, lambda sequence, _: heard.append(sequence))
-            forged = BeatSocket(new_token(), welcome.beat_id, lambda _sequence, _heard: None)
-            to = Address("127.0.0.1", welcome.beat_port)
+            real = HeartbeatSocket(TOKEN, welcome.heartbeat_id, lambda sequence, _: heard.append(sequence))
+            forged = HeartbeatSocket(new_token(), welcome.heartbeat_id, lambda _sequence, _heard: None)
+            to = Address("127.0.0.1", welcome.heartbeat_port)
             for each in (real, forged):
                 await each.open(to)
             try:
@@ -191,10 +191,10 @@ def test_nonsense_at_the_port_for_datagrams_harms_nobody() -> None:
             welcome = await (await served.dial()).hear(Welcome)
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_datagram_endpoint(
-                asyncio.DatagramProtocol, remote_addr=("127.0.0.1", welcome.beat_port)
+                asyncio.DatagramProtocol, remote_addr=("127.0.0.1", welcome.heartbeat_port)
             )
-            seal = BeatSeal(new_token(), welcome.beat_id, Role.DIALER)
-            for data in (b"", b"x" * 70, welcome.beat_id, seal.seal(1, 1), bytes(48)):
+            seal = HeartbeatSeal(new_token(), welcome.heartbeat_id, Role.DIALER)
+            for data in (b"", b"x" * 70, welcome.heartbeat_id, seal.seal(1, 1), bytes(48)):
                 transport.sendto(data)
             transport.close()
             assert await served.events.next(AgentWasLost)

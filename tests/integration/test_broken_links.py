@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testing.faults.lab_ground import LabGround
+from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
@@ -24,16 +24,16 @@ BUDGET_S = 1.0
 def on_hosts(folder: Path, slots: list[int], *flags: str) -> Iterator[tuple[Lab, RunningJob]]:
     """A job on the hosts of a lab that trains until it is told to finish."""
     with Lab(hosts=len(slots)) as lab:
-        ground = LabGround(lab, slots, folder)
+        backend = LabBackend(lab, slots, folder)
         words = ["--epochs", "1000000", "--stop", str(folder / "stop"), "--item-ms", "0.3"]
-        all_flags = ["-np", str(sum(slots)), *flags, "--detection-budget", f"{BUDGET_S:g}", *ground.flags]
+        all_flags = ["-np", str(sum(slots)), *flags, "--detection-budget", f"{BUDGET_S:g}", *backend.flags]
         try:
             with RunningJob(all_flags, ELASTIC_JOB, words, folder, folder / "output") as running:
-                ground.start_agents()
+                backend.start_agents()
                 running.wait_until(all_training(sum(slots)), 60)
                 yield lab, running
         finally:
-            ground.close()
+            backend.close()
 
 
 def finish(running: RunningJob) -> str:

@@ -43,7 +43,7 @@ class Job:
 
     def newest(self) -> dict[str, Any]:
         manifests = [json.loads(path.read_text()) for path in self.checkpoints.glob("*/manifest.json")]
-        return max(manifests, key=lambda each: (each["lineage"], each["step"], each["boundary"]))
+        return max(manifests, key=lambda each: (each["run_id"], each["step"], each["boundary"]))
 
     def newest_step(self) -> int:
         """0 while there is none."""
@@ -101,7 +101,7 @@ def test_a_job_that_is_killed_and_then_gives_up_trains_every_sample_once_with_an
     proof = Proof(job.records)
     check_job(proof, epochs=3, samples=SAMPLES, workers_at_end=1)
     assert job.newest()["step"] == proof.steps() == 150
-    assert job.newest()["lineage"] == 3
+    assert job.newest()["run_id"] == 3
     assert len(list(job.checkpoints.glob("step-*"))) == 2
 
 
@@ -122,7 +122,7 @@ def test_a_full_disk_stops_nothing_and_a_job_that_loses_all_workers_goes_on_from
     assert "going on from the newest checkpoint" in job.said()
     assert re.search(r"went back( from step \d+ or later)? to the checkpoint at step [1-9]\d*;", job.said())
     check_job(Proof(job.records), samples=SAMPLES)
-    assert job.newest()["lineage"] == 2
+    assert job.newest()["run_id"] == 2
 
 
 def test_under_the_commit_rule_the_newest_commit_goes_to_an_object_store(

@@ -16,7 +16,7 @@ from farandole.coordinator.server import Coordinator
 from farandole.errors import AuthenticationError
 from farandole.events import ConnectionRefused
 from farandole.launch.client import Client, NoAnswer
-from farandole.messages import PROTOCOL_VERSION, AgentHello, Beat, Message
+from farandole.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
 from farandole.wire import TO_CLIENT
 from tests.waiting import DEADLINE_S, EventLog, run
 
@@ -69,7 +69,7 @@ def test_who_does_not_know_the_token_is_told_nothing(token: bytes, job: str) -> 
     [
         ([AskStatus()], "AskStatus before AgentHello"),
         ([ClientHello(PROTOCOL_VERSION), ClientHello(PROTOCOL_VERSION)], "said ClientHello twice"),
-        ([ClientHello(PROTOCOL_VERSION), Beat(1)], "not a valid message"),
+        ([ClientHello(PROTOCOL_VERSION), Heartbeat(1)], "not a valid message"),
         ([ClientHello(PROTOCOL_VERSION + 1), AskStatus()], f"this job has {PROTOCOL_VERSION}"),
         ([AgentHello("a", "host", 1, PROTOCOL_VERSION), AskStatus()], "not a valid message"),
     ],

@@ -23,8 +23,8 @@ from farandole.events import AgentJoined, AgentWasLost, ConnectionRefused, Coord
 from farandole.messages import (
     PROTOCOL_VERSION,
     AgentHello,
-    Beat,
     FromWorker,
+    Heartbeat,
     JobEnded,
     Message,
     Ready,
@@ -191,7 +191,7 @@ def test_no_more_than_so_many_strangers_are_listened_to(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (Beat(0), "said Beat before AgentHello"),
+        (Heartbeat(0), "said Heartbeat before AgentHello"),
         (AgentHello("a", "host", 1, PROTOCOL_VERSION), "said AgentHello twice"),
     ],
 )
@@ -199,7 +199,7 @@ def test_an_agent_that_says_what_it_must_not_say_is_hung_up_on(said: Message, re
     async def test() -> None:
         async with serving() as running:
             refused = asyncio.create_task(running.events.next(ConnectionRefused))
-            channel = await (running.dial() if isinstance(said, Beat) else running.join())
+            channel = await (running.dial() if isinstance(said, Heartbeat) else running.join())
             channel.send(said)
             assert reason in (await refused).reason
             with pytest.raises(ConnectionError):

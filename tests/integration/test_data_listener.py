@@ -16,7 +16,7 @@ from farandole.clock import now_s
 from farandole.collectives.dialer import Dialer
 from farandole.collectives.handshake import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
 from farandole.collectives.listener import DataListener
-from farandole.collectives.mail.incoming import CHANNEL, Incoming
+from farandole.collectives.p2p.incoming import CHANNEL, Incoming
 from farandole.collectives.probe import answering
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.errors import GenerationEnded
@@ -197,10 +197,10 @@ def test_in_a_job_that_trains_the_queue_of_who_looked_in_is_emptied(tmp_path: Pa
 
 
 @contextlib.contextmanager
-def mail_for(listener: DataListener, dialers: int) -> Iterator[None]:
+def p2p_for(listener: DataListener, dialers: int) -> Iterator[None]:
     """Connections of as many dialers are taken in."""
     ranks = {f"w{rank}": rank for rank in range(dialers)}
-    incoming = Incoming(listener, GENERATION, "w0", ranks, KEY, lambda _letter: None, lambda _rank: None)
+    incoming = Incoming(listener, GENERATION, "w0", ranks, KEY, lambda _message: None, lambda _rank: None)
     thread = threading.Thread(target=incoming.serve)
     thread.start()
     try:
@@ -230,14 +230,14 @@ def build_of(listener: DataListener) -> Iterator[None]:
 
 
 def waiting_at(kind: str, listener: DataListener) -> contextlib.AbstractContextManager[None]:
-    return mail_for(listener, 2) if kind == "mail" else build_of(listener)
+    return p2p_for(listener, 2) if kind == "p2p" else build_of(listener)
 
 
 def channel_of(kind: str) -> int:
-    return CHANNEL if kind == "mail" else 0
+    return CHANNEL if kind == "p2p" else 0
 
 
-@pytest.mark.parametrize("kind", ["mail", "ring"])
+@pytest.mark.parametrize("kind", ["p2p", "ring"])
 def test_of_callers_that_were_answered_only_the_newest_are_kept(kind: str) -> None:
     with listening() as listener, waiting_at(kind, listener), contextlib.ExitStack() as sockets:
         for _ in range(3 * KEPT):
@@ -247,7 +247,7 @@ def test_of_callers_that_were_answered_only_the_newest_are_kept(kind: str) -> No
         assert listener.callers[-1].sock.getpeername() == last.getsockname()
 
 
-@pytest.mark.parametrize("kind", ["mail", "ring"])
+@pytest.mark.parametrize("kind", ["p2p", "ring"])
 def test_who_was_answered_and_does_not_go_on_is_hung_up_on_after_5_s(kind: str) -> None:
     with (
         listening() as listener,
@@ -315,8 +315,8 @@ def test_the_connections_of_a_ring_are_kept_alive_while_they_are_idle() -> None:
     with listeners(2) as opened:
         world = build(opened)
         for transport in world.transports:
-            duplex = transport._duplex  # type: ignore[attr-defined]
-            for sock in (duplex._to_next, duplex._from_previous):
+            pair = transport._connections  # type: ignore[attr-defined]
+            for sock in (pair._to_next, pair._from_previous):
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
                     if hasattr(socket, name):

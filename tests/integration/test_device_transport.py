@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from farandole.collectives import device_transport
-from farandole.collectives.buffers import DTYPES
 from farandole.collectives.device_transport import DeviceTransport
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.staging import StagedTransport, host_transport
+from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.torch_groups.construction import Construction
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, PeerLost
 from tests import rings
 from tests.rings import GlooDevices, listeners

@@ -15,7 +15,7 @@ from threading import Event
 import pytest
 
 from farandole.launch.discovery import DiscoveryFailed, ScriptDiscovery
-from farandole.launch.hosts import HostSlots
+from farandole.launch.host_list import HostSlots
 from tests.jobs import processes_with
 from tests.waiting import DEADLINE_S, run
 

@@ -58,10 +58,10 @@ def test_segfault_in_the_last_step_of_an_epoch_stop_and_two_deaths_at_once_are_s
         running.wait_until(all_training(3), 60)
         latest = running.wait_until(in_the_last_step_of_an_epoch, 60)
         for numbers in ({1: signal.SIGSEGV}, {2: signal.SIGSTOP}, {0: signal.SIGKILL, 1: signal.SIGKILL}):
-            victims = {latest[rank]["pid"] for rank in numbers}
+            lost_members = {latest[rank]["pid"] for rank in numbers}
             for rank, number in numbers.items():
                 running.kill(latest[rank]["pid"], number)
-            latest = running.wait_until(trains_without(victims, 3), 60)
+            latest = running.wait_until(trains_without(lost_members, 3), 60)
         said = finish(running, 3)
     assert "SIGSEGV (signal 11)" in said
     assert f"was stopped by a signal for {BUDGET_S:g} s; it is killed" in said

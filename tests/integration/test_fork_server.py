@@ -288,18 +288,18 @@ def slow_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_programs")
 def test_an_agent_can_say_its_beats_while_its_server_begins(tmp_path: Path) -> None:
-    async def say(beats: list[float]) -> None:
+    async def say(heartbeats: list[float]) -> None:
         while True:
-            beats.append(time.monotonic())
+            heartbeats.append(time.monotonic())
             await asyncio.sleep(0.01)
 
     async def test() -> None:
-        beats: list[float] = []
+        heartbeats: list[float] = []
         async with Served(tmp_path, [sys.executable, SCRIPT]) as served:
-            saying = asyncio.create_task(say(beats))
+            saying = asyncio.create_task(say(heartbeats))
             assert (await served.forked.run("0")).was_forked
             saying.cancel()
-        assert sum(later - sooner > 0.25 for sooner, later in itertools.pairwise(beats)) == 0
+        assert sum(later - sooner > 0.25 for sooner, later in itertools.pairwise(heartbeats)) == 0
 
     asyncio.run(test())
 

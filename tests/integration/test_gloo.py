@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.collectives.buffers import dtype_code
-from farandole.collectives.gloo.builder import use_gloo
-from farandole.collectives.gloo.transport import GlooTransport
+from farandole.collectives.gloo.gloo_builder import use_gloo
+from farandole.collectives.gloo.gloo_transport import GlooTransport
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.tensor_bytes import dtype_code
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
@@ -114,7 +114,7 @@ def test_200_generations_leave_no_descriptor_and_no_thread_behind() -> None:
 def test_an_address_that_gloo_cannot_use_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with listeners(2) as opened:
         pair = [each for each in rings.build(opened).transports if isinstance(each, RingTransport)]
-        monkeypatch.setattr(type(pair[0]._duplex), "host", property(lambda _: "no.such.host.invalid"))
+        monkeypatch.setattr(type(pair[0]._connections), "host", property(lambda _: "no.such.host.invalid"))
         outcomes = rings.outcomes_in_threads(2, lambda rank: use_gloo(pair[rank]))
         for each in pair:
             each.close()

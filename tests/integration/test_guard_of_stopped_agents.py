@@ -27,7 +27,7 @@ def test_silence_kills_in_time_and_words_do_not(sleeper: subprocess.Popen[bytes]
     guard.watch(sleeper.pid)
     end_s = time.monotonic() + 3 * LIMIT_S
     while time.monotonic() < end_s:
-        guard.beat()
+        guard.heartbeat()
         with pytest.raises(subprocess.TimeoutExpired):
             sleeper.wait(LIMIT_S / 10)
     silent_s = time.monotonic()
@@ -52,7 +52,7 @@ def test_without_a_limit_silence_means_nothing(sleeper: subprocess.Popen[bytes],
     guard = Guard(tmp_path)
     guard.start()
     guard.watch(sleeper.pid)
-    guard.beat()
+    guard.heartbeat()
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(2 * LIMIT_S)
     guard.stop()

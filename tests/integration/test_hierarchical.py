@@ -42,8 +42,8 @@ def test_ranks_may_be_on_any_hosts_in_any_order(hosts: list[int]) -> None:
         rank = transport.rank
         for numel in (1, 3000, 2_500_000):
             tensor = torch.full((numel,), float(rank))
-            notes = transport.all_reduce(tensor, b"note of %d" % rank)
-            assert notes == [b"note of %d" % other for other in range(size)]
+            trailers = transport.all_reduce(tensor, b"trailer of %d" % rank)
+            assert trailers == [b"trailer of %d" % other for other in range(size)]
             assert tensor.min() == tensor.max() == sum(range(size))
             for source in range(size):
                 tensor = torch.full((numel,), float(rank))

@@ -14,20 +14,20 @@ from typing import TypeVar, cast
 import pytest
 
 from farandole.authentication import Handshake, Role, new_token
-from farandole.beat_datagram import BEAT_ID_BYTES, BeatSeal
 from farandole.channel import Channel, accept
 from farandole.errors import ConfigError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits
+from farandole.heartbeat_datagram import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.launch.agent import EndOfService, Service
-from farandole.launch.joining import CannotJoin, JoiningAgent, JoinOptions
+from farandole.launch.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.membership import Address
 from farandole.messages import (
     AgentHello,
     AgentLeaving,
     AgentMessage,
-    Beat,
-    CoordinatorBeat,
+    CoordinatorHeartbeat,
     Dismissed,
+    Heartbeat,
     JobEnded,
     Message,
     Refused,
@@ -88,11 +88,11 @@ class Served:
                 return message
 
     async def answer_until(self, kind: type[MessageT], acknowledges: bool = True) -> MessageT:
-        """The same, while each beat is answered."""
+        """The same, while each heartbeat is answered."""
         while True:
             message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
-            if isinstance(message, Beat):
-                self.channel.send(CoordinatorBeat(message.sequence, message.sequence if acknowledges else 0))
+            if isinstance(message, Heartbeat):
+                self.channel.send(CoordinatorHeartbeat(message.sequence, message.sequence if acknowledges else 0))
             if isinstance(message, kind):
                 return message
 
@@ -196,8 +196,8 @@ def test_a_coordinator_that_goes_in_the_middle_of_the_proof_is_asked_again_and_a
 
 
 def test_datagrams_alone_keep_a_lease(tmp_path: Path) -> None:
-    beat_id = b"b" * BEAT_ID_BYTES
-    seal = BeatSeal(TOKEN, beat_id, Role.LISTENER)
+    heartbeat_id = b"b" * HEARTBEAT_ID_BYTES
+    seal = HeartbeatSeal(TOKEN, heartbeat_id, Role.LISTENER)
 
     class Answering(asyncio.DatagramProtocol):
         count = 0
@@ -206,17 +206,17 @@ def test_datagrams_alone_keep_a_lease(tmp_path: Path) -> None:
             self.transport = cast(asyncio.DatagramTransport, transport)
 
         def datagram_received(self, data: bytes, addr: object) -> None:
-            beat = seal.open(data)
-            assert beat is not None
+            heartbeat = seal.open(data)
+            assert heartbeat is not None
             Answering.count += 1
-            self.transport.sendto(seal.seal(beat[0], beat[0]), addr)  # type: ignore[arg-type]
+            self.transport.sendto(seal.seal(heartbeat[0], heartbeat[0]), addr)  # type: ignore[arg-type]
 
     async def test() -> None:
         async with joining(tmp_path, budget_s=0.3) as served:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_datagram_endpoint(Answering, local_addr=("127.0.0.1", 0))
             try:
-                await served.greet(beat_id=beat_id, beat_port=transport.get_extra_info("sockname")[1])
+                await served.greet(heartbeat_id=heartbeat_id, heartbeat_port=transport.get_extra_info("sockname")[1])
                 served.channel.send(Spawn("w1", 0))
                 while Answering.count < 40:  # four budgets
                     assert not isinstance(await served.channel.receive(), WorkerExited)

@@ -66,8 +66,8 @@ def take(feed: Iterator[Any], loader: DataLoader, steps: int) -> tuple[list[int]
         for index, process in next(feed):
             samples.append(index)
             processes.add(process)
-        assert loader.ticket is not None
-        loader.commit(loader.ticket)
+        assert loader.global_batch is not None
+        loader.commit(loader.global_batch)
     return samples, processes
 
 

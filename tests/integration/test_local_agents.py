@@ -11,7 +11,7 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.events import AgentJoined, HostDrained
 from farandole.launch.agent import Agent, AgentConfig
-from farandole.launch.hosts import HostSlots
+from farandole.launch.host_list import HostSlots
 from farandole.launch.local_agents import LocalAgents
 from farandole.launch.output import OutputOptions, OutputSink
 from tests.waiting import EventLog, run

@@ -16,9 +16,9 @@ import pytest
 from farandole.collectives.alone import AloneTransport
 from farandole.launch import fork_server_process
 from farandole.launch.guard import Guard
-from farandole.launch.writer import write_all
+from farandole.launch.nonblocking_writer import write_all
 from farandole.testing.thread_world import ThreadWorld
-from tests.integration.test_mail import mails
+from tests.integration.test_p2p import p2p_group
 
 DEADLINE_S = 20.0
 _LIMIT = 1024
@@ -44,7 +44,7 @@ def many_are_open() -> Iterator[None]:
 
 def test_large_letters_are_sent() -> None:
     content = bytes(30_000_000)  # more than the kernel takes at once
-    with mails(2) as (one, other):
+    with p2p_group(2) as (one, other):
         one.send(1, b"large", content)
         assert other.receive(0, b"large") == content
 
@@ -53,21 +53,21 @@ def test_who_waits_alone_is_woken() -> None:
     woken, wake = socket.socketpair()
     with woken, wake:
         wake.send(b"\0")
-        assert AloneTransport().wait_until_called(woken.fileno()) is False
+        assert AloneTransport().wait_for_peer(woken.fileno()) is False
 
 
 def test_a_rank_of_a_thread_world_is_woken() -> None:
     woken, wake = socket.socketpair()
     with woken, wake:
         wake.send(b"\0")
-        assert ThreadWorld(1).transports[0].wait_until_called(woken.fileno()) is False
+        assert ThreadWorld(1).transports[0].wait_for_peer(woken.fileno()) is False
 
 
 def test_a_guard_is_told_that_its_agent_is_not_stopped(tmp_path: Path) -> None:
     guard = Guard(tmp_path, 100.0)
     guard.start()
     try:
-        guard.beat()
+        guard.heartbeat()
     finally:
         guard.stop()
 

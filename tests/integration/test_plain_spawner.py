@@ -19,9 +19,9 @@ def test_an_agent_can_say_its_beats_while_a_program_begins() -> None:
 
     async def test() -> None:
         said: list[str] = []
-        asyncio.get_running_loop().call_soon(said.append, "a beat")
+        asyncio.get_running_loop().call_soon(said.append, "a heartbeat")
         child = await PlainSpawner(["true"]).spawn(os.environ)
-        assert said == ["a beat"]
+        assert said == ["a heartbeat"]
         assert await asyncio.to_thread(child.wait) == 0
         child.stdout.close()
         child.stderr.close()

@@ -15,7 +15,7 @@ from farandole.collectives.listener import DataListener
 from farandole.collectives.probe import ATTEMPTS, answering
 from farandole.membership import Address, Peer
 from farandole.messages import Probed
-from farandole.worker.prober import Connections, Prober
+from farandole.worker.link_probe import Connections, LinkProbe
 from tests.waiting import DEADLINE_S
 
 
@@ -79,14 +79,14 @@ def test_nobody_to_ask_is_answered_at_once() -> None:
 
 
 class Situation:
-    """A prober, what it is told of its worker's connections, and what it tells."""
+    """A link probe, what it is told of its worker's connections, and what it tells."""
 
     def __init__(self, budget_s: float, *addresses: Address) -> None:
         self.peers = frozenset(Peer(f"w{index}", index, address) for index, address in enumerate(addresses))
         self.number = 7
         self.still_since_s: float | None = None
         self.told: queue.Queue[Probed] = queue.Queue()
-        self.prober = Prober(budget_s, self._connections, self.told.put)
+        self.link_probe = LinkProbe(budget_s, self._connections, self.told.put)
 
     def _connections(self) -> Connections | None:
         return Connections(self.number, self.peers, self.still_since_s) if self.number else None
@@ -96,7 +96,7 @@ class Situation:
 
     def looks(self) -> bool:
         """Whether a look leads to a probe, which then is waited for."""
-        if not self.prober.look():
+        if not self.link_probe.look():
             return False
         self.heard()
         return True
@@ -109,7 +109,7 @@ def test_after_half_a_budget_without_a_byte_the_neighbours_are_probed() -> None:
         situation.still_since_s = now_s()
         assert not situation.looks()
         situation.still_since_s -= 0.6
-        situation.prober.look()
+        situation.link_probe.look()
         assert situation.heard() == Probed(7, ("w0",), ("w1",))
 
 
@@ -129,7 +129,7 @@ def test_who_waits_on_is_probed_more_and_more_rarely_and_anew_after_a_byte() -> 
 def test_when_it_is_asked_to_it_probes_at_once_if_the_generation_is_the_one(number: int, is_probed: bool) -> None:
     with listening() as busy:
         situation = Situation(1000.0, busy)
-        situation.prober.probe(number)
+        situation.link_probe.probe(number)
         if is_probed:
             assert situation.heard() == Probed(7, ("w0",), ())
         assert situation.told.empty()
@@ -137,9 +137,9 @@ def test_when_it_is_asked_to_it_probes_at_once_if_the_generation_is_the_one(numb
 
 def test_between_generations_and_in_a_world_of_one_there_is_nobody_to_probe() -> None:
     situation = Situation(1.0)
-    situation.prober.probe(7)
+    situation.link_probe.probe(7)
     situation.number = 0
-    situation.prober.probe(7)
+    situation.link_probe.probe(7)
     assert not situation.looks()
 
 
@@ -149,7 +149,7 @@ def test_where_no_thread_can_be_started_the_next_look_tries_again(monkeypatch: p
         situation.still_since_s = now_s() - 1.0
         with monkeypatch.context() as limited:
             limited.setattr(threading.Thread, "start", fail_to_start)
-            situation.prober.probe(7)
+            situation.link_probe.probe(7)
             assert not situation.looks()
         assert situation.looks()
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from farandole.collectives.ring import RingTransport
+from farandole.collectives.shared_memory.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.shared_memory.tensors import shareable_zeros
-from farandole.collectives.shared_memory.transport import SharedMemoryTransport
 from farandole.collectives.transport_choice import Way, choose
 from farandole.errors import ConfigError, GenerationEnded
 from tests.rings import build, in_threads, listeners, ring
@@ -57,7 +57,7 @@ def test_a_part_of_a_shared_tensor_is_reduced_alone() -> None:
 
 
 def test_a_rank_may_change_its_tensor_as_soon_as_its_own_call_is_over() -> None:
-    """Others may still be copying from it, unless the end of the call is a meeting."""
+    """Others may still be copying from it, unless the end of the call is a barrier."""
     parts = [shareable_zeros(500_000, torch.float32) for _ in range(3)]
 
     def sums(rank: int) -> list[float]:

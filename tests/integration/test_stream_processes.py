@@ -95,8 +95,8 @@ def take(feed: Iterator[Any], loader: StreamLoader, steps: int) -> tuple[list[in
         for number, process in data:
             samples.append(number)
             processes.add(process)
-        assert loader.ticket is not None
-        loader.commit(loader.ticket)
+        assert loader.global_batch is not None
+        loader.commit(loader.global_batch)
         step.close()
     return samples, processes
 
@@ -193,7 +193,7 @@ def take_in_parts(loader: StreamLoader, steps: int) -> list[int]:
         samples += [number for number, _ in data]
         assert loader.batch is not None
         if loader.batch.is_last:
-            loader.commit(loader.batch.ticket)
+            loader.commit(loader.batch.global_batch)
             step.close()
             steps -= 1
             if not steps:

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from farandole.collectives.buffers import DTYPES
 from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from tests import rings
@@ -109,7 +109,7 @@ def in_background(function: Callable[[], object]) -> Future[object]:
 
 def test_a_rank_that_waits_hears_that_another_one_has_begun() -> None:
     with ring(3) as world, os.fdopen(os.eventfd(0), "wb", buffering=0) as wake:
-        waiting = [in_background(lambda t=t: t.wait_until_called(wake.fileno())) for t in world.transports[1:]]
+        waiting = [in_background(lambda t=t: t.wait_for_peer(wake.fileno())) for t in world.transports[1:]]
         begun = in_background(world.transports[0].barrier)
         assert waiting[0].result(DEADLINE_S) is True
         joined = in_background(world.transports[1].barrier)
@@ -121,14 +121,14 @@ def test_a_rank_that_waits_hears_that_another_one_has_begun() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rank_that_waits_is_woken_by_its_own_process(size: int) -> None:
     with ring(size) as world, os.fdopen(os.eventfd(1), "rb", buffering=0) as wake:
-        assert world.transports[0].wait_until_called(wake.fileno()) is False
+        assert world.transports[0].wait_for_peer(wake.fileno()) is False
 
 
 def test_a_neighbour_that_goes_between_operations_is_no_news_until_it_is_needed() -> None:
     with ring(2) as world, os.fdopen(os.eventfd(0), "wb", buffering=0) as wake:
         world.transports[1].close()
-        assert world.transports[0].wait_until_called(wake.fileno()) is False
-        again = in_background(lambda: world.transports[0].wait_until_called(wake.fileno()))
+        assert world.transports[0].wait_for_peer(wake.fileno()) is False
+        again = in_background(lambda: world.transports[0].wait_for_peer(wake.fileno()))
         assert not again.done()
         assert world.hints[0] == []
         os.eventfd_write(wake.fileno(), 1)
@@ -140,7 +140,7 @@ def test_a_neighbour_that_goes_between_operations_is_no_news_until_it_is_needed(
 
 def test_an_abort_ends_waiting() -> None:
     with ring(2) as world, os.fdopen(os.eventfd(0), "wb", buffering=0) as wake:
-        waiting = in_background(lambda: world.transports[0].wait_until_called(wake.fileno()))
+        waiting = in_background(lambda: world.transports[0].wait_for_peer(wake.fileno()))
         world.transports[0].abort("worker w1 was lost")
         with pytest.raises(GenerationEnded, match="w1 was lost"):
             waiting.result(DEADLINE_S)
@@ -190,12 +190,12 @@ def test_all_reduce_takes_any_shape_and_stays_out_of_autograd(size: int) -> None
 def test_the_notes_of_all_ranks_ride_along(size: int, numel: int) -> None:
     with ring(size) as world:
         for length in (0, 1, 64, 5000):
-            notes = world.run(
+            trailers = world.run(
                 lambda transport, length=length: transport.all_reduce(
                     torch.ones(numel), bytes([65 + transport.rank]) * length
                 )
             )
-            assert notes == [[bytes([65 + rank]) * length for rank in range(size)]] * size
+            assert trailers == [[bytes([65 + rank]) * length for rank in range(size)]] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -281,7 +281,7 @@ def test_different_operations_are_an_error_on_every_rank_that_names_both(size: i
         outcomes = world.outcomes(call)
         assert [type(outcome) for outcome in outcomes] == [CollectiveMismatch] * size
         for outcome in outcomes:
-            assert "barrier with a note of 1 bytes (operation " in str(outcome)
+            assert "barrier with a trailer of 1 bytes (operation " in str(outcome)
             where = "_on_device" if Kind.choice in ("device", "nccl") else ""
             assert f"all_reduce{where} of 400000 bytes of float32 (operation " in str(outcome)
         again = world.outcomes(lambda transport: transport.barrier())

@@ -15,16 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.data.boundary import SoloBoundary
-from farandole.data.dealer import Dealer
+from farandole.data.index_stream import IndexStream
 from farandole.data.loader import DataLoader
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
-from farandole.data.partition import Layout, batches, global_batch, make_ticket, micro_batches, share
+from farandole.data.partition import Layout, batches, even_slice, global_batch_range, make_global_batch, micro_batches
 from farandole.data.permutation import Permutation
 from farandole.data.torch_permutation import permute
 from farandole.errors import DataError, StepError
 from farandole.state import step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 EPOCHS = 2
 SCHEDULES = int(os.environ.get("DATA_SCHEDULES", "1000"))  # `make schedules` runs 100,000
@@ -42,10 +42,10 @@ seeds = st.integers(0, 2**64 - 1)
 def layouts(draw: st.DrawFn) -> Layout:
     size = draw(st.integers(1, 40))
     global_batch_size = draw(st.integers(1, size))
-    min_share = draw(st.integers(1, min(3, global_batch_size)))
-    max_local_batch = draw(st.none() | st.integers(2 * min_share - 1, 12))
+    min_local_batch = draw(st.integers(1, min(3, global_batch_size)))
+    max_local_batch = draw(st.none() | st.integers(2 * min_local_batch - 1, 12))
     return Layout(
-        size, global_batch_size, max_local_batch, min_share, draw(st.sampled_from(["short", "carry", "drop"]))
+        size, global_batch_size, max_local_batch, min_local_batch, draw(st.sampled_from(["short", "carry", "drop"]))
     )
 
 
@@ -131,17 +131,17 @@ def test_every_order_has_random_access_and_each_sample_once_unless_it_draws_them
 @no_deadline
 @given(st.integers(0, 1000), st.integers(0, 100), st.integers(1, 20), st.integers(1, 4))
 def test_shares_are_disjoint_cover_everything_and_differ_by_at_most_one(
-    start: int, samples: int, parts: int, min_share: int
+    start: int, samples: int, parts: int, min_local_batch: int
 ) -> None:
-    slices = [share(start, start + samples, part, parts, min_share) for part in range(parts)]
+    slices = [even_slice(start, start + samples, part, parts, min_local_batch) for part in range(parts)]
     assert [p for low, high in slices for p in range(low, high)] == list(range(start, start + samples))
     lengths = [high - low for low, high in slices]
-    if min_share == 1:
+    if min_local_batch == 1:
         assert max(lengths) - min(lengths) <= 1
     else:
         filled = [length for length in lengths if length]
         assert not filled or max(filled) - min(filled) <= 1
-        assert samples < min_share or min(filled) >= min_share
+        assert samples < min_local_batch or min(filled) >= min_local_batch
 
 
 @no_deadline
@@ -150,17 +150,17 @@ def test_micro_batches_respect_both_limits_and_are_equally_many_on_all_ranks(
     layout: Layout, world: int, at: int
 ) -> None:
     cursor = at % layout.end
-    tickets = [make_ticket(layout, 0, cursor, rank, world) for rank in range(world)]
-    all_batches = [batches(ticket, layout.min_share) for ticket in tickets]
-    start, stop = global_batch(layout, cursor)
-    count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_share)
+    global_batches = [make_global_batch(layout, 0, cursor, rank, world) for rank in range(world)]
+    all_batches = [batches(global_batch, layout.min_local_batch) for global_batch in global_batches]
+    start, stop = global_batch_range(layout, cursor)
+    count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_local_batch)
     assert {len(each) for each in all_batches} == {count}
     flat = [batch for each in all_batches for batch in each]
     assert [p for batch in flat for p in range(batch.low, batch.high)] == list(range(start, stop))
     assert [batch.is_last for batch in all_batches[0]] == [False] * (count - 1) + [True]
     for batch in flat:
         assert layout.max_local_batch is None or batch.samples <= layout.max_local_batch
-        assert batch.is_ghost or batch.samples >= min(layout.min_share, stop - start)
+        assert batch.is_dummy or batch.samples >= min(layout.min_local_batch, stop - start)
 
 
 @no_deadline
@@ -168,14 +168,18 @@ def test_micro_batches_respect_both_limits_and_are_equally_many_on_all_ranks(
 def test_the_weighted_gradients_of_all_ranks_add_up_to_that_of_the_global_batch(
     layout: Layout, world: int, at: int, seed: int
 ) -> None:
-    gradients = np.random.default_rng(seed).normal(size=(2 * layout.size, 3))  # a ticket may reach over the border
+    gradients = np.random.default_rng(seed).normal(
+        size=(2 * layout.size, 3)
+    )  # a global batch may reach over the border
     total = np.zeros(3)
     for rank in range(world):
-        ticket = make_ticket(layout, 0, at % layout.end, rank, world)
-        for batch in batches(ticket, layout.min_share):
-            if not batch.is_ghost:
+        global_batch = make_global_batch(layout, 0, at % layout.end, rank, world)
+        for batch in batches(global_batch, layout.min_local_batch):
+            if not batch.is_dummy:
                 total += batch.weight * gradients[batch.low : batch.high].mean(axis=0)
-    np.testing.assert_allclose(total, gradients[ticket.start : ticket.stop].mean(axis=0), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        total, gradients[global_batch.start : global_batch.stop].mean(axis=0), rtol=0, atol=1e-13
+    )
 
 
 # Prefetching ------------------------------------------------------------------------------------------------
@@ -184,29 +188,29 @@ def test_the_weighted_gradients_of_all_ranks_add_up_to_that_of_the_global_batch(
 @settings(no_deadline, max_examples=200)
 @given(layouts(), st.integers(0, 9), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 5)), max_size=12))
 def test_after_a_restart_nothing_of_the_old_deal_is_delivered_however_much_was_fetched(
-    layout: Layout, depth: int, deals: list[tuple[int, int]]
+    layout: Layout, depth: int, restarts: list[tuple[int, int]]
 ) -> None:
-    dealer = Dealer(layout, lambda epoch, positions: positions)
-    feed = iter(dealer)
+    index_stream = IndexStream(layout, lambda epoch, positions: positions)
+    feed = iter(index_stream)
     epoch = cursor = 0
-    for takes, world in deals:
-        dealer.restart(layout, epoch, cursor, world - 1, world)
+    for takes, world in restarts:
+        index_stream.restart(layout, epoch, cursor, world - 1, world)
         for _ in range(takes):
             if cursor >= layout.end:
                 epoch, cursor = epoch + 1, layout.next_epoch(cursor)
-            ticket = make_ticket(layout, epoch, cursor, world - 1, world)
-            for batch in batches(ticket, layout.min_share):
-                assert _take(dealer, feed, depth) == batch
-            cursor = ticket.stop
+            global_batch = make_global_batch(layout, epoch, cursor, world - 1, world)
+            for batch in batches(global_batch, layout.min_local_batch):
+                assert _take(index_stream, feed, depth) == batch
+            cursor = global_batch.stop
 
 
-def _take(dealer: Dealer, feed: Iterator[list[int]], depth: int) -> Batch:
+def _take(index_stream: IndexStream, feed: Iterator[list[int]], depth: int) -> Batch:
     while True:
-        while len(dealer.on_way) <= depth:
+        while len(index_stream.on_way) <= depth:
             next(feed)
-        dealt = dealer.on_way.popleft()
-        if dealt.deal == dealer.deal:
-            return dealt.batch
+        indexed = index_stream.on_way.popleft()
+        if indexed.restart_id == index_stream.restart_id:
+            return indexed.batch
 
 
 # A whole job ------------------------------------------------------------------------------------------------
@@ -223,7 +227,7 @@ class Numbers:
         return index
 
 
-class Worker(SoloBoundary):
+class Worker(NoLoaderHooks):
     """A training loop as a user writes it, which stops for the simulation at every batch and after every
     epoch. It is the Boundary of its own loader."""
 
@@ -237,9 +241,9 @@ class Worker(SoloBoundary):
             tail=layout.tail,
             collate_fn=list,
             max_local_batch=layout.max_local_batch,
-            min_share=layout.min_share,
+            min_local_batch=layout.min_local_batch,
         )
-        self.loader.boundary = self
+        self.loader.hooks = self
         self.run = self._train()
 
     def _train(self) -> Iterator[str]:
@@ -248,7 +252,7 @@ class Worker(SoloBoundary):
                 batch = self.loader.batch
                 assert batch is not None
                 assert samples
-                assert self.loader.indices == ([] if batch.is_ghost else samples)
+                assert self.loader.indices == ([] if batch.is_dummy else samples)
                 if step.is_rehearsal():  # behind the last batch, where workers have regrouped
                     assert self.loader.is_over
                     step.close()  # it is one for all of these workers
@@ -264,7 +268,7 @@ class Worker(SoloBoundary):
         return self.loader.epoch, self.loader.cursor
 
     def resume(self) -> str:
-        """Run to the next ticket's last micro-batch, to the tail of the epoch, or to the end."""
+        """Run to the next global batch's last micro-batch, to the tail of the epoch, or to the end."""
         where = next(self.run, "end")
         self.samples = list(self.loader.indices)
         self.loop_bodies = 1
@@ -319,9 +323,9 @@ class Simulation:
     def _handed_out(self) -> list[int]:
         assert len({worker.loop_bodies for worker in self.workers}) == 1
         samples = [index for worker in self.workers for index in worker.samples]
-        ticket = self.workers[0].loader.ticket
-        assert ticket is not None
-        assert len(samples) == ticket.global_samples
+        global_batch = self.workers[0].loader.global_batch
+        assert global_batch is not None
+        assert len(samples) == global_batch.global_samples
         return samples
 
     def _complete(self, event: Event, where: str) -> None:
@@ -330,7 +334,7 @@ class Simulation:
         count = {"step": everybody, "planned": everybody, "uneven": event.done}.get(event.kind, 0)
         for worker in self.workers[:count]:
             if where == "batch":
-                worker.loader.commit(worker.loader.ticket)
+                worker.loader.commit(worker.loader.global_batch)
             elif event.kind != "step":
                 worker.resume()
 
@@ -403,9 +407,9 @@ def test_fetching_moves_nothing_and_only_the_next_ticket_can_be_committed(
 ) -> None:
     layout, order = made
     loader = DataLoader(Numbers(layout.size), layout.global_batch_size, seed=seed, order=order, tail=layout.tail)
-    tickets = [make_ticket(layout, 0, 0, 0, 1)]
-    while tickets[-1].stop < layout.end:
-        tickets.append(make_ticket(layout, 0, tickets[-1].stop, 0, 1))
+    global_batches = [make_global_batch(layout, 0, 0, 0, 1)]
+    while global_batches[-1].stop < layout.end:
+        global_batches.append(make_global_batch(layout, 0, global_batches[-1].stop, 0, 1))
     done = 0
     for action in actions:
         before = loader.state_dict()
@@ -415,16 +419,16 @@ def test_fetching_moves_nothing_and_only_the_next_ticket_can_be_committed(
                     iter(loader)
             else:
                 next(iter(loader), None)
-        elif action == "commit" and done < len(tickets):
-            loader.commit(tickets[done])
+        elif action == "commit" and done < len(global_batches):
+            loader.commit(global_batches[done])
             done += 1
-            assert loader.cursor == tickets[done - 1].stop
+            assert loader.cursor == global_batches[done - 1].stop
             continue
         else:
-            wrong = tickets[:done] if action == "again" else tickets[done + 1 :]
-            for ticket in wrong:
-                with pytest.raises(DataError, match="commit each ticket once, in order"):
-                    loader.commit(ticket)
+            wrong = global_batches[:done] if action == "again" else global_batches[done + 1 :]
+            for global_batch in wrong:
+                with pytest.raises(DataError, match="commit each global batch once, in order"):
+                    loader.commit(global_batch)
         assert loader.state_dict() == before
     step.close()
 

@@ -50,14 +50,15 @@ def loss_of(kind: str, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor,
 
 
 def train(rank: int, workers: int, data: Sequences, kind: str, **sizes: Any) -> list[Any]:
-    """One epoch on one rank: of each global batch its ticket, the samples of this rank, and the final gradients."""
+    """One epoch on one rank: of each global batch its global batch, the samples of this rank, and the final
+    gradients."""
     model = net()
     optimizer = fd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05), loss="sum" if kind == "sum" else "mean"
     )
     loader = fd.elastic.DataLoader(data, seed=7, **sizes)
     loader.set_world(rank, workers)
-    step.on_decided(lambda batch: loader.commit(batch.ticket))
+    step.on_decided(lambda batch: loader.commit(batch.global_batch))
     seen: list[Any] = []
     mine: list[int] = []
     for x, y, tokens in loader:
@@ -66,9 +67,9 @@ def train(rank: int, workers: int, data: Sequences, kind: str, **sizes: Any) -> 
             fd.weight(int(tokens.sum()))
         loss_of(kind, model, x, y, tokens).backward()
         mine += loader.indices
-        ticket = loader.ticket
+        global_batch = loader.global_batch
         if optimizer.step():
-            seen.append((ticket, mine, [parameter.grad.clone() for parameter in model.parameters()]))
+            seen.append((global_batch, mine, [parameter.grad.clone() for parameter in model.parameters()]))
             mine = []
     return seen
 
@@ -90,9 +91,13 @@ def test_the_weighted_gradient_is_that_of_the_full_batch(
     reference = net()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
     for at_step in zip(*by_rank, strict=True):
-        tickets = [ticket for ticket, _, _ in at_step]
+        global_batches = [global_batch for global_batch, _, _ in at_step]
         samples = [index for _, mine, _ in at_step for index in mine]
-        assert sum(ticket.samples for ticket in tickets) == len(samples) == tickets[0].global_samples
+        assert (
+            sum(global_batch.samples for global_batch in global_batches)
+            == len(samples)
+            == global_batches[0].global_samples
+        )
         assert len(set(samples)) == len(samples)
         optimizer.zero_grad()
         loss_of(kind, reference, data.x[samples], data.y[samples], data.tokens[samples]).backward()

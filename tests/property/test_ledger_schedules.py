@@ -36,7 +36,7 @@ def jobs(draw: st.DrawFn, at_least: int = 0) -> WrittenJob:
         if event == "die behind":
             job.apply(by=job.members[:1])
         if event == "restart":
-            job.lineage, job.generation = job.lineage + 1, 0
+            job.run_id, job.generation = job.run_id + 1, 0
             job.step, job.epoch, job.cursor = saved
         if event.startswith("die") or event in ("change", "restart"):
             stay = job.members[1:] if event == "die after, alone" else job.members[:1]
@@ -67,7 +67,7 @@ def test_a_wrong_number_in_a_step_that_stands_is_caught_and_named(job: WrittenJo
     assert isinstance(intent, Intent)
     ids = expand(intent.ids).tolist()
     if not ids:
-        return  # a ghost
+        return  # a dummy batch
     wrong = data.draw(st.integers(0, job.samples).filter(lambda number: number != ids[0]))
     records[place] = msgspec.structs.replace(intent, ids=compact([wrong, *ids[1:]]))
     findings = check(job.lines())

@@ -27,11 +27,11 @@ from farandole.membership import Address, Origin
 from farandole.messages import (
     AgentLeaving,
     AgentMessage,
-    Beat,
     Elastic,
     Failed,
     Finished,
     FromWorker,
+    Heartbeat,
     Hello,
     Leaving,
     LinkBroken,
@@ -63,7 +63,7 @@ def random_config(dice: random.Random) -> JobConfig:
         elastic_timeout_s=30.0,
         start_timeout_s=20.0,
         step_timeout_s=5.0,
-        survivors_first_s=dice.choice([0.0, 0.05, 1.0]),
+        deferred_restart_s=dice.choice([0.0, 0.05, 1.0]),
     )
 
 
@@ -305,7 +305,7 @@ def test_every_schedule_of_agents_that_join_and_are_cut_off_comes_to_a_good_end(
 def test_the_schedules_of_joining_agents_reach_the_cases_they_are_meant_for() -> None:
     worlds = [check_schedule(seed, random_joining_world) for seed in range(300)]
     assert sum(world.end is not None and world.end.exit_code == 0 for world in worlds) > 60
-    assert sum(world.job.lineage > 3 for world in worlds) > 5, "no job went on from its checkpoint"
+    assert sum(world.job.run_id > 3 for world in worlds) > 5, "no job went on from its checkpoint"
     assert sum(world.invariants.waited_for_leases for world in worlds) > 5, "no generation had to wait for a lease"
 
 
@@ -417,7 +417,7 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
         WorkerExited(worker, dice.choice([0, 1, -9, -99])),
         WorkerDying(worker),
         SpawnFailed(worker, ""),
-        Beat(1),
+        Heartbeat(1),
         AgentLeaving("fuzz"),
     ]
     inputs: list[Input] = [AgentTold(agent, dice.choice(messages)) for _ in range(40)]

@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.collectives.named.requests import AllJoined, Execute, Fail, Key, Kind, Request
+from farandole.collectives.named.operation_requests import AllJoined, Execute, Fail, Key, Kind, Request
 from farandole.collectives.reduction import Reduction
 from tests.negotiating import Ranks, allreduce, group, request
 

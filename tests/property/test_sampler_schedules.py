@@ -16,7 +16,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.data.sampler import ElasticSampler
 from farandole.membership import GenerationId, Placement
 
-NOBODY = GenerationId(lineage=1, incarnation=1, number=0, nonce="alone")
+NOBODY = GenerationId(run_id=1, coordinator_epoch=1, number=0, nonce="alone")
 no_deadline = settings(deadline=None)
 
 

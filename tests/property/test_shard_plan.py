@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.sharding.plan import Held, awaited, choose, missing, rows, shards_within_hosts
+from farandole.sharding.shard_plan import Held, awaited, choose, missing, rows, shards_within_hosts
 
 commits = st.builds(
     lambda number, count, index: Held(number, index % count, count),

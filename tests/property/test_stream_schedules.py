@@ -123,13 +123,13 @@ def batch_of(loaders: list[StreamLoader], decided: bool) -> list[int] | None:
             if step.is_rehearsal():  # behind the last batch, where workers have regrouped
                 step.close()
                 continue
-            if not loader.batch.is_ghost:
+            if not loader.batch.is_dummy:
                 assert data == loader.indices
                 samples += data
             if loader.batch.is_last:
                 break
-        if loader.ticket is not None and decided:
-            loader.commit(loader.ticket)
+        if loader.global_batch is not None and decided:
+            loader.commit(loader.global_batch)
         step.close()
         shares.append(samples)
     assert ends in (0, len(loaders)), "a rank makes more steps than another"
@@ -153,9 +153,9 @@ def test_each_sample_is_trained_once_in_the_same_batches_under_any_schedule(
     reading: tuple[int, int],
     schedule: list[tuple[int, int, bool]],
 ) -> None:
-    """`parts`: min_share and max_local_batch; `reading`: loader workers, and batches that they are ahead."""
+    """`parts`: min_local_batch and max_local_batch; `reading`: loader workers, and batches that they are ahead."""
     options: dict[str, Any] = dict(zip(("processes", "ahead"), reading, strict=True))
-    options["min_share"] = least = min(parts[0], size)
+    options["min_local_batch"] = least = min(parts[0], size)
     options["max_local_batch"] = max(parts[1], 2 * least - 1)
     alone, undisturbed = [make(kind(lengths), size)], []
     while (batch := batch_of(alone, decided=True)) is not None:

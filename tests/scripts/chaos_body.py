@@ -32,9 +32,9 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
 
     sys.path.insert(0, str(ROOT))
     import farandole as fd
+    from farandole.status_reporting import report_progress
     from farandole.testing.quick_start import without_compiler
-    from farandole.testing.records import Records
-    from farandole.whereabouts import say_that_it_moves
+    from farandole.testing.step_records import Records
     from tests.gallery.catalogue import BODIES, FOLDER
     from tests.gallery.record import record
 
@@ -52,7 +52,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
             state.after_step.insert(0, applied)
         batch = hand_out(loader)
         wait()
-        records.before_step(state, [] if loader.batch.is_ghost else batch[-1].tolist())
+        records.before_step(state, [] if loader.batch.is_dummy else batch[-1].tolist())
         orders.check()
         return batch
 
@@ -66,7 +66,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
             if left_s <= 0:
                 return
             time.sleep(min(left_s, 0.01))
-            say_that_it_moves()  # the step timeout is not for what the pace asks
+            report_progress()  # the step timeout is not for what the pace asks
 
     fd.elastic.DataLoader.__next__ = next_batch  # type: ignore[method-assign]
     os.environ.update(GALLERY_SAMPLES=str(SAMPLES), GALLERY_EPOCHS=str(EPOCHS))

@@ -31,9 +31,9 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
     from chaos_data import Numbers
 
     import farandole as fd
+    from farandole.status_reporting import report_progress
     from farandole.testing.quick_start import without_compiler
-    from farandole.testing.records import Records
-    from farandole.whereabouts import say_that_it_moves
+    from farandole.testing.step_records import Records
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -59,14 +59,14 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
             if left_s <= 0:
                 return
             time.sleep(min(left_s, 0.01))
-            say_that_it_moves()  # the step timeout is not for what the pace asks
+            report_progress()  # the step timeout is not for what the pace asks
 
     @fd.elastic.run
     def run(state: fd.elastic.TorchState) -> float:
         for _ in loader.epochs(EPOCHS):
             for x, y, indices in loader:
                 wait()
-                records.before_step(state, [] if loader.batch.is_ghost else indices.tolist())
+                records.before_step(state, [] if loader.batch.is_dummy else indices.tolist())
                 orders.check()
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x), y)

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train_with_loader(ours: torch.nn.Module) -> None:
-    """The optimizer of Farandole, with its loader: micro-batches, shares and ghosts as they come."""
+    """The optimizer of Farandole, with its loader: micro-batches, shares and dummy batches as they come."""
     optimizer = fd.DistributedOptimizer(torch.optim.AdamW(ours.parameters(), lr=0.01))
     loader = fd.elastic.DataLoader(data(), BATCH, micro_batch_size=3, shuffle=False)
     state = fd.elastic.TorchState(model=ours, optimizer=optimizer, loader=loader)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 def build() -> torch.nn.Module:

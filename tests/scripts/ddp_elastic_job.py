@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 SAMPLES, FEATURES, CLASSES = 210, 16, 4
 LR, MOMENTUM, CLIP = 0.05, 0.9, 0.5
@@ -159,7 +159,7 @@ def main() -> None:
         seed=3,
         micro_batch_size=options.micro_batch_size,
         max_local_batch=options.max_local_batch,
-        min_share=2 if "norm" in options.kinds else 1,
+        min_local_batch=2 if "norm" in options.kinds else 1,
     )
     tracked: dict[str, Any] = {}
     for number, each in enumerate(trainings[1:]):

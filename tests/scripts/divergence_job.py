@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 class Net(torch.nn.Module):

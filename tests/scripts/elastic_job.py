@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
         global_batch_size=options.global_batch_size,
         seed=3,
         num_workers=options.num_workers,
-        min_share=2,
+        min_local_batch=2,
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.9)
     state = fd.elastic.TorchState(

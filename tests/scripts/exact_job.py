@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 SAMPLES, UNSEEN, PIXELS, CLASSES = 210, 1000, 16, 4
 
@@ -61,7 +61,7 @@ def main() -> None:
     second = fd.DistributedOptimizer(torch.optim.SGD(single.parameters(), lr=0.02, momentum=0.9))
     third = fd.DistributedOptimizer(torch.optim.SGD(noisy.parameters(), lr=0.02, momentum=0.9))
     digits = Digits()
-    loader = fd.elastic.DataLoader(digits, global_batch_size=25, micro_batch_size=9, min_share=2, seed=3)
+    loader = fd.elastic.DataLoader(digits, global_batch_size=25, micro_batch_size=9, min_local_batch=2, seed=3)
 
     def note_loss() -> None:
         with torch.no_grad():

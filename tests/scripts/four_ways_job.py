@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 SAMPLES, BATCH, EPOCHS, SEED, LR, MOMENTUM = 210, 25, 12, 3, 0.05, 0.9
 

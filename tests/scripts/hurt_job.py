@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole import death_hint, whereabouts
+from farandole import exit_notice, status_reporting
+from farandole.status_page import MUTEX_AT
 from farandole.testing.quick_start import without_compiler
-from farandole.testing.records import Records
-from farandole.worker_page import MUTEX_AT
+from farandole.testing.step_records import Records
 
 LONG_S = 1000
 
@@ -40,11 +40,11 @@ def end_the_main_thread_only() -> None:
 
 
 def scribble_over_the_page() -> None:
-    assert whereabouts._page is not None
-    word = whereabouts._page.memory[MUTEX_AT : MUTEX_AT + 4]
+    assert status_reporting._page is not None
+    word = status_reporting._page.memory[MUTEX_AT : MUTEX_AT + 4]
     died = int.from_bytes(word, "little") | 1 << 30
-    whereabouts._page.memory[MUTEX_AT : MUTEX_AT + 4] = died.to_bytes(4, "little")
-    death_hint.wake(ctypes.addressof(ctypes.c_char.from_buffer(whereabouts._page.memory, MUTEX_AT)))
+    status_reporting._page.memory[MUTEX_AT : MUTEX_AT + 4] = died.to_bytes(4, "little")
+    exit_notice.wake(ctypes.addressof(ctypes.c_char.from_buffer(status_reporting._page.memory, MUTEX_AT)))
 
 
 GRIEF: dict[str, Callable[[], object]] = {

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.frameworks.lightning import Trainer
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 class Module(pl.LightningModule):

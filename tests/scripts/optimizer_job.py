@@ -32,7 +32,7 @@ from farandole.collectives.named.process_sets import add_process_set, remove_pro
 from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
 from farandole.errors import HorovodInternalError
 from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.state import boundary
+from farandole.state import loop_hooks
 
 
 def net(seed: int = 1) -> torch.nn.Sequential:
@@ -488,7 +488,7 @@ class Elastic:
 def check_adasum_in_an_elastic_job_averages_where_the_size_is_no_power_of_two() -> None:
     if fd.size() & (fd.size() - 1) == 0:
         return
-    boundary.install(Elastic())  # type: ignore[arg-type]
+    loop_hooks.install(Elastic())  # type: ignore[arg-type]
     try:
         model = net()
         optimizer = sgd(model, op=Adasum)
@@ -502,7 +502,7 @@ def check_adasum_in_an_elastic_job_averages_where_the_size_is_no_power_of_two() 
                 assert same(list(model.parameters()), wanted)
         assert [f"there are {fd.size()} now" in str(each.message) for each in caught] == [True]
     finally:
-        boundary.install(None)
+        loop_hooks.install(None)
 
 
 # From one rank to all -------------------------------------------------------------------------------------

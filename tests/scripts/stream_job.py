@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import farandole as fd
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 SAMPLES, STREAMS = 500, 7
 

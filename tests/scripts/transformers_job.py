@@ -14,7 +14,7 @@ from framework_model import EPOCHS, GLOBAL_BATCH_SIZE, MAX_NORM, digits, network
 
 import farandole as fd
 from farandole.frameworks.transformers import Trainer
-from farandole.testing.records import Records
+from farandole.testing.step_records import Records
 
 
 class Digits(torch.utils.data.Dataset):

@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
-GROUND = "ground floor"  # the files directly under farandole/, and these folders
-GROUND_FOLDERS = {"env", "events"}
+BASE = "base"  # the files directly under farandole/, and these folders
+BASE_FOLDERS = {"env", "events"}
 MAY_IMPORT = {
-    GROUND: set(),
+    BASE: set(),
     "collectives": set(),
     "state": {"collectives"},
     "process_group": {"collectives"},
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "launch": {"coordinator", "horovod", "ledger", "checkpoint"},  # where the alias lies; folders, without torch
     "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names
 }
-WITHOUT_TORCH = {GROUND, "coordinator", "launch", "ledger"}
+WITHOUT_TORCH = {BASE, "coordinator", "launch", "ledger"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 
@@ -67,7 +67,7 @@ def names_used(source: str) -> set[str]:
 def layer_of(path: Path, root: Path = ROOT) -> str:
     relative = path.relative_to(root)
     first = relative.parts[0]
-    return first if len(relative.parts) > 1 and first not in GROUND_FOLDERS else GROUND
+    return first if len(relative.parts) > 1 and first not in BASE_FOLDERS else BASE
 
 
 def violations(path: Path, root: Path = ROOT) -> list[str]:
@@ -78,8 +78,8 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
     for name in imports(source):
         parts = name.split(".")
         if parts[0] == "farandole" and len(parts) > 1:
-            other = parts[1] if (root / parts[1]).is_dir() and parts[1] not in GROUND_FOLDERS else GROUND
-            if other not in {layer, GROUND} and other not in MAY_IMPORT[layer]:
+            other = parts[1] if (root / parts[1]).is_dir() and parts[1] not in BASE_FOLDERS else BASE
+            if other not in {layer, BASE} and other not in MAY_IMPORT[layer]:
                 found.append(f"{layer} imports {name}")
         if parts[0] == "torch" and layer in WITHOUT_TORCH:
             found.append(f"{layer} imports torch")
@@ -121,13 +121,13 @@ def test_there_are_files_to_check() -> None:
         ("launch/a.py", "import os\nx = os.getenv('A')", "reads os.environ"),
         ("data/a.py", "from os import environ as e", "reads os.environ"),
         ("env.py", "import os\nx = os.environ", "reads os.environ"),
-        ("env/a.py", "from farandole.worker import link", "ground floor imports farandole.worker.link"),
+        ("env/a.py", "from farandole.worker import link", "base imports farandole.worker.link"),
         ("data/a.py", "import time", "reads the time"),
-        ("a.py", "import torch", "ground floor imports torch"),
+        ("a.py", "import torch", "base imports torch"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, place: str, source: str, found: str) -> None:
-    for folder in MAY_IMPORT.keys() | GROUND_FOLDERS | {"testing"}:
+    for folder in MAY_IMPORT.keys() | BASE_FOLDERS | {"testing"}:
         (tmp_path / folder).mkdir()
     (tmp_path / place).write_text(source)
     assert found in violations(tmp_path / place, tmp_path)

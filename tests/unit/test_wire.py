@@ -35,7 +35,7 @@ from farandole.wire import (
 )
 
 PEER = Peer("w1", 1, Address("127.0.0.1", 4000))
-START = Start(GenerationId(1, 1, 2, "n"), Placement(0, 2, 0, 2, 0, 1), PEER, PEER, founding=True)
+START = Start(GenerationId(1, 1, 2, "n"), Placement(0, 2, 0, 2, 0, 1), PEER, PEER, bootstrap=True)
 
 
 @given(

@@ -55,12 +55,12 @@ def _begin(settings: CheckpointEnv, taken: JobLock) -> Begun:
             f"--checkpoint {settings.folder}: no checkpoint there can be read ({damaged[0].why}); to start at "
             f"the beginning, give an empty folder"
         )
-    lineage, generation = taken.counted.lineage, taken.counted.generation
+    run_id, generation = taken.counted.run_id, taken.counted.generation
     if found:
         newest = found[0].manifest
-        lineage, generation = max(lineage, newest.lineage), max(generation, newest.generation)
+        run_id, generation = max(run_id, newest.run_id), max(generation, newest.generation)
         notes.append(f"resuming from {found[0].place}: epoch {newest.epoch}, step {newest.step}")
-    origin = Origin(lineage + 1, generation, has_checkpoint=bool(found))
-    taken.count(origin.lineage, generation)
-    settings = replace(settings, resume=found[0].name if found else "", lineage=origin.lineage, owner=taken.owner)
+    origin = Origin(run_id + 1, generation, has_checkpoint=bool(found))
+    taken.count(origin.run_id, generation)
+    settings = replace(settings, resume=found[0].name if found else "", run_id=origin.run_id, owner=taken.owner)
     return Begun(origin, settings, tuple(notes), taken)

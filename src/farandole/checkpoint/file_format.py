@@ -1,4 +1,4 @@
-"""A checkpoint's files: one value in, the same value out. writer.py writes them, restore.py reads them."""
+"""A checkpoint's files: one value in, the same value out. checkpoint_writer.py writes them, restore.py reads them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from farandole.checkpoint.folder import Found, write_file
+from farandole.checkpoint.json_values import from_json
 from farandole.checkpoint.manifest import FileSum
 from farandole.checkpoint.store import Store
 from farandole.checkpoint.tensor_file import read_tensors, write_tensors
-from farandole.checkpoint.values import from_json
 from farandole.errors import ConfigError
 
 STATE, TENSORS = "state.json", "tensors.safetensors"

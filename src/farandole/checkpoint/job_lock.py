@@ -4,7 +4,7 @@ In a folder, the lock is the kernel's and goes with the process that holds it, a
 is refused. An object store has no locks: there the later job has the place, and the earlier one publishes nothing any
 more (`has_lost_it`).
 
-What is written down in job.json is the fence: a job begins above every lineage and every generation that the place has
+What is written down in job.json is the fence: a job begins above every run id and every generation that the place has
 seen, so that records and checkpoints of two jobs can always be told apart.
 """
 
@@ -30,7 +30,7 @@ _LOCK = "job.lock"
 class Counted(msgspec.Struct, frozen=True):
     """The highest numbers that were ever used with this place, 0 for none, and by whom last."""
 
-    lineage: int = 0
+    run_id: int = 0
     generation: int = 0
     owner: str = ""
 
@@ -44,10 +44,10 @@ class JobLock:
     owner: str
     _handle: int | None
 
-    def count(self, lineage: int, generation: int) -> None:
+    def count(self, run_id: int, generation: int) -> None:
         """Write down what is used from now on. Not forced onto the disk: that would hold up a regroup, and what a
         power failure takes here the manifests still have, up to the last one. Raises OSError."""
-        now = Counted(max(lineage, self.counted.lineage), max(generation, self.counted.generation), self.owner)
+        now = Counted(max(run_id, self.counted.run_id), max(generation, self.counted.generation), self.owner)
         if now != self.counted and not has_lost_it(self.store, self.owner, self.counted.owner):
             self.store.put(_JOB, msgspec.json.encode(now), forced=False)
         self.counted = now

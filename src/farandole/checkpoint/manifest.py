@@ -28,7 +28,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """One checkpoint.
 
     rule        whose state it is: the step rule's or the commit rule's
-    lineage, step, epoch, cursor, boundary   how far the state is: its progress
+    run_id, step, epoch, cursor, boundary   how far the state is: its progress
     generation  number of the generation that wrote it
     workers     how many there were
     written_s   seconds since 1970, for people
@@ -38,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     format: int
     rule: Literal["step", "commit"]
-    lineage: int
+    run_id: int
     step: int
     epoch: int
     cursor: int
@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def progress(self) -> Progress:
         """The highest one of a folder is what a job goes on from."""
-        return Progress(self.lineage, self.step, self.epoch, self.cursor, self.boundary)
+        return Progress(self.run_id, self.step, self.epoch, self.cursor, self.boundary)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -31,28 +31,28 @@ def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[
     )
 
 
-def restore(state: Kept, found: Found, value: Any, lineage: int) -> None:
-    """Make the state that of the checkpoint, in a new lineage. `state.capture()` was called before.
+def restore(state: Kept, found: Found, value: Any, run_id: int) -> None:
+    """Make the state that of the checkpoint, under a new run id. `state.capture()` was called before.
 
     value  what read_files() has made of it
 
     Raises ConfigError, naming the checkpoint's value and the script's, when they do not fit together.
     """
-    small, large = {**value["small"], "lineage": lineage}, value["large"]
+    metadata, tensors = {**value["metadata"], "run_id": run_id}, value["tensors"]
     ours = unpack(state.captured())
-    _check_parameters(found, state.large()["parameters"], large["parameters"])
+    _check_parameters(found, state.tensors()["parameters"], tensors["parameters"])
     for what, saved, here in (
-        ("tracked values", _names(small), _names(ours)),
-        ("buffers", _shapes(small["buffers"]), _shapes(ours["buffers"])),
-        ("optimizer options", _options(small["groups"]), _options(ours["groups"])),
+        ("tracked values", _names(metadata), _names(ours)),
+        ("buffers", _shapes(metadata["buffers"]), _shapes(ours["buffers"])),
+        ("optimizer options", _options(metadata["groups"]), _options(ours["groups"])),
     ):
         if saved != here:
             raise _other(found, what, saved, here)
     try:
-        state.load_small(small)
+        state.load_metadata(metadata)
     except DataError as error:
         raise ConfigError(f"the checkpoint {found.place} belongs to other data: {error}") from error
-    state.load_large(large)
+    state.load_tensors(tensors)
 
 
 def _check_parameters(found: Found, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -69,8 +69,8 @@ def _other(found: Found, what: str, saved: object, here: object) -> ConfigError:
     )
 
 
-def _names(small: Mapping[str, Any]) -> list[str]:
-    return sorted([*small["stateful"], *small["values"]])
+def _names(metadata: Mapping[str, Any]) -> list[str]:
+    return sorted([*metadata["stateful"], *metadata["values"]])
 
 
 def _shapes(groups: Mapping[str, Any]) -> dict[str, str]:

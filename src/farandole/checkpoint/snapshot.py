@@ -1,4 +1,4 @@
-"""One state as it was at a boundary, copied while training goes on. writer.py writes it."""
+"""One state as it was at a boundary, copied while training goes on. checkpoint_writer.py writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from farandole.checkpoint.values import to_json
+from farandole.checkpoint.json_values import to_json
 from farandole.membership import Progress
 from farandole.state.background_copy import BackgroundCopy
 from farandole.state.deep_copy import tensors_in
@@ -24,9 +24,9 @@ class Kept(Protocol):
     def progress(self) -> Progress: ...
     def capture(self) -> None: ...
     def captured(self) -> Packed: ...
-    def load_small(self, small: Mapping[str, Any]) -> None: ...
-    def large(self) -> dict[str, Any]: ...
-    def load_large(self, large: Mapping[str, Any]) -> None: ...
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None: ...
+    def tensors(self) -> dict[str, Any]: ...
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Snapshot:
 
 
 def live(state: Kept, progress: Progress) -> Snapshot:
-    """The captured small state and the large state as it is, not copied. Raises ConfigError for a state with values
+    """The captured metadata and the tensors as they are, not copied. Raises ConfigError for a state with values
     that a checkpoint cannot hold."""
     # What was captured was pickled in this process a moment ago.
-    plain, tensors = to_json({"small": unpack(state.captured()), "large": state.large()})
+    plain, tensors = to_json({"metadata": unpack(state.captured()), "tensors": state.tensors()})
     return Snapshot(progress, plain, tensors)
 
 
@@ -54,14 +54,14 @@ class Staging:
         self._targets: dict[str, torch.Tensor] = {}
 
     def take(self, state: Kept, progress: Progress) -> Snapshot:
-        """Right after state.capture(). The large state is copied from now on, and is through before an optimizer
+        """Right after state.capture(). The tensors are copied from now on, and are complete before an optimizer
         steps or `copies.finish()` returns. Raises what live() raises."""
         snapshot = live(state, progress)
-        large = {id(tensor) for tensor in tensors_in(state.large())}
+        tensors = {id(tensor) for tensor in tensors_in(state.tensors())}
         targets, later = {}, []
         for name, source in snapshot.tensors.items():
             target = self._target(name, source)
-            if id(source) in large and source.device.type == "cpu":
+            if id(source) in tensors and source.device.type == "cpu":
                 later.append((source.detach(), target))
             else:
                 target.copy_(source.detach())

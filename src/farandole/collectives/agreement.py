@@ -75,8 +75,8 @@ def add_up(what: str, mine: torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, a new tensor. Raises CollectiveMismatch unless `what` is the same everywhere."""
     world.raise_if_refused(what)
     total, here = mine.clone(), hashlib.blake2b(what.encode(), digest_size=16).digest()
-    notes = world.current().transport.all_reduce(total, here)
-    others = [rank for rank, note in enumerate(notes) if note != here]
+    trailers = world.current().transport.all_reduce(total, here)
+    others = [rank for rank, trailer in enumerate(trailers) if trailer != here]
     if others:
         raise CollectiveMismatch(
             f"ranks {others} called another collective, or with another shape, while rank "

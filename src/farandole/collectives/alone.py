@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from farandole.collectives.buffers import combiner, flat_on_its_device
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import combiner, flat_on_its_device
 from farandole.errors import GenerationEnded
 from farandole.readiness import can_read
 
@@ -31,11 +31,11 @@ class AloneTransport:
     def size(self) -> int:
         return 1
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         self._raise_if_ended("all_reduce")
         flat_on_its_device(tensor)
         combiner(op)
-        return [bytes(note)]
+        return [bytes(trailer)]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         self._raise_if_ended("all_gather")
@@ -50,7 +50,7 @@ class AloneTransport:
     def barrier(self) -> None:
         self._raise_if_ended("barrier")
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
         can_read(wake, within_s=None)
         return False

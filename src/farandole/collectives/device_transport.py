@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 
-from farandole.collectives.buffers import combiner, dtype_code, flat_on_its_device
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.staging import StagedTransport
-from farandole.collectives.torch_groups.operations import Group, GroupOperations
+from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_on_its_device
+from farandole.collectives.torch_groups.group_operations import GroupOperations, TorchGroup
 from farandole.errors import ConfigError
 
 _OPERATIONS = (Operation.ALL_REDUCE_ON_DEVICE, Operation.BROADCAST_ON_DEVICE)
@@ -39,7 +39,7 @@ class DeviceGroups(Protocol):
         """In up to 64 bytes: the same for two ranks only if they share the device."""
         ...
 
-    def connect(self, ring: RingTransport, device: torch.device) -> Group | str:
+    def connect(self, ring: RingTransport, device: torch.device) -> TorchGroup | str:
         """The group of all ranks of the ring, which call it at once; or, on all alike, why there is none. Raises
         PeerLost and GenerationEnded."""
         ...
@@ -68,15 +68,15 @@ class DeviceTransport:
     def size(self) -> int:
         return self._ring.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         if not self._groups.takes(tensor) or tensor.numel() == 0:
-            return self.below.all_reduce(tensor, note, op)
+            return self.below.all_reduce(tensor, trailer, op)
         flat = flat_on_its_device(tensor)
         combiner(op)
         operations = self._connected(flat, Operation.ALL_REDUCE_ON_DEVICE, op)
         if operations is None:
-            return self.below.all_reduce(flat, note, op)
-        return operations.all_reduce(flat, note, op)
+            return self.below.all_reduce(flat, trailer, op)
+        return operations.all_reduce(flat, trailer, op)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not self._groups.takes(tensor) or tensor.numel() == 0:
@@ -97,8 +97,8 @@ class DeviceTransport:
     def barrier(self) -> None:
         self.below.barrier()
 
-    def wait_until_called(self, wake: int) -> bool | None:
-        return self.below.wait_until_called(wake)
+    def wait_for_peer(self, wake: int) -> bool | None:
+        return self.below.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
         self.below.abort(reason)  # first: whoever is woken finds out why
@@ -128,7 +128,7 @@ class DeviceTransport:
         mine = self._groups.identity(flat.device).encode()[:_IDENTITY_BYTES].ljust(_IDENTITY_BYTES)
         nbytes = flat.numel() * flat.element_size()
         header = Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
-        connected: Group | str = shared_devices(self._ring.exchange(header, mine))
+        connected: TorchGroup | str = shared_devices(self._ring.exchange(header, mine))
         if not connected:
             connected = self._groups.connect(self._ring, flat.device)
         self._device = flat.device

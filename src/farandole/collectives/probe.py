@@ -1,4 +1,4 @@
-"""Which of some addresses can be reached now, and reach back. worker/prober.py asks when nothing moves.
+"""Which of some addresses can be reached now, and reach back. worker/link_probe.py asks when nothing moves.
 
 A TCP handshake takes both directions, and nothing but the kernel at the other end: a process that computes, or holds
 its interpreter for minutes, answers all the same. Nothing of an attempt stays there: it ends with a reset, and a
@@ -69,7 +69,7 @@ class _Attempts:
                 self._poll.register(sock, select.POLLOUT)
                 continue
             sock.close()
-            self._note(address, code)
+            self._trailer(address, code)
 
     def wait(self, timeout_s: float) -> None:
         """Until something is heard, or so many seconds have passed."""
@@ -78,12 +78,12 @@ class _Attempts:
             sock, address = self._by_descriptor.pop(descriptor)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             sock.close()
-            self._note(address, code)
+            self._trailer(address, code)
 
     def close(self) -> None:
         for sock, _ in self._by_descriptor.values():
             sock.close()
 
-    def _note(self, address: Address, code: int) -> None:
+    def _trailer(self, address: Address, code: int) -> None:
         if code in _ANSWERS:
             self.unanswered.discard(address)

@@ -13,8 +13,7 @@ import torch
 
 from farandole.clock import now_s
 from farandole.collectives.algorithm import Algorithm, algorithm
-from farandole.collectives.buffers import byte_view, combiner, dtype_code, flat_view
-from farandole.collectives.duplex import Broken, Called, Duplex, Interruption
+from farandole.collectives.connection_pair import Broken, ConnectionPair, Interruption, PeerCalled
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, sequence_of
 from farandole.collectives.ring_schedules import (
@@ -27,9 +26,10 @@ from farandole.collectives.ring_schedules import (
     gather_around,
     reduce_around,
 )
+from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
 from farandole.membership import Peer
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import WaitingForPeers
 
 OnBroken = Callable[[str, str, str], None]
 """on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""
@@ -69,7 +69,7 @@ class RingTransport:
     ) -> None:
         self._rank, self._size, self._generation = rank, size, generation
         self._names: Sequence[int] = range(size)
-        self._duplex = Duplex(to_next, from_previous, check, may_spin)
+        self._connections = ConnectionPair(to_next, from_previous, check, may_spin)
         self._check, self._next_check_s = check, now_s() + _CHECK_EVERY_S
         self._peers = {"send": next_peer, "receive": previous_peer}
         self._on_broken = on_broken
@@ -95,16 +95,16 @@ class RingTransport:
     @property
     def still_since_s(self) -> float | None:
         """Since when a collective waits and not a byte has moved; None while some do, or none runs. From any thread."""
-        return self._duplex.still_since_s
+        return self._connections.still_since_s
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
         total_bytes = flat.numel() * flat.element_size()
-        header = Header(Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(note))
-        return self.reduce_as(header, flat, note, combine)
+        header = Header(Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(trailer))
+        return self.reduce_as(header, flat, trailer, combine)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        header = Header(Operation.ALL_GATHER, self._sequence + 1, note_bytes=_SLIP_BYTES)
+        header = Header(Operation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
         # Short ones travel with their lengths: one round for all, where every round has to wake every rank.
         slip = (len(payload).to_bytes(8, "big") + payload[:_SHORT_BYTES]).ljust(_SLIP_BYTES, b"\0")
         slips = self._gather(header, slip, [_SLIP_BYTES] * self._size)
@@ -123,12 +123,12 @@ class RingTransport:
         self.broadcast_as(header, flat, source)
 
     def barrier(self) -> None:
-        header = Header(Operation.BARRIER, self._sequence + 1, note_bytes=1)
+        header = Header(Operation.BARRIER, self._sequence + 1, trailer_bytes=1)
         self._gather(header, b"\0", [1] * self._size)
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
-        was_called = self._duplex.wait_for_data(wake)
+        was_called = self._connections.wait_for_data(wake)
         if self._abort_reason is not None:
             self._raise_if_ended("wait")
         return was_called
@@ -138,7 +138,7 @@ class RingTransport:
             if self._abort_reason is None:
                 self._abort_reason = reason
             if not self._is_closed:
-                self._duplex.shut_down()
+                self._connections.shut_down()
 
     def close(self) -> None:
         """Only while no collective runs. Later calls raise GenerationEnded."""
@@ -146,7 +146,7 @@ class RingTransport:
             if self._abort_reason is None:
                 self._abort_reason = "its transport was closed"
             self._is_closed = True
-            self._duplex.close()
+            self._connections.close()
 
     # For a transport that moves tensors in another way, in turn with the operations above, or that has several
     # rings --------------------------------------------------------------------------------------------------
@@ -155,20 +155,22 @@ class RingTransport:
         """Be a part of another transport, in which the ranks have other `names`. While nothing moves, `look_around` is
         called instead of `check`, and may raise."""
         self._names = names
-        self._duplex.look_around(look_around, every_s)
+        self._connections.look_around(look_around, every_s)
 
-    def reduce_as(self, header: Header, flat: torch.Tensor, note: bytes, combine: Combine) -> list[bytes]:
+    def reduce_as(self, header: Header, flat: torch.Tensor, trailer: bytes, combine: Combine) -> list[bytes]:
         """Reduce a flat tensor, which may be a part of what the header is about, as all_reduce() does."""
         total_bytes = flat.numel() * flat.element_size()
         if algorithm(total_bytes, self._size) is Algorithm.GATHER:
-            blobs = self._gather(header, bytes(byte_view(flat)) + note, [total_bytes + len(note)] * self._size)
+            blobs = self._gather(header, bytes(byte_view(flat)) + trailer, [total_bytes + len(trailer)] * self._size)
             _combine_into(flat, blobs, combine)
             return [bytes(blob[total_bytes:]) for blob in blobs]
-        notes = [bytearray(len(note)) for _ in range(self._size)]
-        notes[self._rank][:] = note
+        trailers = [bytearray(len(trailer)) for _ in range(self._size)]
+        trailers[self._rank][:] = trailer
         outgoing: Outgoing = deque()
-        self._run(header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, notes, combine))
-        return [bytes(each) for each in notes]
+        self._run(
+            header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, trailers, combine)
+        )
+        return [bytes(each) for each in trailers]
 
     def broadcast_as(self, header: Header, flat: torch.Tensor, source: int) -> None:
         """Overwrite a flat tensor with that of the rank at place `source` of this ring, as broadcast() does."""
@@ -181,7 +183,7 @@ class RingTransport:
     @property
     def host(self) -> str:
         """The address of this host, on the way to the next rank."""
-        return self._duplex.host
+        return self._connections.host
 
     def exchange(self, header: Header, words: bytes) -> list[bytes]:
         """As an operation of this header: the words of all ranks, which are equally long, by rank."""
@@ -214,16 +216,16 @@ class RingTransport:
             self.abort(error.reason)
         elif isinstance(error, PeerLost):
             self._fail_with(error.rank, error.detail)
-            self._duplex.shut_down()
+            self._connections.shut_down()
         else:
             self._end_by_interruption(error)
 
     def interruption(self) -> Interruption | None:
         """Why somebody who waits for all ranks in such an operation should wait no longer: a connection has failed, or
         the previous rank is in an operation of the ring, which is not a later one. Raises what `check` does."""
-        interruption = self._duplex.interruption()
-        if isinstance(interruption, Called):
-            packed = self._duplex.peek(HEADER_BYTES)
+        interruption = self._connections.interruption()
+        if isinstance(interruption, PeerCalled):
+            packed = self._connections.peek(HEADER_BYTES)
             if len(packed) < HEADER_BYTES or (sequence_of(packed) or 0) > self._sequence:
                 interruption = None
         if interruption is None and self._check is not None and now_s() >= self._next_check_s:
@@ -235,11 +237,11 @@ class RingTransport:
         """Raises what follows from it: PeerLost, GenerationEnded, or CollectiveMismatch if others are in an operation
         of the ring."""
         op = header.operation.name.lower()
-        if isinstance(interruption, Called) and self._abort_reason is None:
+        if isinstance(interruption, PeerCalled) and self._abort_reason is None:
             outgoing: Outgoing = deque()
             schedule = compare_around(outgoing, self._agreement(header))
-            with Waiting():
-                broken = self._duplex.move(outgoing, schedule, is_done_when_received=False)
+            with WaitingForPeers():
+                broken = self._connections.move(outgoing, schedule, is_done_when_received=False)
             assert broken is not None, "comparing ends only by an error"
             interruption = broken
         if isinstance(interruption, Broken):
@@ -263,15 +265,15 @@ class RingTransport:
     ) -> None:
         """One operation, and what its end means for all later ones."""
         op = header.operation.name.lower()
-        if self._failure is None and self._duplex.cannot_send:
+        if self._failure is None and self._connections.cannot_send:
             # The next rank had gone when the last operation ended well here. It may have finished, which is
             # no news; it is now that we need it.
-            self._end_by_lost_peer(op, "send", self._duplex.cannot_send)
+            self._end_by_lost_peer(op, "send", self._connections.cannot_send)
         self._raise_if_ended(op)
         self._sequence = header.sequence
         try:
-            with Waiting():
-                broken = self._duplex.move(outgoing, schedule, is_done_when_received=is_done_when_received)
+            with WaitingForPeers():
+                broken = self._connections.move(outgoing, schedule, is_done_when_received=is_done_when_received)
         except CollectiveMismatch as error:
             self._end_by_mismatch(str(error))
             raise
@@ -295,7 +297,7 @@ class RingTransport:
             return
         peer = self._peers[direction]
         self._fail_with(peer.rank, f"{direction}: {detail}")
-        self._duplex.shut_down()
+        self._connections.shut_down()
         if self._on_broken is not None:
             self._on_broken(peer.worker, direction, f"{op}: {detail}")
 
@@ -307,12 +309,12 @@ class RingTransport:
         """No shutting down here: the word travels against the ring, from rank to rank, and end-of-file
         must not overtake it. close() does the rest."""
         self._failure = lambda _: CollectiveMismatch(text)
-        self._duplex.say_why(text)
+        self._connections.say_why(text)
 
     def _end_by_interruption(self, error: BaseException) -> None:
         generation, reason = self._generation, f"a collective was interrupted by {type(error).__name__}"
         self._failure = lambda later_op: GenerationEnded(later_op, generation, reason)
-        self._duplex.shut_down()
+        self._connections.shut_down()
 
 
 def _combine_into(flat: torch.Tensor, blobs: list[bytearray], combine: Combine) -> None:

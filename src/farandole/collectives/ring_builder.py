@@ -11,12 +11,12 @@ from collections.abc import Callable
 from farandole.clock import now_s
 from farandole.collectives.acceptor import Acceptor
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.cores import may_spin
 from farandole.collectives.dialer import Dialer
 from farandole.collectives.handshake import Introduction
 from farandole.collectives.listener import DataListener
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.transport import Transport
+from farandole.collectives.worker_cores import may_spin
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
 from farandole.fork_safety import close_at_fork
 from farandole.membership import Peer

@@ -1,7 +1,7 @@
 """The header in front of every operation on the ring, by which neighbours notice that they disagree.
 
 All ranks send the same header for the same call, so one comparison of bytes checks everything: operation,
-dtype, size, source, length of the note, and how many operations came before.
+dtype, size, source, length of the trailer, and how many operations came before.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import enum
 import struct
 from typing import NamedTuple
 
-from farandole.collectives.buffers import DTYPES
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import DTYPES
 
 _LAYOUT = struct.Struct("!4sBBHQQQ")
 _MAGIC = b"Frd1"
@@ -41,7 +41,7 @@ class Header(NamedTuple):
     dtype_code   buffers.dtype_code; 0 where there is no tensor
     source       rank whose tensor is broadcast; the Reduction of an all_reduce; 0 elsewhere
     total_bytes  of the tensor, or of all payloads together once their lengths are known
-    note_bytes   of one rank's note
+    trailer_bytes  of one rank's trailer
     """
 
     operation: Operation
@@ -49,11 +49,11 @@ class Header(NamedTuple):
     dtype_code: int = 0
     source: int = 0
     total_bytes: int = 0
-    note_bytes: int = 0
+    trailer_bytes: int = 0
 
     def pack(self) -> bytes:
-        operation, sequence, dtype_code, source, total_bytes, note_bytes = self
-        return _LAYOUT.pack(_MAGIC, operation, dtype_code, source, sequence, total_bytes, note_bytes)
+        operation, sequence, dtype_code, source, total_bytes, trailer_bytes = self
+        return _LAYOUT.pack(_MAGIC, operation, dtype_code, source, sequence, total_bytes, trailer_bytes)
 
     def describe(self) -> str:
         """For an error message: `all_reduce of 4000 bytes of float32 (operation 7)`."""
@@ -63,8 +63,8 @@ class Header(NamedTuple):
             text += f" of {self.total_bytes} bytes of {dtype}"
         elif self.total_bytes:
             text += f" of {self.total_bytes} bytes"
-        if self.note_bytes:
-            text += f" with a note of {self.note_bytes} bytes"
+        if self.trailer_bytes:
+            text += f" with a trailer of {self.trailer_bytes} bytes"
         if self.operation in _BROADCASTING:
             text += f" from rank {self.source}"
         if self.operation in _REDUCING and self.source != Reduction.SUM:
@@ -82,8 +82,8 @@ def sequence_of(packed: bytes) -> int | None:
 
 def describe_packed(packed: bytes) -> str:
     """What a neighbour's header says, or that it is none."""
-    magic, operation, dtype_code, source, sequence, total_bytes, note_bytes = _LAYOUT.unpack(packed)
+    magic, operation, dtype_code, source, sequence, total_bytes, trailer_bytes = _LAYOUT.unpack(packed)
     known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(Operation)
     if not known or (operation in _REDUCING and source not in list(Reduction)):
         return "something that is no operation of this version"
-    return Header(Operation(operation), sequence, dtype_code, source, total_bytes, note_bytes).describe()
+    return Header(Operation(operation), sequence, dtype_code, source, total_bytes, trailer_bytes).describe()

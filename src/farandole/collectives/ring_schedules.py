@@ -1,4 +1,4 @@
-"""Who sends what when on the ring: one generator for each way around. ring.py hands them to a Duplex.
+"""Who sends what when on the ring: one generator for each way around. ring.py hands them to a ConnectionPair.
 
 A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is
 resumed when that buffer is full. What has to go to the next rank it appends to `outgoing`. What arrives is
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from farandole.collectives.buffers import byte_view
 from farandole.collectives.chunks import blocks, chunk_bounds
 from farandole.collectives.ring_header import HEADER_BYTES, Header, describe_packed
+from farandole.collectives.tensor_bytes import byte_view
 from farandole.errors import CollectiveMismatch
 
 BLOCK_BYTES = 1 << 20
@@ -68,16 +68,16 @@ def reduce_around(
     agreement: Agreement,
     rank: int,
     flat: torch.Tensor,
-    notes: list[bytearray],
+    trailers: list[bytearray],
     combine: Combine,
 ) -> Schedule:
     """Reduce `flat` over all ranks in place: reduce-scatter, then all-gather, each of size - 1 steps.
 
-    In step s of the reduce-scatter a rank receives chunk and note of rank - s - 1, combines its own part with the
+    In step s of the reduce-scatter a rank receives chunk and trailer of rank - s - 1, combines its own part with the
     chunk and passes both on. Then it owns the finished chunk of the next rank, and the finished chunks go
     around once more. Each chunk is reduced once, along one path, so that all ranks get the same bits.
     """
-    size = len(notes)
+    size = len(trailers)
     data, item_bytes = byte_view(flat), flat.element_size()
     chunks = chunk_bounds(flat.numel(), size)
     arrived = torch.empty(min(BLOCK_BYTES // item_bytes, flat.numel()), dtype=flat.dtype)
@@ -89,17 +89,17 @@ def reduce_around(
     def part(start: int, stop: int) -> memoryview:
         return data[start * item_bytes : stop * item_bytes]
 
-    outgoing.append(memoryview(agreement.packed + notes[rank]))
+    outgoing.append(memoryview(agreement.packed + trailers[rank]))
     outgoing.append(part(*chunks[rank]))
     header = memoryview(bytearray(HEADER_BYTES))
     yield header
     agreement.check(header)
     for step in range(size - 1):
         owner = rank - step - 1
-        note = memoryview(notes[owner])
-        yield note
+        trailer = memoryview(trailers[owner])
+        yield trailer
         if step < size - 2:
-            outgoing.append(note)
+            outgoing.append(trailer)
         for start, stop in runs(owner):
             yield staging[: (stop - start) * item_bytes]
             mine = flat[start:stop]

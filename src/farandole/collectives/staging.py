@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from farandole.collectives.buffers import flat_on_its_device
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import flat_on_its_device
 from farandole.collectives.transport import Transport
 
 
@@ -46,14 +46,14 @@ class StagedTransport:
     def size(self) -> int:
         return self.below.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         if self._is_host(tensor):
-            return self.below.all_reduce(tensor, note, op)
+            return self.below.all_reduce(tensor, trailer, op)
         flat = flat_on_its_device(tensor)
         copy = self._room_for(flat).copy_(flat)
-        notes = self.below.all_reduce(copy, note, op)
+        trailers = self.below.all_reduce(copy, trailer, op)
         flat.copy_(copy)
-        return notes
+        return trailers
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if self._is_host(tensor):
@@ -73,8 +73,8 @@ class StagedTransport:
     def barrier(self) -> None:
         self.below.barrier()
 
-    def wait_until_called(self, wake: int) -> bool | None:
-        return self.below.wait_until_called(wake)
+    def wait_for_peer(self, wake: int) -> bool | None:
+        return self.below.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
         self.below.abort(reason)

@@ -23,13 +23,13 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         """Reduce a contiguous tensor over all ranks, in place, with the same bits on every rank. CPU tensors always;
         those on another device where the process has one (staging.py, device_transport.py): what their current stream
         was given before counts, and the result is there when the call returns.
 
         op    SUM, MIN, MAX or PRODUCT
-        `note` (same length on all ranks) rides along without a message of its own; returns the notes of
+        `trailer` (same length on all ranks) rides along without a message of its own; returns the trailers of
         all ranks, by rank. A tensor may be empty.
         """
         ...
@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Return once every rank has called it."""
         ...
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         """Wait, between operations, until another rank has begun one (True), or there is something to read from
         the descriptor `wake`, or a neighbour is gone (False); None when nothing of it happened for a second.
 

@@ -13,11 +13,11 @@ from typing import Literal, get_args
 import msgspec
 import torch
 
-from farandole.collectives.hierarchical.builder import Connect, share_memory_within_hosts
+from farandole.collectives.hierarchical.hierarchical_builder import Connect, share_memory_within_hosts
 from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.nccl.availability import own_problem
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory.builder import Pages, share_memory
+from farandole.collectives.shared_memory.shared_memory_builder import ControlBlocks, share_memory
 from farandole.collectives.staging import StagedTransport
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
@@ -70,7 +70,11 @@ def decide(hosts: Sequence[Hashable], choice: str) -> Way:
 
 
 def choose(
-    ring: Transport, hosts: Sequence[Hashable], choice: str, connect: Connect, pages: Pages | str | None = None
+    ring: Transport,
+    hosts: Sequence[Hashable],
+    choice: str,
+    connect: Connect,
+    control_blocks: ControlBlocks | str | None = None,
 ) -> tuple[Transport, Way]:
     """`ring` itself, or a transport that owns it, and what that is. All its ranks call it at once, with the same
     hosts and choice.
@@ -84,15 +88,15 @@ def choose(
     if way in (Way.ALONE, Way.TCP) or not isinstance(ring, RingTransport):
         return ring, way
     if way is Way.GLOO:
-        from farandole.collectives.gloo.builder import use_gloo  # loaded by those only who ask for it
+        from farandole.collectives.gloo.gloo_builder import use_gloo  # loaded by those only who ask for it
 
         return use_gloo(ring), way
-    if isinstance(pages, str):
-        built: Transport | str = pages
+    if isinstance(control_blocks, str):
+        built: Transport | str = control_blocks
     elif way is Way.SHARED_MEMORY:
-        built = share_memory(ring, pages)
+        built = share_memory(ring, control_blocks)
     else:
-        built = share_memory_within_hosts(ring, layout(hosts, ring.rank), connect, pages)
+        built = share_memory_within_hosts(ring, layout(hosts, ring.rank), connect, control_blocks)
     if not isinstance(built, str):
         return built, way
     if choice not in ("auto", "nccl"):
@@ -163,7 +167,7 @@ def for_devices(
     if not through_nccl:
         return staged, way.value
     from farandole.collectives.device_transport import DeviceTransport  # loaded by those only who need it
-    from farandole.collectives.nccl.builder import NcclGroups
+    from farandole.collectives.nccl.nccl_builder import NcclGroups
 
     transport = DeviceTransport(staged, ring, NcclGroups(), is_required=choice == "nccl")
     return transport, f"{way.value}; those on CUDA devices through torch's NCCL, if each worker has a device of its own"

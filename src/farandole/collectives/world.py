@@ -15,8 +15,8 @@ from farandole.errors import GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 
 if TYPE_CHECKING:
-    from farandole.collectives.mail.mail import Mail
     from farandole.collectives.named.engine import NamedCollectives
+    from farandole.collectives.p2p.point_to_point import PointToPoint
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class World:
 
     transport       for the main thread: gradients, agreements, state. All ranks make the same calls in the same order
     named           the named collectives, on connections of their own
-    mail            letters from one rank to another; for the main thread, too
+    p2p             messages from one rank to another; for the main thread, too
     is_homogeneous  every host has the same number of workers
     """
 
@@ -34,7 +34,7 @@ class World:
     transport: Transport
     named: NamedCollectives | None = None
     is_homogeneous: bool = True
-    mail: Mail | None = None
+    p2p: PointToPoint | None = None
 
 
 _current: World | None = None

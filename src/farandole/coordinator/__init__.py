@@ -1,6 +1,7 @@
 """Who is in a job. `decide` is the whole coordinator; sockets, processes and clocks are a shell around it."""
 
 from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
+from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -16,7 +17,6 @@ from farandole.coordinator.inputs import (
     UndrainRequested,
 )
 from farandole.coordinator.job import Job, new_job
-from farandole.coordinator.transitions import decide, next_deadline
 
 __all__ = [
     "Action",

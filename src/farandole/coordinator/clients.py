@@ -9,9 +9,9 @@ import msgspec
 
 from farandole.channel import Channel
 from farandole.control import AskDrain, AskScale, AskStatus, AskUndrain, ClientHello, ClientMessage, PastEvent, Status
+from farandole.coordinator.control_requests import judge
 from farandole.coordinator.inputs import Input
 from farandole.coordinator.job import Job
-from farandole.coordinator.requests import judge
 from farandole.coordinator.status import describe
 from farandole.errors import ProtocolError
 from farandole.events import Event

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from farandole.coordinator import slots
-from farandole.coordinator.draft import Draft
 from farandole.coordinator.inputs import AgentConnected, HostsOffered
 from farandole.coordinator.job import Agent, Job, Offer
+from farandole.coordinator.transition import Transition
 from farandole.events import AgentJoined, HostAdded, HostDrained, HostRemoved, HostUndrained
 from farandole.messages import Dismissed
 
 
-def agent_connected(draft: Draft, input: AgentConnected) -> None:
+def agent_connected(transition: Transition, input: AgentConnected) -> None:
     """An agent that was lost may come back: it ended its old workers, so its slots are empty."""
-    agents, offers = draft.job.agents, draft.job.offers
+    agents, offers = transition.job.agents, transition.job.offers
     known = agents.get(input.agent)
     if (known is not None and known.is_connected) or input.slots < 0:
         return
@@ -23,80 +23,82 @@ def agent_connected(draft: Draft, input: AgentConnected) -> None:
     if offers is not None:
         offer = offers.get(input.host, Offer(0, agent.order))
         agent = replace(agent, slots=offer.slots, order=offer.order)
-    draft.change(agents={**agents, agent.name: agent})
-    draft.log(AgentJoined(agent.name, agent.host, agent.slots))
+    transition.change(agents={**agents, agent.name: agent})
+    transition.log(AgentJoined(agent.name, agent.host, agent.slots))
 
 
-def hosts_offered(draft: Draft, input: HostsOffered) -> None:
+def hosts_offered(transition: Transition, input: HostsOffered) -> None:
     """Hosts keep the order in which they were first offered, so that those who stay keep the order of their ranks."""
-    job = draft.job
+    job = transition.job
     old, before = job.offers or {}, _slots_by_host(job)
     new = _in_order(old, input.slots, job.offered)
-    draft.change(offers=new, may_get_hosts=input.may_change, offered=job.offered + len(new.keys() - old.keys()))
+    transition.change(offers=new, may_get_hosts=input.may_change, offered=job.offered + len(new.keys() - old.keys()))
     for agent in job.agents.values():
         offer = new.get(agent.host, Offer(0, agent.order))
-        draft.change(agents={**draft.job.agents, agent.name: replace(agent, slots=offer.slots, order=offer.order)})
+        transition.change(
+            agents={**transition.job.agents, agent.name: replace(agent, slots=offer.slots, order=offer.order)}
+        )
     for host in dict.fromkeys((*before, *new)):
         count = new[host].slots if host in new else 0
         if count > before.get(host, 0) and job.offers is not None:
-            draft.log(HostAdded(host, count, before.get(host, 0)))
+            transition.log(HostAdded(host, count, before.get(host, 0)))
         elif count < before.get(host, 0) and not job.is_released:
-            _withdraw(draft, host, count)
-    slots.follow_hosts(draft)
-    _take_back(draft)
+            _withdraw(transition, host, count)
+    slots.follow_hosts(transition)
+    _take_back(transition)
 
 
-def drain(draft: Draft, host: str, reason: str) -> bool:
+def drain(transition: Transition, host: str, reason: str) -> bool:
     """Leave a host in good order: its members go at the next boundary, with nothing redone, and nothing is started
     there any more. The job still wants as many workers: other hosts with free slots get them. Its agents are dismissed
     when they are idle; one that joins again later is as good as new. False when no agent of the host is connected.
 
     reason  what happened, as in "host b is drained: `reason`"
     """
-    return _drain(draft, [agent for agent in draft.job.agents.values() if agent.host == host], reason)
+    return _drain(transition, [agent for agent in transition.job.agents.values() if agent.host == host], reason)
 
 
-def undrain(draft: Draft, host: str) -> None:
+def undrain(transition: Transition, host: str) -> None:
     """The host may be used again. Members that have not left yet stay, as far as they are wanted; where its agents have
     gone, the launcher of a job on this machine starts others when it hears of it."""
-    drained = [agent for agent in draft.job.agents.values() if agent.host == host and agent.is_draining]
+    drained = [agent for agent in transition.job.agents.values() if agent.host == host and agent.is_draining]
     for agent in drained:
-        draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_draining=False)})
+        transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_draining=False)})
     if drained:
-        draft.log(HostUndrained(host))
-        slots.follow_hosts(draft)
-        _take_back(draft)
+        transition.log(HostUndrained(host))
+        slots.follow_hosts(transition)
+        _take_back(transition)
 
 
-def agent_leaves(draft: Draft, name: str, reason: str) -> None:
+def agent_leaves(transition: Transition, name: str, reason: str) -> None:
     """An agent was asked to end, as by a preemption notice: the same, for its slots alone."""
-    _drain(draft, [agent for agent in draft.job.agents.values() if agent.name == name], reason)
+    _drain(transition, [agent for agent in transition.job.agents.values() if agent.name == name], reason)
 
 
-def dismiss_idle(draft: Draft) -> None:
+def dismiss_idle(transition: Transition) -> None:
     """Agents that are drained, and those of hosts that are no longer offered, may go once no worker is left there."""
-    job = draft.job
+    job = transition.job
     busy = {worker.slot.agent for worker in job.workers.values()}
     for agent in job.agents.values():
         is_offered = job.offers is None or agent.host in job.offers
         if agent.is_connected and (agent.is_draining or not is_offered) and agent.name not in busy:
             why = "is drained" if agent.is_draining else "is no longer there"
-            draft.send(agent.name, Dismissed(f"host {agent.host} {why}", is_drained=agent.is_draining))
-            draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_connected=False)})
+            transition.send(agent.name, Dismissed(f"host {agent.host} {why}", is_drained=agent.is_draining))
+            transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_connected=False)})
 
 
-def _drain(draft: Draft, agents: Iterable[Agent], reason: str) -> bool:
+def _drain(transition: Transition, agents: Iterable[Agent], reason: str) -> bool:
     leaving = [agent for agent in agents if agent.is_connected]
     for agent in leaving:
-        if agent.is_draining or draft.job.is_released:
+        if agent.is_draining or transition.job.is_released:
             continue
-        draft.change(agents={**draft.job.agents, agent.name: replace(agent, is_draining=True)})
+        transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_draining=True)})
         going = []
-        for slot in [slot for slot in draft.job.slots if slot.agent == agent.name]:
-            worker = slots.vacate(draft, slot, f"host {agent.host} is drained")
-            draft.change_slot(slot, is_given_up=False)
+        for slot in [slot for slot in transition.job.slots if slot.agent == agent.name]:
+            worker = slots.vacate(transition, slot, f"host {agent.host} is drained")
+            transition.change_slot(slot, is_given_up=False)
             going += [worker] if worker is not None else []
-        draft.log(HostDrained(agent.host, reason, tuple(going)))
+        transition.log(HostDrained(agent.host, reason, tuple(going)))
     return bool(leaving)
 
 
@@ -118,22 +120,22 @@ def _in_order(old: Mapping[str, Offer], slots_of: Mapping[str, int], offered: in
     return dict(sorted(new.items(), key=lambda item: item[1].order))
 
 
-def _withdraw(draft: Draft, host: str, left: int) -> None:
+def _withdraw(transition: Transition, host: str, left: int) -> None:
     """Only the first `left` slots of each agent there remain."""
-    job, going = draft.job, list[str]()
+    job, going = transition.job, list[str]()
     for slot in [slot for slot in job.slots if job.host(slot) == host and slot.index >= left]:
-        worker = slots.vacate(draft, slot, f"host {host} is no longer there")
-        draft.change_slot(slot, is_given_up=False)
+        worker = slots.vacate(transition, slot, f"host {host} is no longer there")
+        transition.change_slot(slot, is_given_up=False)
         going += [worker] if worker is not None else []
-    draft.log(HostRemoved(host, left, tuple(going)))
+    transition.log(HostRemoved(host, left, tuple(going)))
 
 
-def _take_back(draft: Draft) -> None:
+def _take_back(transition: Transition) -> None:
     """Members that were to leave with their host, and have not gone yet, stay when it is there again."""
-    job = draft.job
+    job = transition.job
     for worker in sorted(job.survivors(), key=job.slot_order):
         agent = job.agents[worker.slot.agent]
         is_offered = worker.slot.index < agent.slots and not (agent.is_draining or job.is_banned(agent.host))
-        if worker.is_leaving and not worker.was_asked and is_offered and slots.wants_more(draft.job):
-            draft.change_worker(worker.name, is_leaving=False)
-            draft.change_slot(worker.slot, is_open=True)
+        if worker.is_leaving and not worker.was_asked and is_offered and slots.wants_more(transition.job):
+            transition.change_worker(worker.name, is_leaving=False)
+            transition.change_slot(worker.slot, is_open=True)

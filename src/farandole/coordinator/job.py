@@ -61,7 +61,7 @@ class SlotUse:
     is_held_back  the last worker raised an exception, or ended well: no other one before the remaining
                   members have shown, by being READY, that they go on without it
     failures      how many workers in a row failed soon after their start
-    rests_until_s no other one before, because of that
+    backoff_until_s no other one before, because of that
     """
 
     is_open: bool = True
@@ -69,7 +69,7 @@ class SlotUse:
     is_held_back: bool = False
     is_given_up: bool = False
     failures: int = 0
-    rests_until_s: float | None = None
+    backoff_until_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Victim:
+class LostMember:
     """A member that was lost, for the report of the recovery. `how` it ended follows "it", and is empty until its exit
     is known; `noticed` says by what, `silent_s` how long it or its host had been silent by then."""
 
@@ -246,7 +246,7 @@ class Job:
     offered        hosts offered so far
     bans           hosts where workers were lost, by name
     resets         generations started after the first one
-    lineage        above that of every checkpoint there was when the job started
+    run_id         above that of every checkpoint there was when the job started
     saves          the job writes checkpoints
     has_checkpoint there is one to go on from, of an earlier job, or of this one as far as the coordinator knows
     published      how far the newest checkpoint is that the coordinator has let pass; by path, how far each file of
@@ -262,14 +262,14 @@ class Job:
     steps_seen     steps, or commits, decided as far as the coordinator knew at the last loss
     lost_at        that, when the state was lost; None once it was told how far the job went back
     lease_end_s    until then workers of hosts that were lost may go on where nobody sees them
-    victims        members lost of whom no recovery has been told yet
-    survivors_first_until_s  replacements of lost workers are not started before, or until the survivors train again
+    lost_members   members lost of whom no recovery has been told yet
+    restart_deferred_until_s  replacements of lost workers are not started before, or until the survivors train again
     plain_exits    workers that exited with code 0 and never called init()
     """
 
     config: JobConfig
     job_id: str
-    incarnation: int
+    coordinator_epoch: int
     target: int
     most: int | None = None
     spares: int = 0
@@ -280,7 +280,7 @@ class Job:
     offered: int = 0
     bans: Mapping[str, Ban] = field(default_factory=dict)
     resets: int = 0
-    lineage: int = 1
+    run_id: int = 1
     saves: bool = False
     has_checkpoint: bool = False
     published: Mapping[str, Progress] = field(default_factory=dict)
@@ -299,9 +299,9 @@ class Job:
     steps_seen: int = 0
     lost_at: int | None = None
     lease_end_s: float | None = None
-    victims: tuple[Victim, ...] = ()
+    lost_members: tuple[LostMember, ...] = ()
     recovery: Recovery | None = None
-    survivors_first_until_s: float | None = None
+    restart_deferred_until_s: float | None = None
     plain_exits: tuple[str, ...] = ()
     links: LinkTrouble = LinkTrouble()
     stall: Stall | None = None
@@ -318,7 +318,7 @@ class Job:
         known = (self.workers.get(name) for name in members)
         return [worker for worker in known if worker is not None and not (worker.has_left or worker.is_dying)]
 
-    def keeper(self) -> str | None:
+    def emergency_writer(self) -> str | None:
         """Who writes the emergency checkpoint when the job ends: the survivor of the lowest rank that holds the state
         and has not been asked to end for a reason of its own."""
         fit = (w.name for w in self.survivors() if w.synced and w.raised is None and not w.killed_for)
@@ -336,8 +336,8 @@ class Job:
         return [w for w in self.newcomers() if w.is_awaited and not w.is_elastic and w.raised is None]
 
     def is_refill_due(self) -> bool:
-        """Whether a slot that sits out will get a worker again."""
-        waiting = (use for use in self.slots.values() if use.is_open and use.rests_until_s is not None)
+        """Whether a slot that is in backoff will get a worker again."""
+        waiting = (use for use in self.slots.values() if use.is_open and use.backoff_until_s is not None)
         return any(use.restarts < self.config.restarts and not use.is_held_back for use in waiting)
 
     def is_banned(self, host: str) -> bool:
@@ -377,13 +377,13 @@ class Job:
         return self.agents[slot.agent].host
 
 
-def new_job(config: JobConfig, job_id: str, incarnation: int = 1, origin: Origin | None = None) -> Job:
+def new_job(config: JobConfig, job_id: str, coordinator_epoch: int = 1, origin: Origin | None = None) -> Job:
     """A job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints."""
     target = 0 if config.fills_slots else config.num_proc
     job = Job(
         config=config,
         job_id=job_id,
-        incarnation=incarnation,
+        coordinator_epoch=coordinator_epoch,
         target=target,
         most=config.max_np,
         spares=config.spares,
@@ -393,7 +393,7 @@ def new_job(config: JobConfig, job_id: str, incarnation: int = 1, origin: Origin
         return job
     return replace(
         job,
-        lineage=origin.lineage,
+        run_id=origin.run_id,
         number=origin.generation,
         saves=True,
         has_checkpoint=origin.has_checkpoint,

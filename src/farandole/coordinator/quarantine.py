@@ -5,29 +5,29 @@ from __future__ import annotations
 import zlib
 
 from farandole.coordinator import slots
-from farandole.coordinator.draft import Draft
 from farandole.coordinator.job import Ban, Job
+from farandole.coordinator.transition import Transition
 from farandole.events import HostBlacklisted, HostCooledDown
 
 
-def take_out(draft: Draft, host: str) -> list[str]:
+def take_out(transition: Transition, host: str) -> list[str]:
     """The host is out, its slots are closed, and its workers are stopped: they are survivors no longer. Gives the
     members among them. A host that is no longer offered is left anyway: nothing is held against it."""
-    job = draft.job
+    job = transition.job
     if job.is_banned(host) or (job.offers is not None and host not in job.offers):
         return []
     failures = job.bans[host].failures + 1 if host in job.bans else 1
     cooldown_s = cooldown(job, host, failures)
-    until_s = None if cooldown_s is None else draft.now_s + cooldown_s
-    draft.change(bans={**job.bans, host: Ban(failures, until_s)})
+    until_s = None if cooldown_s is None else transition.now_s + cooldown_s
+    transition.change(bans={**job.bans, host: Ban(failures, until_s)})
     for slot in [slot for slot in job.slots if job.host(slot) == host]:
-        slots.close(draft, slot)
+        slots.close(transition, slot)
     stopped = [worker for worker in job.workers.values() if job.host_of(worker) == host and not worker.has_left]
     for worker in stopped:
-        draft.kill(worker.name, 0.0, f"another worker of host {host} was lost")
+        transition.kill(worker.name, 0.0, f"another worker of host {host} was lost")
         if job.is_member(worker.name):
-            draft.change_worker(worker.name, has_left=True)
-    draft.log(HostBlacklisted(host, failures, cooldown_s, tuple(worker.name for worker in stopped)))
+            transition.change_worker(worker.name, has_left=True)
+    transition.log(HostBlacklisted(host, failures, cooldown_s, tuple(worker.name for worker in stopped)))
     return [worker.name for worker in stopped if job.is_member(worker.name)]
 
 
@@ -44,12 +44,12 @@ def cooldown(job: Job, host: str, failures: int) -> float | None:
     return max(low, min(high, low * (2.0 ** min(failures, 64) + more)))
 
 
-def let_back(draft: Draft) -> None:
+def let_back(transition: Transition) -> None:
     """Hosts whose time is over may be used again."""
-    for host, ban in draft.job.bans.items():
-        if not ban.is_over and ban.until_s is not None and draft.now_s >= ban.until_s:
-            draft.change(bans={**draft.job.bans, host: Ban(ban.failures, ban.until_s, is_over=True)})
-            draft.log(HostCooledDown(host))
+    for host, ban in transition.job.bans.items():
+        if not ban.is_over and ban.until_s is not None and transition.now_s >= ban.until_s:
+            transition.change(bans={**transition.job.bans, host: Ban(ban.failures, ban.until_s, is_over=True)})
+            transition.log(HostCooledDown(host))
 
 
 def deadline(job: Job) -> float | None:

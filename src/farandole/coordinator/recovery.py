@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import survivors_first
-from farandole.coordinator.draft import Draft
-from farandole.coordinator.job import Change, Recovery, Victim, Worker
+from farandole.coordinator import deferred_restart
+from farandole.coordinator.job import Change, LostMember, Recovery, Worker
+from farandole.coordinator.transition import Transition
 from farandole.events import Recovered
 from farandole.messages import FirstStep
 
 
-def note_victim(draft: Draft, victim: Victim) -> None:
+def record_lost_member(transition: Transition, member: LostMember) -> None:
     """A member is lost; or more is known of one that was noted before."""
-    known = {each.worker: each for each in draft.job.victims}
-    if victim.worker in known:
-        victim = replace(known[victim.worker], how=victim.how, last_lines=victim.last_lines)
-    draft.change(victims=tuple({**known, victim.worker: victim}.values()))
+    known = {each.worker: each for each in transition.job.lost_members}
+    if member.worker in known:
+        member = replace(known[member.worker], how=member.how, last_lines=member.last_lines)
+    transition.change(lost_members=tuple({**known, member.worker: member}.values()))
 
 
-def started(draft: Draft, change: Change) -> None:
+def started(transition: Transition, change: Change) -> None:
     """A generation that replaces another one starts. If nobody came far in that, both are one recovery."""
-    recovery = Recovery(change.number, change.is_planned, change.reason, change.began_s, draft.now_s)
-    before = draft.job.recovery
+    recovery = Recovery(change.number, change.is_planned, change.reason, change.began_s, transition.now_s)
+    before = transition.job.recovery
     if before is not None:
         recovery = replace(
             recovery,
@@ -34,32 +34,32 @@ def started(draft: Draft, change: Change) -> None:
             reason=f"{before.reason}; {change.reason}",
             began_s=before.began_s,
         )
-    draft.change(recovery=recovery)
+    transition.change(recovery=recovery)
 
 
-def first_step(draft: Draft, worker: Worker, said: FirstStep) -> None:
+def first_step(transition: Transition, worker: Worker, said: FirstStep) -> None:
     """A member has applied the first step of a generation."""
-    recovery = draft.job.recovery
-    if recovery is not None and said.number == recovery.number and draft.job.is_member(worker.name):
-        draft.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: said}))
+    recovery = transition.job.recovery
+    if recovery is not None and said.number == recovery.number and transition.job.is_member(worker.name):
+        transition.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: said}))
 
 
-def tell_when_over(draft: Draft) -> None:
+def tell_when_over(transition: Transition) -> None:
     """All members have applied a step, or have finished without another one."""
-    job, recovery = draft.job, draft.job.recovery
+    job, recovery = transition.job, transition.job.recovery
     if recovery is None or (job.change is not None and not job.change.is_planned):
         return  # Or the next fault is there already.
-    if any(not victim.how for victim in job.victims if victim.worker in job.workers):
+    if any(not member.how for member in job.lost_members if member.worker in job.workers):
         return  # Its exit will say how.
     if not all(worker.name in recovery.steps or job.has_finished(worker) for worker in job.survivors()):
         return
-    draft.change(recovery=None, victims=(), lost_at=None)
-    survivors_first.end(draft)
+    transition.change(recovery=None, lost_members=(), lost_at=None)
+    deferred_restart.end(transition)
     if recovery.steps:
-        draft.log(_report(recovery, job.victims, job.lost_at))
+        transition.log(_report(recovery, job.lost_members, job.lost_at))
 
 
-def _report(recovery: Recovery, victims: tuple[Victim, ...], lost_at: int | None) -> Recovered:
+def _report(recovery: Recovery, lost_members: tuple[LostMember, ...], lost_at: int | None) -> Recovered:
     def since_start_s(name: str) -> float:
         step = recovery.steps[name]
         return step.connected_s + step.synced_s + step.stepped_s
@@ -67,14 +67,14 @@ def _report(recovery: Recovery, victims: tuple[Victim, ...], lost_at: int | None
     slowest = max(recovery.steps, key=since_start_s)
     step = recovery.steps[slowest]
     regrouped_s = recovery.started_s - recovery.began_s
-    silent_s = max((victim.silent_s for victim in victims), default=0.0)
+    silent_s = max((member.silent_s for member in lost_members), default=0.0)
     return Recovered(
         number=recovery.number,
         is_planned=recovery.is_planned,
         reason=recovery.reason,
-        lost=tuple(f"{victim.worker}, which {victim.how}" for victim in victims),
-        noticed=tuple(dict.fromkeys(victim.noticed for victim in victims)),
-        last_lines=tuple(line for victim in victims for line in victim.last_lines),
+        lost=tuple(f"{member.worker}, which {member.how}" for member in lost_members),
+        noticed=tuple(dict.fromkeys(member.noticed for member in lost_members)),
+        last_lines=tuple(line for member in lost_members for line in member.last_lines),
         total_ms=_ms(silent_s + regrouped_s + since_start_s(slowest)),
         silent_ms=_ms(silent_s),
         ready_ms=_ms(regrouped_s),

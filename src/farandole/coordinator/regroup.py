@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import assignment, recovery, rooms, slots, spares, survivors_first, words
-from farandole.coordinator.draft import Draft
+from farandole.coordinator import assignment, capacity, deferred_restart, formatting, recovery, slots, spares
+from farandole.coordinator.checkpoint_resume import is_state_lost, resume
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
-from farandole.coordinator.resuming import is_state_lost, resume
+from farandole.coordinator.transition import Transition
 from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
 from farandole.membership import GenerationId
 from farandole.messages import Abort, Left, Prepare, Start, StartWorkers
@@ -23,28 +23,28 @@ from farandole.messages import Abort, Left, Prepare, Start, StartWorkers
 _REMOVED, _ADDED = 1, 2
 
 
-def abort(draft: Draft, reason: str) -> None:
+def abort(transition: Transition, reason: str) -> None:
     """A fault: end the running generation, or the regroup under way, with a number that all must answer."""
-    old, number = draft.job.change, draft.job.number + 1
-    change = Change(number, is_planned=False, began_s=draft.now_s, reason=reason)
+    old, number = transition.job.change, transition.job.number + 1
+    change = Change(number, is_planned=False, began_s=transition.now_s, reason=reason)
     if old is not None and not old.is_planned:
         reasons = f"{old.reason}; {reason}"
         change = replace(change, began_s=old.began_s, reason=reasons, short_since_s=old.short_since_s)
-    draft.change(number=number, change=change)
-    survivors_first.begin(draft)
-    draft.change(links=LinkTrouble(retries=draft.job.links.retries))
-    survivors = tuple(worker.name for worker in draft.job.survivors())
-    draft.tell(survivors, Abort(number, reason))
-    draft.log(RegroupBegan(number, reason, survivors))
+    transition.change(number=number, change=change)
+    deferred_restart.begin(transition)
+    transition.change(links=LinkTrouble(retries=transition.job.links.retries))
+    survivors = tuple(worker.name for worker in transition.job.survivors())
+    transition.tell(survivors, Abort(number, reason))
+    transition.log(RegroupBegan(number, reason, survivors))
 
 
-def end_if_hopeless(draft: Draft) -> None:
+def end_if_hopeless(transition: Transition) -> None:
     """End a job in which no further generation can ever start."""
-    if is_state_lost(draft.job) and draft.job.has_checkpoint and not _is_end_of_all(draft.job):
-        resume(draft)
-    reason = _why_hopeless(draft.job)
+    if is_state_lost(transition.job) and transition.job.has_checkpoint and not _is_end_of_all(transition.job):
+        resume(transition)
+    reason = _why_hopeless(transition.job)
     if reason is not None:
-        draft.end(1, reason)
+        transition.end(1, reason)
 
 
 def awaits_exits(job: Job) -> bool:
@@ -52,16 +52,16 @@ def awaits_exits(job: Job) -> bool:
     return any(loss.dying for loss in job.losses) and (is_state_lost(job) or not job.survivors())
 
 
-def advance(draft: Draft) -> None:
+def advance(transition: Transition) -> None:
     """Plan a change if one is wanted, and start the next generation if everybody is ready for it."""
-    if draft.job.change is None:
-        _plan(draft)
-    limit = draft.job.config.reset_limit
-    if draft.job.change is not None and limit is not None and draft.job.resets >= limit:
-        draft.end(1, f"The job was reset more often than --reset-limit {limit} allows.")
-    elif draft.job.change is not None:
-        _stop_waiting_in_time(draft)
-        _try_start(draft, draft.job.change)
+    if transition.job.change is None:
+        _plan(transition)
+    limit = transition.job.config.reset_limit
+    if transition.job.change is not None and limit is not None and transition.job.resets >= limit:
+        transition.end(1, f"The job was reset more often than --reset-limit {limit} allows.")
+    elif transition.job.change is not None:
+        _stop_waiting_in_time(transition)
+        _try_start(transition, transition.job.change)
 
 
 def wanted_members(job: Job) -> list[Worker]:
@@ -70,8 +70,8 @@ def wanted_members(job: Job) -> list[Worker]:
     staying = [worker for worker in survivors if not worker.is_leaving]
     if job.was_synced and not any(worker.synced for worker in staying) and _is_state_wanted(job, staying):
         # Somebody has to hand the state over: the first holder that leaves stays until another one has it.
-        keeper = next((worker.name for worker in survivors if worker.synced), None)
-        staying = [worker for worker in survivors if not worker.is_leaving or worker.name == keeper]
+        emergency_writer = next((worker.name for worker in survivors if worker.synced), None)
+        staying = [worker for worker in survivors if not worker.is_leaving or worker.name == emergency_writer]
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
     most = spares.most_members(job)
@@ -82,26 +82,26 @@ def wanted_members(job: Job) -> list[Worker]:
     return [*staying, *spares.admitted(job, staying, most - len(staying))]
 
 
-def start(draft: Draft, members: Sequence[Worker]) -> None:
+def start(transition: Transition, members: Sequence[Worker]) -> None:
     """START: give every member its place and its neighbours in the next generation."""
-    job = draft.job
-    change = job.change or Change(job.number + 1, is_planned=True, began_s=draft.now_s, reason="the job begins")
+    job = transition.job
+    change = job.change or Change(job.number + 1, is_planned=True, began_s=transition.now_s, reason="the job begins")
     number = change.number
-    id = GenerationId(job.lineage, job.incarnation, number, f"{job.job_id}-{number}")
+    id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
     places = assignment.placements([job.host_of(worker) for worker in members])
     neighbours = assignment.ring([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
-        starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, founding=not job.was_synced)
+        starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, bootstrap=not job.was_synced)
     for agent, of_agent in starts.items():
-        draft.send(agent, StartWorkers(of_agent))
+        transition.send(agent, StartWorkers(of_agent))
     names = tuple(worker.name for worker in members)
     if job.generation is not None:
-        recovery.started(draft, change)
-    draft.change(number=number, generation=Generation(id, names), change=None, losses=())
-    draft.change(links=LinkTrouble(retries=job.links.retries), resets=job.resets + (job.generation is not None))
-    draft.log(GenerationStarted(number, names, not job.was_synced, draft.now_s - change.began_s))
+        recovery.started(transition, change)
+    transition.change(number=number, generation=Generation(id, names), change=None, losses=())
+    transition.change(links=LinkTrouble(retries=job.links.retries), resets=job.resets + (job.generation is not None))
+    transition.log(GenerationStarted(number, names, not job.was_synced, transition.now_s - change.began_s))
 
 
 def shortage_deadline(job: Job) -> float | None:
@@ -123,13 +123,13 @@ def lease_deadline(job: Job) -> float | None:
     return job.lease_end_s if job.change is not None and not job.survivors() else None
 
 
-def _may_go_on_elsewhere(draft: Draft) -> bool:
+def _may_go_on_elsewhere(transition: Transition) -> bool:
     """Whether the whole old generation was lost with hosts that may only be cut off: then two would train, until the
     lease of the lost ones is over. Members that survive keep those that are cut off from training by themselves."""
-    job = draft.job
-    if job.lease_end_s is not None and draft.now_s >= job.lease_end_s:
-        draft.change(lease_end_s=None)
-    return draft.job.lease_end_s is not None and not job.survivors()
+    job = transition.job
+    if job.lease_end_s is not None and transition.now_s >= job.lease_end_s:
+        transition.change(lease_end_s=None)
+    return transition.job.lease_end_s is not None and not job.survivors()
 
 
 def _awaited(job: Job) -> list[Worker]:
@@ -145,13 +145,13 @@ def _is_state_wanted(job: Job, staying: Sequence[Worker]) -> bool:
     return job.may_get_slots() and not all(worker.was_asked for worker in job.survivors())
 
 
-def _plan(draft: Draft) -> None:
+def _plan(transition: Transition) -> None:
     """Announce a generation with those who came, without those who leave, at the members' next boundary. With those
     who are expected, too, where members wait for newcomers.
 
     Only members inside an elastic function agree on boundaries; those that have finished do not.
     """
-    job = draft.job
+    job = transition.job
     members, wanted = job.survivors(), wanted_members(job)
     if any(not worker.is_elastic or job.has_finished(worker) for worker in members):
         return
@@ -160,54 +160,56 @@ def _plan(draft: Draft) -> None:
     if not joining and not leaving:
         return
     does = [
-        f"{words.listed(who)} {verb}{'s' if len(who) == 1 else ''}"
+        f"{formatting.listed(who)} {verb}{'s' if len(who) == 1 else ''}"
         for who, verb in ((joining, "join"), (leaving, "leave"))
         if who
     ]
     number, reason = job.number + 1, ", ".join(does)
-    draft.change(number=number, change=Change(number, is_planned=True, began_s=draft.now_s, reason=reason))
+    transition.change(number=number, change=Change(number, is_planned=True, began_s=transition.now_s, reason=reason))
     update = (_REMOVED if leaving else 0) | (_ADDED if joining else 0)
-    draft.tell((worker.name for worker in members), Prepare(number, reason, update))
-    draft.log(ChangePlanned(number, reason))
+    transition.tell((worker.name for worker in members), Prepare(number, reason, update))
+    transition.log(ChangePlanned(number, reason))
 
 
-def _try_start(draft: Draft, change: Change) -> None:
-    survivors = draft.job.survivors()
+def _try_start(transition: Transition, change: Change) -> None:
+    survivors = transition.job.survivors()
     busy = [worker for worker in survivors if worker.ready != change.number]
     if busy:
         if not change.is_planned:
-            _note_shortage(draft, change)
-        elif len(busy) < len(survivors) and all(draft.job.has_finished(worker) for worker in busy):
+            _record_shortage(transition, change)
+        elif len(busy) < len(survivors) and all(transition.job.has_finished(worker) for worker in busy):
             # The ready ones wait for START, the others for them to finish: only a fault resolves it.
-            abort(draft, f"{words.listed(worker.name for worker in busy)} finished before the planned boundary")
+            abort(
+                transition, f"{formatting.listed(worker.name for worker in busy)} finished before the planned boundary"
+            )
         return
-    if change.is_planned and _awaited(draft.job):
+    if change.is_planned and _awaited(transition.job):
         if change.short_since_s is not None:
-            _note_shortage(draft, change)
+            _record_shortage(transition, change)
         return  # Every member waits, too; but not for ever.
-    wanted = wanted_members(draft.job)
+    wanted = wanted_members(transition.job)
     going = _missing_from(wanted, survivors)
-    draft.tell(going, Left())
+    transition.tell(going, Left())
     for name in going:
-        draft.change_worker(name, has_left=True)
-    if not wanted and going and not (draft.job.newcomers() or draft.job.is_refill_due()):
-        draft.end(1, f"The last worker left ({words.listed(going)}) before the training was finished.")
+        transition.change_worker(name, has_left=True)
+    if not wanted and going and not (transition.job.newcomers() or transition.job.is_refill_due()):
+        transition.end(1, f"The last worker left ({formatting.listed(going)}) before the training was finished.")
         return
-    slots.release_held_back(draft)
-    if _may_go_on_elsewhere(draft):
+    slots.release_held_back(transition)
+    if _may_go_on_elsewhere(transition):
         return
-    if wanted and len(wanted) >= draft.job.config.min_np:
-        start(draft, wanted)
+    if wanted and len(wanted) >= transition.job.config.min_np:
+        start(transition, wanted)
     else:
-        _note_shortage(draft, change)
+        _record_shortage(transition, change)
 
 
-def _stop_waiting_in_time(draft: Draft) -> None:
+def _stop_waiting_in_time(transition: Transition) -> None:
     """Newcomers that take too long are told of, like any other, when they are ready."""
-    deadline_s = newcomers_deadline(draft.job)
-    if deadline_s is not None and draft.now_s >= deadline_s:
-        for worker in _awaited(draft.job):
-            draft.change_worker(worker.name, is_awaited=False)
+    deadline_s = newcomers_deadline(transition.job)
+    if deadline_s is not None and transition.now_s >= deadline_s:
+        for worker in _awaited(transition.job):
+            transition.change_worker(worker.name, is_awaited=False)
 
 
 def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]:
@@ -215,26 +217,30 @@ def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]
     return [worker.name for worker in others if worker.name not in names]
 
 
-def _note_shortage(draft: Draft, change: Change) -> None:
+def _record_shortage(transition: Transition, change: Change) -> None:
     """Begin to wait for more workers, or give up waiting."""
-    config, present = draft.job.config, len(wanted_members(draft.job))
+    config, present = transition.job.config, len(wanted_members(transition.job))
     if present >= config.min_np:
-        draft.change(change=replace(change, short_since_s=None))
-    elif config.on_failure == "host" and rooms.capacity(draft.job) < config.min_np and not draft.job.may_get_slots():
-        draft.end(
+        transition.change(change=replace(change, short_since_s=None))
+    elif (
+        config.on_failure == "host"
+        and capacity.worker_capacity(transition.job) < config.min_np
+        and not transition.job.may_get_slots()
+    ):
+        transition.end(
             1,
-            f"Training needs {words.counted(config.min_np, 'worker')} (--min-np) and has {present}: "
-            f"{words.why_not_refilled(draft.job)}.",
+            f"Training needs {formatting.counted(config.min_np, 'worker')} (--min-np) and has {present}: "
+            f"{formatting.why_not_refilled(transition.job)}.",
         )
     elif change.short_since_s is None:
-        draft.change(change=replace(change, short_since_s=draft.now_s))
-        draft.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
-    elif draft.now_s >= change.short_since_s + config.elastic_timeout_s:
-        draft.end(
+        transition.change(change=replace(change, short_since_s=transition.now_s))
+        transition.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
+    elif transition.now_s >= change.short_since_s + config.elastic_timeout_s:
+        transition.end(
             1,
-            f"Training needs {words.counted(config.min_np, 'worker')} (--min-np) and had {present} for "
-            f"{draft.now_s - change.short_since_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g}): "
-            f"{words.why_not_refilled(draft.job)}.",
+            f"Training needs {formatting.counted(config.min_np, 'worker')} (--min-np) and had {present} for "
+            f"{transition.now_s - change.short_since_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g}): "
+            f"{formatting.why_not_refilled(transition.job)}.",
         )
 
 
@@ -255,5 +261,5 @@ def _why_hopeless(job: Job) -> str | None:
     if is_state_lost(job):
         return f"The state of the job is lost: no worker that held it is left ({how})."
     if not (survivors or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
-        return f"No worker is left ({how}), and none can be started: {words.why_not_refilled(job)}."
+        return f"No worker is left ({how}), and none can be started: {formatting.why_not_refilled(job)}."
     return None

@@ -14,8 +14,10 @@ from farandole.clock import now_s
 from farandole.config import JobConfig
 from farandole.control import ClientHello, ClientMessage
 from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
-from farandole.coordinator.beating import Beating
+from farandole.coordinator.agent_heartbeats import AgentHeartbeats
 from farandole.coordinator.clients import Clients
+from farandole.coordinator.decide import decide, next_deadline
+from farandole.coordinator.hang_detection import HangDetector
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -29,8 +31,6 @@ from farandole.coordinator.inputs import (
 )
 from farandole.coordinator.job import new_job
 from farandole.coordinator.liveness import JobClock, Silence
-from farandole.coordinator.sightings import Sightings
-from farandole.coordinator.transitions import decide, next_deadline
 from farandole.deadline import within
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
@@ -38,7 +38,7 @@ from farandole.membership import Address, Origin
 from farandole.messages import (
     AgentHello,
     AgentMessage,
-    Beat,
+    Heartbeat,
     OutputMessage,
     Refused,
     ToAgent,
@@ -98,12 +98,12 @@ class Coordinator:
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
         self._silence = Silence(config.detection_budget_s)
         self._welcome, self._on_output = welcome, on_output
-        self._beating = Beating(token, config.detection_budget_s, self._clock.now_s, self._silence.heard)
+        self._heartbeats = AgentHeartbeats(token, config.detection_budget_s, self._clock.now_s, self._silence.heard)
         self._looks = 0
-        self._sightings = Sightings(config.step_timeout_s)
+        self._hang_detector = HangDetector(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._processes: dict[str, str] = {}  # of the agents that are connected or were just now
-        self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._sightings.steps)
+        self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps)
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
         self._conversations: set[asyncio.Task[None]] = set()
@@ -122,7 +122,7 @@ class Coordinator:
                 "choose another --port, or leave it out to get a free one"
             ) from error
         if self._welcome is not None:
-            await self._beating.open(self.address)
+            await self._heartbeats.open(self.address)
         self._look()
 
     @property
@@ -213,20 +213,20 @@ class Coordinator:
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
             budget_s = self._job.config.detection_budget_s
             reason = f"nothing was heard of it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
-            self._lose(agent, reason, self._beating.lease_end_s(agent), silent_s)
-        if (stalled := self._sightings.look(self._job, self._clock.now_s())) is not None:
+            self._lose(agent, reason, self._heartbeats.lease_end_s(agent), silent_s)
+        if (stalled := self._hang_detector.look(self._job, self._clock.now_s())) is not None:
             self._decide(stalled)
         self._looks += 1
         if self._looks % 2 == 0:
-            self._beating.beat(self._send)
+            self._heartbeats.heartbeat(self._send)
         self._clock.expect_look(self._silence.look_every_s)
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
         self._tell_steps()
         self._silence.forget(agent)
-        self._sightings.forget(agent)
-        self._beating.forget(agent)
+        self._hang_detector.forget(agent)
+        self._heartbeats.forget(agent)
         self._processes.pop(agent, None)
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
@@ -235,7 +235,7 @@ class Coordinator:
 
     def _tell_steps(self) -> None:
         """A worker is lost: how far the job was, as far as anybody has seen."""
-        step = max(self._sightings.steps().values(), default=0)
+        step = max(self._hang_detector.steps().values(), default=0)
         if step > self._job.steps_seen:
             self._decide(StepsSeen(step))
 
@@ -294,8 +294,12 @@ class Coordinator:
         if hello.agent in self._silence:
             self._lose(hello.agent, "it dialed again")
         if hello.is_apart and self._welcome is not None:
-            beat_id = self._beating.begin(hello.agent)
-            channel.send(msgspec.structs.replace(self._welcome, beat_id=beat_id, beat_port=self._beating.udp_port))
+            heartbeat_id = self._heartbeats.begin(hello.agent)
+            channel.send(
+                msgspec.structs.replace(
+                    self._welcome, heartbeat_id=heartbeat_id, heartbeat_port=self._heartbeats.udp_port
+                )
+            )
         self._channels[hello.agent] = channel
         self._processes[hello.agent] = hello.process
         self._silence.heard(hello.agent, self._clock.now_s())
@@ -322,22 +326,22 @@ class Coordinator:
             return  # Old news: the agent was given up, or has dialed again.
         if isinstance(message, AgentHello):
             raise ProtocolError(f"agent {agent} said AgentHello twice")
-        if agent not in self._beating:
+        if agent not in self._heartbeats:
             self._silence.heard(agent, self._clock.now_s())
-        elif isinstance(message, Beat):
-            self._beating.hear(agent, message.sequence, message.heard or 0)
+        elif isinstance(message, Heartbeat):
+            self._heartbeats.hear(agent, message.sequence, message.heard or 0)
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
         elif isinstance(message, WorkersSeen):
-            self._sightings.note(agent, message.workers, self._clock.now_s())
-        elif not isinstance(message, Beat):
+            self._hang_detector.record(agent, message.workers, self._clock.now_s())
+        elif not isinstance(message, Heartbeat):
             if isinstance(message, WorkerExited | WorkerDying):
                 self._tell_steps()
             self._decide(AgentTold(agent, message))
 
     async def _close(self) -> None:
         self._server.close()
-        self._beating.close()
+        self._heartbeats.close()
         for timer in (self._look_timer, self._tick_timer):
             if timer is not None:
                 timer.cancel()

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from farandole.coordinator import rooms
-from farandole.coordinator.draft import Draft
+from farandole.coordinator import capacity
 from farandole.coordinator.job import Job, Worker
+from farandole.coordinator.transition import Transition
 from farandole.events import SparesMissing, SpareWaits
 
 
@@ -45,21 +45,21 @@ def admitted(job: Job, staying: Sequence[Worker], room: int) -> list[Worker]:
     return sorted(chosen, key=job.slot_order)
 
 
-def tell_of(draft: Draft, worker: Worker) -> None:
+def tell_of(transition: Transition, worker: Worker) -> None:
     """Tell people of a newcomer that has no place among the members, and waits."""
-    job = draft.job
+    job = transition.job
     staying = [member for member in job.survivors() if not member.is_leaving]
     is_full = job.change is None and len(staying) >= job.target
     if job.spares and is_full and not job.is_member(worker.name):
-        draft.log(SpareWaits(worker.name, worker.slot.index, job.host_of(worker)))
+        transition.log(SpareWaits(worker.name, worker.slot.index, job.host_of(worker)))
 
 
-def warn_of_missing(draft: Draft) -> None:
+def warn_of_missing(transition: Transition) -> None:
     """Tell people, once, that there is no slot for some of the spares."""
-    job = draft.job
+    job = transition.job
     if not (job.is_elastic and job.spares) or job.is_released:
         return
-    missing = min(job.spares, max(0, slots_wanted(job) - rooms.capacity(job)))
+    missing = min(job.spares, max(0, slots_wanted(job) - capacity.worker_capacity(job)))
     if missing > job.missing_spares:
-        draft.log(SparesMissing(job.spares, missing))
-    draft.change(missing_spares=missing)
+        transition.log(SparesMissing(job.spares, missing))
+    transition.change(missing_spares=missing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from farandole.control import HostStatus, RestingSlot, Status, WorkerStatus
+from farandole.control import HostStatus, SlotInBackoff, Status, WorkerStatus
 from farandole.coordinator import slots
 from farandole.coordinator.job import Job, Worker
 
@@ -36,7 +36,7 @@ def describe(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyType
         members=tuple(_worker(job, worker, ranks[worker.name], steps.get(worker.name)) for worker in members),
         newcomers=tuple(_worker(job, worker, None, None) for worker in others),
         hosts=tuple(_hosts(job, now_s)),
-        resting=tuple(_resting(job, now_s)),
+        backoffs=tuple(_slots_in_backoff(job, now_s)),
         regroups=job.resets,
     )
 
@@ -99,11 +99,11 @@ def _hosts(job: Job, now_s: float) -> list[HostStatus]:
     return found
 
 
-def _resting(job: Job, now_s: float) -> list[RestingSlot]:
+def _slots_in_backoff(job: Job, now_s: float) -> list[SlotInBackoff]:
     return [
-        RestingSlot(job.host(slot), slot.index, use.failures, use.rests_until_s - now_s)
+        SlotInBackoff(job.host(slot), slot.index, use.failures, use.backoff_until_s - now_s)
         for slot, use in sorted(job.slots.items())
-        if use.is_open and use.rests_until_s is not None and use.rests_until_s > now_s
+        if use.is_open and use.backoff_until_s is not None and use.backoff_until_s > now_s
     ]
 
 

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from farandole.data.dealer import Dealer
 from farandole.data.generators import DrawWatch, generators_kept
+from farandole.data.index_stream import IndexStream
 from farandole.data.rows import innermost
 
 
@@ -29,16 +29,16 @@ class Keyed(msgspec.Struct, frozen=True):
 
 
 class KeyedSampler:
-    """The dealer's batches, with their places."""
+    """The index stream's batches, with their places."""
 
-    def __init__(self, dealer: Dealer, seed: int) -> None:
-        self._dealer, self._seed = dealer, seed
+    def __init__(self, index_stream: IndexStream, seed: int) -> None:
+        self._index_stream, self._seed = index_stream, seed
 
     def __iter__(self) -> Iterator[Keyed]:
-        for indices in self._dealer:
-            batch = self._dealer.on_way[-1].batch
-            # A ghost's samples do not count; any place does.
-            yield Keyed(indices, self._seed, batch.ticket.epoch, batch.low)
+        for indices in self._index_stream:
+            batch = self._index_stream.on_way[-1].batch
+            # A dummy batch's samples do not count; any place does.
+            yield Keyed(indices, self._seed, batch.global_batch.epoch, batch.low)
 
 
 class SeededDataset:
@@ -96,9 +96,9 @@ class SeededDataset:
         return fetch_all if hasattr(innermost(self._dataset), "__getitems__") else None
 
 
-def with_places(dataset: Any, dealer: Dealer, seed: int) -> tuple[Any, Iterable[Any]]:
+def with_places(dataset: Any, index_stream: IndexStream, seed: int) -> tuple[Any, Iterable[Any]]:
     """The data set whose items' random numbers follow from their places, and the batch sampler that tells it those."""
-    return SeededDataset(dataset), KeyedSampler(dealer, seed)
+    return SeededDataset(dataset), KeyedSampler(index_stream, seed)
 
 
 def seed_item(seed: int, epoch: int, position: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from farandole.data.boundary import Boundary
+from farandole.data.loader_hooks import LoaderHooks
 from farandole.errors import StepError
 from farandole.membership import Shortfall
 
@@ -68,7 +68,7 @@ class Counting(Protocol):
     """What an Epoch needs of its loader."""
 
     epoch: int
-    boundary: Boundary
+    hooks: LoaderHooks
     record: EpochRecord
 
 
@@ -120,5 +120,5 @@ class Epoch(int):
                 record.once_done = before
                 raise
 
-        self._loader.boundary.once(int(self), call, count)
+        self._loader.hooks.once(int(self), call, count)
         return True

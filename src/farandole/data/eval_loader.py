@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from farandole.collectives import world
 from farandole.data.by_value import SmallByValue
 from farandole.data.map_dataset import MapDataset, size_of
-from farandole.data.partition import share
+from farandole.data.partition import even_slice
 from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import DataError, StepError
-from farandole.whereabouts import say_that_it_moves
+from farandole.status_reporting import report_progress
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -104,7 +104,7 @@ class EvalLoader:
                 raise StepError(
                     "the workers have changed within an evaluation; finish it before the next training batch"
                 )
-            say_that_it_moves()
+            report_progress()
             yield data
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class EvalLoader:
 
     def _share(self) -> tuple[int, int]:
         placement = world.current().placement
-        return share(0, self._size, placement.rank, placement.size)
+        return even_slice(0, self._size, placement.rank, placement.size)
 
 
 class _Part:

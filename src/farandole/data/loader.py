@@ -13,22 +13,22 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.data import torch_arguments
 from farandole.data.augmentation import with_places
-from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
 from farandole.data.compiled import has_compiled
-from farandole.data.dealer import Dealer, Dealt
 from farandole.data.epoch import Epoch, EpochRecord
+from farandole.data.index_stream import IndexedBatch, IndexStream
+from farandole.data.loader_hooks import LoaderHooks, NoLoaderHooks
 from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.orders import Order, Sequential, Shuffled
 from farandole.data.padding import Padding
-from farandole.data.partition import Layout, Tail, batches, global_batch, make_ticket
+from farandole.data.partition import Layout, Tail, batches, global_batch_range, make_global_batch
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
 from farandole.data.rows import Rows, are_rows, as_it_is
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import recording, step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -67,17 +67,17 @@ class DataLoader:
                        does nothing. A body need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it
                        does so after the last micro-batch, bodies follow that do not count. Losses are means over the
                        micro-batch: no `loss / 4`
-    max_local_batch    most samples of one loop body, where memory is short: a share that has grown beyond it, because
-                       workers were lost, comes as several micro-batches, and only the last of them makes the
+    max_local_batch    most samples of one loop body, where memory is short: a local batch that has grown beyond it,
+                       because workers were lost, comes as several micro-batches, and only the last of them makes the
                        optimizer step; in the others step() returns False and gradients are zeros. Without it the loop
-                       body runs once for each step, however large the share is
-    min_share          fewest samples of one loop body where that is possible; 2 for models with BatchNorm
+                       body runs once for each step, however large the local batch is
+    min_local_batch    fewest samples of one loop body where that is possible; 2 for models with BatchNorm
 
     The other arguments are those of torch's DataLoader. Its loader workers are started once and live on when
     an epoch ends and when the world changes: persistent_workers=True changes nothing. What cannot be followed is
     refused: batch_size, sampler, batch_sampler, generator, persistent_workers=False and in_order=False.
 
-    A worker that gets no sample of a global batch is handed a *ghost*: real samples, whose gradient does not
+    A worker that gets no sample of a global batch is handed a *dummy batch*: real samples, whose gradient does not
     count, so that the loop body runs equally often everywhere.
 
     In an elastic function a batch may be handed out whose step is aborted, so that optimizer.step() returns False:
@@ -87,7 +87,7 @@ class DataLoader:
     epoch, cursor  where training is. They move with decided steps only, through commit(); fetching ahead and
                    handing out changes nothing that is saved.
     batch          the batch that is out; None before the first and after the last one
-    indices        the samples of the data set in it, in order; none for a ghost
+    indices        the samples of the data set in it, in order; none for a dummy batch
 
     Raises DataError, with the values, for an empty or iterable-style data set, for an order made for another one
     and for sizes that cannot work; a global batch larger than the data set is one of them. Raises ConfigError for
@@ -114,7 +114,7 @@ class DataLoader:
         multiprocessing_context: str | BaseContext | None = None,
         max_local_batch: int | None = None,
         micro_batch_size: int | None = None,
-        min_share: int = 1,
+        min_local_batch: int = 1,
         **refused: object,
     ) -> None:
         torch_arguments.refuse(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
@@ -130,25 +130,29 @@ class DataLoader:
         self.record = EpochRecord()
         self.order = _order(order, shuffle)
         self._layout = Layout(
-            self.order.length(size_of(dataset)), global_batch_size, max_local_batch, min_share, _tail(tail, drop_last)
+            self.order.length(size_of(dataset)),
+            global_batch_size,
+            max_local_batch,
+            min_local_batch,
+            _tail(tail, drop_last),
         )
         self.dataset, self.seed = dataset, seed
         self.epoch = 0
         self.cursor = 0
-        self.boundary: Boundary = SoloBoundary()
+        self.hooks: LoaderHooks = NoLoaderHooks()
         self.batch: Batch | None = None
         self.indices: list[int] = []
-        self._is_pending = False  # a batch is out whose ticket is not committed
+        self._is_pending = False  # a batch is out whose global batch is not committed
         self._has_regrouped = False  # since a batch was handed out
         self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
         self._rank, self._world = 0, 1
-        self._dealer = Dealer(self._layout, self.order.bind(self._layout, seed))
+        self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed))
         inner_dataset: Any = dataset
-        batch_sampler: Iterable[Any] = self._dealer
+        batch_sampler: Iterable[Any] = self._index_stream
         if are_rows(dataset):  # they draw no random numbers
             inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
         else:
-            inner_dataset, batch_sampler = with_places(dataset, self._dealer, seed)
+            inner_dataset, batch_sampler = with_places(dataset, self._index_stream, seed)
         inner: TorchDataLoader[Any] = TorchDataLoader(
             inner_dataset,
             batch_sampler=batch_sampler,
@@ -162,7 +166,7 @@ class DataLoader:
             generator=torch.Generator(),
             pin_memory_device=pin_memory_device,
         )
-        self._prefetch = Prefetch(inner, self._dealer)
+        self._prefetch = Prefetch(inner, self._index_stream)
         self._num_workers = num_workers
 
     # Iterating -------------------------------------------------------------------------------------------
@@ -195,14 +199,14 @@ class DataLoader:
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
-                self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
+                self.hooks.reach()  # what an aborted loop body has decided, `break` too, does not count
                 continue
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self._has_to_leave and not self._leave():
                 continue
-            if self.boundary.reach_epoch_end():
+            if self.hooks.reach_epoch_end():
                 self._advance()
-                self.boundary.begin_epoch()
+                self.hooks.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
@@ -211,7 +215,7 @@ class DataLoader:
         step.end_body()
         self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
-            self._deal()
+            self._restart()
             if step.state() != "aborted":  # the run loop has to see that
                 step.close()
         return self
@@ -223,7 +227,7 @@ class DataLoader:
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
             return data
-        self.boundary.reach()
+        self.hooks.reach()
         goes_on = self._settle()
         while not goes_on and self.is_over:
             if self._has_regrouped:
@@ -232,7 +236,7 @@ class DataLoader:
                 self.record.is_through = True
                 raise StopIteration
             goes_on = self._settle()
-        return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.boundary.rehearses())
+        return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.hooks.rehearses())
 
     @property
     def is_over(self) -> bool:
@@ -242,19 +246,19 @@ class DataLoader:
     def _hand_out(self, is_rehearsal: bool) -> Any:
         if is_rehearsal and not step.is_rehearsal():
             self._rehearse_a_change()
-        dealt, data = self._take()
-        self.batch = dealt.batch
-        self.indices = [] if dealt.batch.is_ghost else dealt.indices
+        indexed, data = self._take()
+        self.batch = indexed.batch
+        self.indices = [] if indexed.batch.is_dummy else indexed.indices
         self._is_pending, self._has_regrouped, self._has_to_leave = True, False, True
-        step.open(dealt.batch, is_rehearsal)
+        step.open(indexed.batch, is_rehearsal)
         self._padding.keep(data)
         if not is_rehearsal:
-            recording.delivered(dealt.batch, self.indices)
+            recording.delivered(indexed.batch, self.indices)
         return data
 
     def _hand_out_again(self) -> Any:
         """The first batch of an epoch whose batches are through: its step is aborted."""
-        self._dealer.restart(self._layout, self.epoch, 0, self._rank, self._world)
+        self._index_stream.restart(self._layout, self.epoch, 0, self._rank, self._world)
         return self._hand_out(is_rehearsal=True)
 
     def _rehearse_a_change(self) -> None:
@@ -264,17 +268,17 @@ class DataLoader:
         layout, world = self._layout, self._world
         if layout.max_local_batch is not None and layout.max_local_batch < layout.global_batch_size:
             largest = -(-layout.global_batch_size // world)
-            half = max(-(-largest // 2), 2 * layout.min_share - 1)
+            half = max(-(-largest // 2), 2 * layout.min_local_batch - 1)
             if half < largest <= layout.max_local_batch:
                 layout = dataclasses.replace(layout, max_local_batch=half)
         elif has_compiled():
             world += 1
         if (layout, world) != (self._layout, self._world):
-            self._dealer.restart(layout, self.epoch, self.cursor, self._rank, world)
+            self._index_stream.restart(layout, self.epoch, self.cursor, self._rank, world)
 
     def _leave(self) -> bool:
         """The loop over the batches ends. False: workers have regrouped, and it may go on."""
-        if not self.boundary.leave_batches():
+        if not self.hooks.leave_batches():
             return False
         self._has_to_leave = False
         self.batch, self.indices, self._is_pending = None, [], False
@@ -282,18 +286,18 @@ class DataLoader:
         return True
 
     def _settle(self) -> bool:
-        """Find out what became of the batch that is out. True: another micro-batch of its ticket follows."""
+        """Find out what became of the batch that is out. True: another micro-batch of its global batch follows."""
         if self.batch is None or not self._is_pending:
             return False
         if step.expects_micro_batch():
             return True
         phase = step.state()
         if phase not in ("none", "aborted"):
-            raise StepError(_advice(self.batch.ticket, phase))
-        self._deal()
+            raise StepError(_advice(self.batch.global_batch, phase))
+        self._restart()
         return False
 
-    def _take(self) -> tuple[Dealt, Any]:
+    def _take(self) -> tuple[IndexedBatch, Any]:
         try:
             return self._prefetch.take()
         except BaseException as error:
@@ -307,7 +311,7 @@ class DataLoader:
         self.record.end_epoch(is_whole, self._layout.steps_left(self.cursor))
         self.epoch, self.cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
         if not is_whole:
-            self._deal()
+            self._restart()
 
     # The batch that is out -------------------------------------------------------------------------------
 
@@ -317,18 +321,19 @@ class DataLoader:
         return self._padding.is_allowed
 
     @property
-    def ticket(self) -> Ticket | None:
-        """The ticket of the batch that is out."""
-        return self.batch.ticket if self.batch is not None else None
+    def global_batch(self) -> GlobalBatch | None:
+        """The global batch of the batch that is out."""
+        return self.batch.global_batch if self.batch is not None else None
 
-    def commit(self, ticket: Ticket) -> None:
-        """The step of `ticket` is decided: the cursor moves behind its samples. Raises DataError, with
-        nothing changed, for any other than the next ticket: stale, out of order, or committed already."""
-        start, stop = global_batch(self._layout, self.cursor)
-        if (ticket.epoch, ticket.start, ticket.stop) != (self.epoch, start, stop):
+    def commit(self, global_batch: GlobalBatch) -> None:
+        """The step of `global_batch` is decided: the cursor moves behind its samples. Raises DataError, with
+        nothing changed, for any other than the next global batch: stale, out of order, or committed already."""
+        start, stop = global_batch_range(self._layout, self.cursor)
+        if (global_batch.epoch, global_batch.start, global_batch.stop) != (self.epoch, start, stop):
             raise DataError(
-                f"cannot commit samples [{ticket.start}, {ticket.stop}) of epoch {ticket.epoch}: next are "
-                f"[{start}, {stop}) of epoch {self.epoch}; commit each ticket once, in order"
+                f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
+                f"next are "
+                f"[{start}, {stop}) of epoch {self.epoch}; commit each global batch once, in order"
             )
         self.cursor = stop
         self._is_pending = False
@@ -341,7 +346,7 @@ class DataLoader:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True
         self.record.is_through = False
-        self._deal()
+        self._restart()
 
     def shortfall(self) -> Shortfall | None:
         """Return what epochs(), or a framework's trainer, has promised and was not done; None: nothing is left."""
@@ -383,7 +388,7 @@ class DataLoader:
         self.record.load_state_dict(state)
         if self._layout.max_local_batch is not None and "max_local_batch" in state:  # every rank has to split alike
             self._layout = dataclasses.replace(self._layout, max_local_batch=state["max_local_batch"])
-        self._deal()
+        self._restart()
 
     @cached_property
     def _identity(self) -> dict[str, int | str]:
@@ -401,7 +406,7 @@ class DataLoader:
     def warm_up(self) -> None:
         """Start the loader workers and wait until each has fetched a sample, which nobody trains: what a worker does
         before others wait for it. They end with close()."""
-        self._dealer.try_out()
+        self._index_stream.try_out()
         try:
             for _ in range(self._num_workers):
                 self._prefetch.take()
@@ -409,29 +414,31 @@ class DataLoader:
             logger.debug("the loader workers could not be started ahead of time", exc_info=True)
             self.close()
 
-    def deal_for_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
-        """Deal the share of rank `rank` of `size` from now on, at the start of an epoch or at its last global batch.
-        Nothing of it may be trained. Returns how many samples its first batch has; 0: it has none of its own."""
+    def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
+        """Hand out the local batch of rank `rank` of `size` from now on, at the start of an epoch or at its last global
+        batch. Nothing of it may be trained. Returns how many samples its first batch has; 0: it has none of its own."""
         layout = self._layout
         self.cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
         self._rank, self._world, self._is_ended = rank, size, False
-        self._deal()
-        return batches(make_ticket(layout, self.epoch, self.cursor, rank, size), layout.min_share)[0].samples
+        self._restart()
+        return batches(make_global_batch(layout, self.epoch, self.cursor, rank, size), layout.min_local_batch)[
+            0
+        ].samples
 
     def end_rehearsals(self) -> None:
         """As if none had begun: load_state_dict() has to follow."""
         self._has_to_leave, self.record = False, EpochRecord()
-        self._deal()
+        self._restart()
 
     def close(self) -> None:
         """End the loader workers. Iterating again starts new ones. Idempotent."""
         self._prefetch.close()
-        self._deal()
+        self._restart()
 
-    def _deal(self) -> None:
+    def _restart(self) -> None:
         """Fetch anew from the cursor, for the world as it is now; what is out will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
-        self._dealer.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
+        self._index_stream.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
 
 
 def _order(order: Order | None, shuffle: bool) -> Order:
@@ -448,17 +455,17 @@ def _tail(tail: Tail | None, drop_last: bool) -> Tail:
     return "drop" if drop_last else tail or "short"
 
 
-def _advice(ticket: Ticket, phase: str) -> str:
-    what = f"samples [{ticket.start}, {ticket.stop}) of epoch {ticket.epoch}"
+def _advice(global_batch: GlobalBatch, phase: str) -> str:
+    what = f"samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}"
     if phase == "decided":
         return (
             f"the step for {what} was made, but the loader was not told: give it to TorchState(loader=...), "
-            f"or call loader.commit(loader.ticket) after the step"
+            f"or call loader.commit(loader.global_batch) after the step"
         )
     if phase == "open" and not step.is_noticed():
         return (
             f"the next batch was asked for, and no DistributedOptimizer has done anything for {what}: an optimizer of "
-            f"torch's trains this worker's share only. Write optimizer = fd.DistributedOptimizer(optimizer) and give "
+            f"torch's trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and give "
             f"that one to TorchState(optimizer=...), or give TorchState a DistributedDataParallel as its model. Where "
             f"the loop body was left early, as by `continue` for a bad batch, multiply the loss by 0 instead"
         )

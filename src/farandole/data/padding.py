@@ -10,7 +10,7 @@ from typing import Any
 
 from farandole.errors import StepError
 from farandole.state import step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 _MOST = 10_000
 
@@ -40,8 +40,8 @@ class Padding:
         self._count += 1
         if self._count > _MOST:
             raise StepError(
-                f"the loop body ran {_MOST} times since the gradients of samples [{batch.ticket.start}, "
-                f"{batch.ticket.stop}) were reduced, and never called optimizer.step()"
+                f"the loop body ran {_MOST} times since the gradients of samples [{batch.global_batch.start}, "
+                f"{batch.global_batch.stop}) were reduced, and never called optimizer.step()"
             )
         padding = batch.padding()
         step.pad(padding)

@@ -1,4 +1,4 @@
-"""Which positions of the global order a rank trains on. Pure; the dealer and the tests of the order use it.
+"""Which positions of the global order a rank trains on. Pure; the index stream and the tests of the order use it.
 
 Nothing here is stored: every division follows from the cursor and the world, so that a change of the world
 re-divides what is left and nothing else.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from farandole.errors import DataError
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 
 # What becomes of the last samples of an epoch, when the global batch size does not divide it.
 Tail: TypeAlias = Literal["short", "carry", "drop"]
@@ -22,8 +22,8 @@ class Layout:
 
     size               samples of one epoch: positions 0, ..., size - 1 of its order
     global_batch_size  samples of one optimizer step, over all ranks
-    max_local_batch    most samples of one loop body; larger shares are split into micro-batches; None: all
-    min_share          fewest samples of one loop body, where there are so many (2 for BatchNorm)
+    max_local_batch    most samples of one loop body; larger local batches are split into micro-batches; None: all
+    min_local_batch    fewest samples of one loop body, where there are so many (2 for BatchNorm)
     tail               what becomes of the samples that do not fill the last global batch of an epoch
         "short"  they are a shorter one
         "carry"  it is filled with the first samples of the next epoch: positions from `size` on mean those. The step
@@ -37,7 +37,7 @@ class Layout:
     size: int
     global_batch_size: int
     max_local_batch: int | None = None
-    min_share: int = 1
+    min_local_batch: int = 1
     tail: Tail = "short"
 
     def __post_init__(self) -> None:
@@ -48,16 +48,17 @@ class Layout:
                 f"global_batch_size must be in 1..{self.size}, the size of the data set, and a whole number; got "
                 f"{self.global_batch_size}"
             )
-        if not 1 <= self.min_share <= self.global_batch_size:
+        if not 1 <= self.min_local_batch <= self.global_batch_size:
             raise DataError(
-                f"min_share must be in 1..{self.global_batch_size}, the global batch size, got {self.min_share}"
+                f"min_local_batch must be in 1..{self.global_batch_size}, the global batch size, got "
+                f"{self.min_local_batch}"
             )
         if self.tail not in get_args(Tail):
             raise DataError(f"tail must be one of {', '.join(get_args(Tail))}, got {self.tail!r}")
-        # Smaller, some share n could not be split into parts between min_share and max_local_batch.
-        if self.max_local_batch is not None and self.max_local_batch < 2 * self.min_share - 1:
+        # Smaller, some local batch n could not be split into parts between min_local_batch and max_local_batch.
+        if self.max_local_batch is not None and self.max_local_batch < 2 * self.min_local_batch - 1:
             raise DataError(
-                f"max_local_batch must be at least 2 * min_share - 1 = {2 * self.min_share - 1}, "
+                f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * self.min_local_batch - 1}, "
                 f"got {self.max_local_batch}"
             )
 
@@ -88,55 +89,58 @@ class Layout:
         return max(0, cursor - self.size)
 
 
-def make_ticket(layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> Ticket:
+def make_global_batch(layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> GlobalBatch:
     """The global batch at `cursor`, as rank `rank` of `world` gets it."""
-    start, stop = global_batch(layout, cursor)
-    low, high = share(start, stop, rank, world, layout.min_share)
-    count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_share)
-    return Ticket(epoch, start, stop, low, high, count)
+    start, stop = global_batch_range(layout, cursor)
+    low, high = even_slice(start, stop, rank, world, layout.min_local_batch)
+    count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_local_batch)
+    return GlobalBatch(epoch, start, stop, low, high, count)
 
 
-def batches(ticket: Ticket, min_share: int = 1) -> list[Batch]:
-    """The micro-batches of a ticket, as many on every rank; one without a sample is a ghost."""
-    count = ticket.micro_batches
-    return [Batch(ticket, *share(ticket.low, ticket.high, index, count, min_share), index) for index in range(count)]
+def batches(global_batch: GlobalBatch, min_local_batch: int = 1) -> list[Batch]:
+    """The micro-batches of a global batch, as many on every rank; one without a sample is a dummy batch."""
+    count = global_batch.micro_batches
+    return [
+        Batch(global_batch, *even_slice(global_batch.low, global_batch.high, index, count, min_local_batch), index)
+        for index in range(count)
+    ]
 
 
-def global_batch(layout: Layout, cursor: int) -> tuple[int, int]:
+def global_batch_range(layout: Layout, cursor: int) -> tuple[int, int]:
     """Positions [start, stop) of the global batch at `cursor`."""
     stop = cursor + layout.global_batch_size
     return cursor, stop if layout.tail == "carry" else min(stop, layout.end)
 
 
-def share(start: int, stop: int, part: int, parts: int, min_share: int = 1) -> tuple[int, int]:
+def even_slice(start: int, stop: int, part: int, parts: int, min_local_batch: int = 1) -> tuple[int, int]:
     """Positions [low, high) of one part of [start, stop), which is cut as evenly as can be. Divides a global
-    batch among ranks, and a rank's share into micro-batches.
+    batch among ranks, and a rank's local batch into micro-batches.
 
-    With min_share > 1 only as many parts take samples as can have min_share of them, but always one.
+    With min_local_batch > 1 only as many parts take samples as can have min_local_batch of them, but always one.
     """
     samples = stop - start
-    active = _active(samples, parts, min_share)
+    active = _active(samples, parts, min_local_batch)
     low, high = min(part, active), min(part + 1, active)
     return start + low * samples // active, start + high * samples // active
 
 
-def micro_batches(start: int, stop: int, world: int, max_local_batch: int | None, min_share: int = 1) -> int:
-    """Micro-batches of the global batch [start, stop): from the largest share, so that all ranks agree."""
+def micro_batches(start: int, stop: int, world: int, max_local_batch: int | None, min_local_batch: int = 1) -> int:
+    """Micro-batches of the global batch [start, stop): from the largest local batch, so that all ranks agree."""
     if max_local_batch is None:
         return 1
     samples = stop - start
-    largest = -(-samples // _active(samples, world, min_share))
+    largest = -(-samples // _active(samples, world, min_local_batch))
     return -(-largest // max_local_batch)
 
 
-def delivered(batch: Batch, min_share: int = 1) -> tuple[int, int]:
-    """Positions of the samples that are in the tensors: the batch's own; for a ghost, min_share others of its
-    global batch, which do not count."""
-    if not batch.is_ghost:
+def delivered(batch: Batch, min_local_batch: int = 1) -> tuple[int, int]:
+    """Positions of the samples that are in the tensors: the batch's own; for a dummy batch, min_local_batch others of
+    its global batch, which do not count."""
+    if not batch.is_dummy:
         return batch.low, batch.high
-    ticket = batch.ticket
-    return max(ticket.start, ticket.stop - min_share), ticket.stop
+    global_batch = batch.global_batch
+    return max(global_batch.start, global_batch.stop - min_local_batch), global_batch.stop
 
 
-def _active(samples: int, parts: int, min_share: int) -> int:
-    return parts if min_share == 1 else max(1, min(parts, samples // min_share))
+def _active(samples: int, parts: int, min_local_batch: int) -> int:
+    return parts if min_local_batch == 1 else max(1, min(parts, samples // min_local_batch))

@@ -1,7 +1,7 @@
 """A pseudo-random order of N samples with random access: no list of N numbers anywhere. Pure.
 
 `mixer6`: six rounds of add, multiply by an odd number and xor-shift on k bits, each of them invertible, and
-cycle walking from 2**k down to N. The dealer asks it which sample of the data set stands at a position.
+cycle walking from 2**k down to N. The index stream asks it which sample of the data set stands at a position.
 """
 
 from __future__ import annotations

@@ -11,45 +11,45 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 
 class OnWay(Protocol):
-    """What was asked for: `deal` numbers the restart it came from."""
+    """A batch that was asked for; `restart_id` numbers the restart that it belongs to."""
 
     @property
-    def deal(self) -> int: ...
+    def restart_id(self) -> int: ...
 
 
 OnWayT = TypeVar("OnWayT", bound=OnWay)
 
 
-class Asking(Protocol[OnWayT]):
-    """Who says what to fetch next (dealer.py, stream_requests.py)."""
+class RequestStream(Protocol[OnWayT]):
+    """An endless stream of the batches to fetch next (index_stream.py, stream_requests.py)."""
 
     on_way: deque[OnWayT]
 
     @property
-    def deal(self) -> int: ...
+    def restart_id(self) -> int: ...
 
 
 class Prefetch(Generic[OnWayT]):
-    """Takes batches out of a torch DataLoader whose sampler is `dealer`.
+    """Takes batches out of a torch DataLoader whose sampler is `requests`.
 
     Its loader workers are started by the first take() and end with close(), or when this object is freed:
     nothing that the iterator holds leads back here.
     """
 
-    def __init__(self, loader: TorchDataLoader[Any], dealer: Asking[OnWayT]) -> None:
-        self._loader, self._dealer = loader, dealer
+    def __init__(self, loader: TorchDataLoader[Any], requests: RequestStream[OnWayT]) -> None:
+        self._loader, self._requests = loader, requests
         self._iterator: Iterator[Any] | None = None
 
     def take(self) -> tuple[OnWayT, Any]:
-        """The next batch of the current deal, collated; those of older deals are dropped. Raises what the
+        """The next batch since the last restart, collated; batches of earlier restarts are dropped. Raises what the
         data set raised; then, as after any other error here, close() is needed before the next call."""
         if self._iterator is None:
             self._iterator = self._start()
         while True:
             data = next(self._iterator)
-            dealt = self._dealer.on_way.popleft()
-            if dealt.deal == self._dealer.deal:
-                return dealt, data
+            requested = self._requests.on_way.popleft()
+            if requested.restart_id == self._requests.restart_id:
+                return requested, data
 
     def close(self) -> None:
         """End the loader workers and forget what they were fetching. Idempotent."""
@@ -58,7 +58,7 @@ class Prefetch(Generic[OnWayT]):
         if shut_down is not None:
             shut_down()
         self._iterator = None
-        self._dealer.on_way.clear()
+        self._requests.on_way.clear()
 
     def _start(self) -> Iterator[Any]:
         # As in torch, the loader workers' seeds follow from the main process's seed; but no number is taken

@@ -46,20 +46,20 @@ class Remainder:
         return measure(self.left)
 
     @property
-    def share(self) -> int:
+    def per_rank(self) -> int:
         """Samples of each rank. Where the ranks do not divide the count, the first world - 1 or fewer of what is
         left are taken again, so that all ranks make the same number of steps; or as many are carried."""
         return self.count // self.world if self.carries else -(-self.count // self.world)
 
     @property
-    def dealt(self) -> int:
-        """Of the count, how many the ranks together get."""
-        return min(self.count, self.share * self.world)
+    def assigned(self) -> int:
+        """Number of samples assigned to all ranks together."""
+        return min(self.count, self.per_rank * self.world)
 
     @property
     def carried(self) -> Intervals:
         """The others, the last ones: fewer than there are ranks, and none unless this carries."""
-        return difference(self.left, first(self.left, self.dealt))
+        return difference(self.left, first(self.left, self.assigned))
 
     def behind(self, count: int) -> Intervals:
         """The positions that are trained when the ranks together have trained `count` samples."""
@@ -67,7 +67,7 @@ class Remainder:
 
     def samples(self, start: int = 0, stop: int | None = None) -> list[int]:
         """This rank's samples number start, ..., stop - 1, as far as there are so many."""
-        stop = self.share if stop is None else min(stop, self.share)
+        stop = self.per_rank if stop is None else min(stop, self.per_rank)
         if start >= stop:
             return []
         places = (self.rank + self.world * np.arange(start, stop)) % self.count
@@ -75,20 +75,20 @@ class Remainder:
         return samples
 
     def trained(self, start: int, stop: int) -> tuple[Positions, Positions, Positions]:
-        """Positions behind this rank's samples number start, ..., stop - 1 <= share: those of this rank, those of
+        """Positions behind this rank's samples number start, ..., stop - 1 <= per_rank: those of this rank, those of
         all ranks together, and those that this rank has taken again."""
         everyone = positions_at(self.left, np.arange(start * self.world, min(stop * self.world, self.count)))
-        return everyone[self.rank :: self.world], everyone, self.repeats() if stop == self.share else everyone[:0]
+        return everyone[self.rank :: self.world], everyone, self.repeats() if stop == self.per_rank else everyone[:0]
 
     def repeats(self) -> Positions:
         """Positions that this rank takes again: one at most, its last one."""
-        last = self.rank + self.world * (self.share - 1)
-        is_again = self.share and not self.carries and last >= self.count
+        last = self.rank + self.world * (self.per_rank - 1)
+        is_again = self.per_rank and not self.carries and last >= self.count
         return positions_at(self.left, np.array([last % self.count] if is_again else [], dtype=np.int64))
 
     def __iter__(self) -> Iterator[int]:
         """This rank's samples, looked up as they are needed."""
         start, block = 0, _FIRST_BLOCK
-        while start < self.share:
+        while start < self.per_rank:
             yield from self.samples(start, start + block)
             start, block = start + block, min(2 * block, _LARGEST_BLOCK)

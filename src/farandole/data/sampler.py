@@ -29,7 +29,7 @@ class SizedDataset(Protocol):
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals an epoch's samples to the ranks in turn, and deals what is left anew when the ranks have changed.
+    """Divides an epoch's samples to the ranks in turn, and divides the rest again when the ranks have changed.
 
         sampler = ElasticSampler(dataset)
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -73,7 +73,7 @@ class ElasticSampler(Sampler[int]):
         self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the last of the last
         self._before: Intervals = ()  # positions that were trained when the rest was divided
         self._counted = 0  # how many of the divided ones are trained by now, on all ranks
-        self._place = 0  # where record_batch() is in this rank's share
+        self._place = 0  # where record_batch() is in this rank's local batch
         self._is_iterated_anew = False  # since the last time that something was recorded
         self._news: list[int] = []  # positions recorded here one by one, that no other rank has heard of
         self._in_this_loop: set[int] = set()  # of the recorded ones, those of the loop over the loader that is on
@@ -92,7 +92,7 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples of this rank, and of each other one, as of the last reset."""
-        return self._remainder.share
+        return self._remainder.per_rank
 
     @property
     def samples(self) -> int:
@@ -126,7 +126,7 @@ class ElasticSampler(Sampler[int]):
             trained = sum(max(0, stop - max(0, start)) for start, stop in self._behind())
             recording.left(self, self.epoch, None if self._is_by_index else self._size - trained)
         carried = self._carried if epoch == self.epoch else ()
-        if epoch > self.epoch and (self.processed_num or not self._remainder.share):
+        if epoch > self.epoch and (self.processed_num or not self._remainder.per_rank):
             carried = intervals.shift(self._remainder.carried, (self.epoch - epoch) * self._size)
         self._begin(epoch, carried)
         self.reset()
@@ -157,8 +157,8 @@ class ElasticSampler(Sampler[int]):
             start = batch_idx * batch_size
             _warn_of_repeats()
         self._is_iterated_anew = False
-        self._place = min(start + batch_size, self._remainder.share)
-        self._counted = max(self._counted, min(self._place * self.num_replicas, self._remainder.dealt))
+        self._place = min(start + batch_size, self._remainder.per_rank)
+        self._counted = max(self._counted, min(self._place * self.num_replicas, self._remainder.assigned))
         if recording.hears_samplers() and start < self._place:
             positions, everyone, repeats = self._remainder.trained(start, self._place)
             recording.trained(self, parts_by_epoch(self._order, self._size, self.epoch, positions, everyone, repeats))

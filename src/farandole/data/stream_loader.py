@@ -11,22 +11,22 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_collate
 
 from farandole.data import torch_arguments
-from farandole.data.boundary import Boundary, SoloBoundary
 from farandole.data.by_value import SmallByValue
 from farandole.data.compiled import has_compiled
 from farandole.data.epoch import Epoch, EpochRecord
+from farandole.data.loader_hooks import LoaderHooks, NoLoaderHooks
 from farandole.data.padding import Padding
-from farandole.data.partition import share
+from farandole.data.partition import even_slice
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.prefetch import Prefetch
 from farandole.data.stream_order import Place
 from farandole.data.stream_reader import Reply, StreamReader
-from farandole.data.stream_requests import Deal, Requests, Sizes
+from farandole.data.stream_requests import FetchStart, Requests, Sizes
 from farandole.data.streams import Mark, Source
 from farandole.errors import DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import recording, step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -66,7 +66,7 @@ class StreamLoader:
                        worker knows the states of streams that it reads; others are opened as without `stateful`. A
                        checkpoint takes states of plain values, containers and tensors
     transform          one sample -> what is collated: the costly part, done only by the worker that trains it
-    micro_batch_size, max_local_batch, min_share, and what a ghost is: as in DataLoader
+    micro_batch_size, max_local_batch, min_local_batch, and what a dummy batch is: as in DataLoader
 
     num_workers, prefetch_factor, pin_memory, pin_memory_device, timeout, worker_init_fn, multiprocessing_context are
     torch's. Loader workers are started once and live on when an epoch ends and when the world changes. They keep
@@ -75,7 +75,7 @@ class StreamLoader:
 
     epoch, cursor  where training is; they move with decided steps only
     batch          the batch that is out; None before the first and after the last one
-    indices        its samples, as v + V * (number in stream v); none for a ghost
+    indices        its samples, as v + V * (number in stream v); none for a dummy batch
 
     Raises DataError, with the values, for sizes that cannot work and for an iterator, which could be read only once;
     ConfigError for arguments of torch's DataLoader that cannot be followed.
@@ -100,20 +100,20 @@ class StreamLoader:
         multiprocessing_context: str | BaseContext | None = None,
         max_local_batch: int | None = None,
         micro_batch_size: int | None = None,
-        min_share: int = 1,
+        min_local_batch: int = 1,
         **refused: object,
     ) -> None:
         torch_arguments.refuse(
             refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", torch_arguments.OF_STREAMS
         )
-        self._sizes = Sizes(global_batch_size, _most(max_local_batch, micro_batch_size), min_share)
+        self._sizes = Sizes(global_batch_size, _most(max_local_batch, micro_batch_size), min_local_batch)
         _check(dataset, streams)
         self._padding = Padding(is_allowed=micro_batch_size is not None)
         self._is_ended = False  # the epoch is through, also where `break` has left samples
         self.record = EpochRecord()
         self.dataset, self.seed = dataset, seed
         self.epoch = 0
-        self.boundary: Boundary = SoloBoundary()
+        self.hooks: LoaderHooks = NoLoaderHooks()
         self.batch: Batch | None = None
         self.indices: list[int] = []
         self._rank, self._world = 0, 1
@@ -121,10 +121,10 @@ class StreamLoader:
         self._place = self._behind = Place((0,) * streams)  # before and after the step of the batch that is out
         self._marks: list[Mark | None] = [None] * streams
         self._marks_behind: dict[int, Mark] = {}
-        self._is_pending = False  # a batch is out whose ticket is not committed
+        self._is_pending = False  # a batch is out whose global batch is not committed
         self._has_regrouped = False  # since a batch was handed out
         self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
-        self._requests = Requests(num_workers, Deal(0, 0, self._place, 0, 1, self._sizes))
+        self._requests = Requests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
         source = Source(dataset, streams, stateful)
         self._reader = StreamReader(source, seed, transform, collate_fn or default_collate)
         inner: TorchDataLoader[Any] = TorchDataLoader(
@@ -158,15 +158,15 @@ class StreamLoader:
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
-                self.boundary.reach()  # what an aborted loop body has decided, `break` too, does not count
+                self.hooks.reach()  # what an aborted loop body has decided, `break` too, does not count
                 continue
             self._is_ended = self.epoch == epoch  # or a regroup has moved it on
             if self._has_to_leave and not self._leave():
                 continue
-            if self.boundary.reach_epoch_end():
+            if self.hooks.reach_epoch_end():
                 self.record.end_epoch(is_whole=self.record.is_through)
                 self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
-                self.boundary.begin_epoch()
+                self.hooks.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
@@ -175,7 +175,7 @@ class StreamLoader:
         step.end_body()
         self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
-            self._deal()
+            self._restart()
             if step.state() != "aborted":  # the run loop has to see that
                 step.close()
         return self
@@ -187,20 +187,20 @@ class StreamLoader:
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
             return data
-        self.boundary.reach()
+        self.hooks.reach()
         goes_on = self._settle()
-        is_rehearsal = step.is_rehearsal() if goes_on else self.boundary.rehearses()
+        is_rehearsal = step.is_rehearsal() if goes_on else self.hooks.rehearses()
         if is_rehearsal and not goes_on and has_compiled():  # as DataLoader does
-            deal = dataclasses.replace(self._deal_at(self._place), world=self._world + 1)
-            self._requests.restart(deal, tuple(self._marks))
+            fetch_start = dataclasses.replace(self._fetch_start_at(self._place), world=self._world + 1)
+            self._requests.restart(fetch_start, tuple(self._marks))
         while True:
             reply, data = self._take() if goes_on or not self._is_ended else (Reply(None, None), None)
             if reply.batch is not None and reply.behind is not None:
                 return self._hand_out(reply, data, goes_on, is_rehearsal)
-            self._deal()
+            self._restart()
             if self._has_regrouped:  # the first batch of the epoch, whose step is aborted
                 place = Place((0,) * len(self._marks))
-                self._requests.restart(self._deal_at(place), (None,) * len(self._marks))
+                self._requests.restart(self._fetch_start_at(place), (None,) * len(self._marks))
                 self._has_regrouped, is_rehearsal = False, True
                 reply, data = self._take()
                 if reply.batch is not None and reply.behind is not None:
@@ -212,14 +212,14 @@ class StreamLoader:
     def _hand_out(self, reply: Reply, data: Any, goes_on: bool, is_rehearsal: bool) -> Any:
         assert reply.batch is not None
         assert reply.behind is not None
-        # The optimizer knows micro-batches of one step by their ticket, the very same object.
-        ticket = self.batch.ticket if goes_on and self.batch is not None else reply.batch.ticket
-        self.batch = Batch(ticket, reply.batch.low, reply.batch.high, reply.batch.index)
+        # The optimizer knows micro-batches of one step by their global batch, the very same object.
+        global_batch = self.batch.global_batch if goes_on and self.batch is not None else reply.batch.global_batch
+        self.batch = Batch(global_batch, reply.batch.low, reply.batch.high, reply.batch.index)
         self._behind, self._is_pending = reply.behind, True
         self._has_regrouped, self._has_to_leave = False, True
         self._marks_behind = dict(reply.marks)
         streams = len(self._marks)
-        self.indices = [] if self.batch.is_ghost else [stream + streams * number for stream, number in reply.taken]
+        self.indices = [] if self.batch.is_dummy else [stream + streams * number for stream, number in reply.taken]
         step.open(self.batch, is_rehearsal)
         self._padding.keep(data)
         if not is_rehearsal:
@@ -228,7 +228,7 @@ class StreamLoader:
 
     def _leave(self) -> bool:
         """The loop over the batches ends. False: workers have regrouped, and it may go on."""
-        if not self.boundary.leave_batches():
+        if not self.hooks.leave_batches():
             return False
         self._has_to_leave = False
         self.batch, self.indices, self._is_pending = None, [], False
@@ -236,7 +236,7 @@ class StreamLoader:
         return True
 
     def _settle(self) -> bool:
-        """Find out what became of the batch that is out. True: another micro-batch of its ticket follows."""
+        """Find out what became of the batch that is out. True: another micro-batch of its global batch follows."""
         if self.batch is None or not self._is_pending:
             return False
         if step.expects_micro_batch():
@@ -244,11 +244,12 @@ class StreamLoader:
         phase = step.state()
         if phase not in ("none", "aborted"):
             raise StepError(
-                f"the next batch was asked for, but the step for samples [{self.batch.ticket.start}, "
-                f"{self.batch.ticket.stop}) of epoch {self.epoch} is {phase!r}: every run of the loop body has to make "
+                f"the next batch was asked for, but the step for samples [{self.batch.global_batch.start}, "
+                f"{self.batch.global_batch.stop}) of epoch {self.epoch} is {phase!r}: every run of the loop body has "
+                f"to make "
                 f"the step of a DistributedOptimizer, and the loader belongs into TorchState(loader=...)"
             )
-        self._deal()
+        self._restart()
         return False
 
     def _take(self) -> tuple[Reply, Any]:
@@ -272,18 +273,23 @@ class StreamLoader:
         return self._padding.is_allowed
 
     @property
-    def ticket(self) -> Ticket | None:
-        """The ticket of the batch that is out."""
-        return self.batch.ticket if self.batch is not None else None
+    def global_batch(self) -> GlobalBatch | None:
+        """The global batch of the batch that is out."""
+        return self.batch.global_batch if self.batch is not None else None
 
-    def commit(self, ticket: Ticket) -> None:
-        """The step of `ticket` is decided: the offsets move behind its samples. Raises DataError, with nothing
-        changed, for any other than the ticket that is out: stale, or committed already."""
-        out = self.ticket if self._is_pending else None
-        if out is None or (ticket.epoch, ticket.start, ticket.stop) != (out.epoch, out.start, out.stop):
+    def commit(self, global_batch: GlobalBatch) -> None:
+        """The step of `global_batch` is decided: the offsets move behind its samples. Raises DataError, with nothing
+        changed, for any other than the global batch that is out: stale, or committed already."""
+        out = self.global_batch if self._is_pending else None
+        if out is None or (global_batch.epoch, global_batch.start, global_batch.stop) != (
+            out.epoch,
+            out.start,
+            out.stop,
+        ):
             raise DataError(
-                f"cannot commit samples [{ticket.start}, {ticket.stop}) of epoch {ticket.epoch}: training is at sample "
-                f"{self.cursor} of epoch {self.epoch}; commit each ticket once, while its batch is out"
+                f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
+                f"training is at sample "
+                f"{self.cursor} of epoch {self.epoch}; commit each global batch once, while its batch is out"
             )
         self._place, self._is_pending = self._behind, False
         for stream, mark in self._marks_behind.items():
@@ -308,7 +314,7 @@ class StreamLoader:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True
         self.record.is_through = False
-        self._deal()
+        self._restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: one offset per stream and a few integers, the same on every worker; with `stateful`
@@ -340,30 +346,30 @@ class StreamLoader:
         self.record.load_state_dict(state)
         if self._sizes.max_local_batch is not None and state.get("max_local_batch"):  # every rank has to split alike
             self._sizes = dataclasses.replace(self._sizes, max_local_batch=state["max_local_batch"])
-        self._deal()
+        self._restart()
 
     def warm_up(self) -> None:
         """Nothing: what a loader worker reads of a stream before its place is known it would have to read again."""
 
-    def deal_for_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
+    def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
         """As DataLoader's; where an epoch ends is not known here, and `is_at_tail` changes nothing."""
         self._place, self._is_ended = Place((0,) * len(self._marks)), False
         self._marks = [None] * len(self._marks)
         self._rank, self._world = rank, size
-        self._deal()
-        low, high = share(0, self._sizes.global_batch_size, rank, size, self._sizes.min_share)
-        return share(low, high, 0, self._deal_at(self._place).parts, self._sizes.min_share)[1] - low
+        self._restart()
+        low, high = even_slice(0, self._sizes.global_batch_size, rank, size, self._sizes.min_local_batch)
+        return even_slice(low, high, 0, self._fetch_start_at(self._place).parts, self._sizes.min_local_batch)[1] - low
 
     def end_rehearsals(self) -> None:
         """As if none had begun: load_state_dict() has to follow."""
         self._has_to_leave, self.record = False, EpochRecord()
-        self._deal()
+        self._restart()
 
     def close(self) -> None:
         """End the loader workers and let go of the streams. Iterating again starts anew. Idempotent."""
         self._prefetch.close()
         self._reader.close()
-        self._deal()
+        self._restart()
 
     def _identity(self) -> dict[str, int]:
         """What the offsets' meaning hangs on."""
@@ -375,15 +381,15 @@ class StreamLoader:
         self.epoch, self._place, self._is_ended = epoch, place, False
         known = dict(enumerate(marks)) if self._is_stateful else {}
         self._marks = [tuple(mark) if (mark := known.get(stream)) else None for stream in range(len(place.offsets))]
-        self._deal()
+        self._restart()
 
-    def _deal(self) -> None:
+    def _restart(self) -> None:
         """Read on from the place, for the world as it is now; what is out will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
-        self._requests.restart(self._deal_at(self._place), tuple(self._marks))
+        self._requests.restart(self._fetch_start_at(self._place), tuple(self._marks))
 
-    def _deal_at(self, place: Place) -> Deal:
-        return Deal(self._requests.deal + 1, self.epoch, place, self._rank, self._world, self._sizes)
+    def _fetch_start_at(self, place: Place) -> FetchStart:
+        return FetchStart(self._requests.restart_id + 1, self.epoch, place, self._rank, self._world, self._sizes)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -12,12 +12,12 @@ from torch.utils.data._utils import worker as torch_worker
 
 from farandole.data.augmentation import seed_item
 from farandole.data.generators import generators_kept
-from farandole.data.partition import batches, delivered, micro_batches, share
+from farandole.data.partition import batches, delivered, even_slice, micro_batches
 from farandole.data.stream_order import Place, walk
-from farandole.data.stream_requests import Deal, Request
+from farandole.data.stream_requests import FetchStart, Request
 from farandole.data.streams import Mark, Source, Stream
 from farandole.errors import DataError
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class StreamReader:
         self._source, self._seed, self._transform, self._collate = source, seed, transform, collate
         self._streams: list[Stream] = []
         self._epoch = -1
-        self._deal = -1
-        self._walked = 0  # global batches of the deal
+        self._restart_id = -1
+        self._walked = 0  # global batches since the last restart
         self._taken: list[tuple[int, int]] = []  # the last of them
         self._place = self._behind = Place((0,) * source.streams)  # before and behind it
 
@@ -69,8 +69,8 @@ class StreamReader:
                 batch = self._batch(request)
                 if batch is None:
                     return Reply(None, self._behind), None
-                low, high = delivered(batch, request.dealt.sizes.min_share)
-                start = batch.ticket.start
+                low, high = delivered(batch, request.fetch_start.sizes.min_local_batch)
+                start = batch.global_batch.start
                 taken = self._taken[low - start : high - start]
                 samples = [self._streams[stream].get(number) for stream, number in taken]
                 marks = self._marks() if self._source.is_stateful else {}
@@ -81,28 +81,28 @@ class StreamReader:
 
     def close(self) -> None:
         """Let go of the streams. The next request opens them again."""
-        self._streams, self._epoch, self._deal = [], -1, -1
+        self._streams, self._epoch, self._restart_id = [], -1, -1
 
     def _go_to(self, request: Request) -> None:
         """Walk to the global batch that is asked for."""
-        deal = request.dealt
-        if deal.epoch != self._epoch:
-            self._streams = [Stream(self._source, stream, deal.epoch) for stream in range(self._source.streams)]
-            self._epoch = deal.epoch
+        fetch_start = request.fetch_start
+        if fetch_start.epoch != self._epoch:
+            self._streams = [Stream(self._source, stream, fetch_start.epoch) for stream in range(self._source.streams)]
+            self._epoch = fetch_start.epoch
         for number, mark in enumerate(request.marks or ()):
             if mark is not None:
                 self._streams[number].learn(mark)
         for stream, offset in zip(self._streams, request.floor, strict=True):
             stream.forget(offset)
-        if deal.number != self._deal or request.ticket < self._walked - 1:
-            self._deal, self._walked, self._taken, self._behind = -1, 0, [], deal.place
-        while self._walked <= request.ticket:
-            self._walk(deal)
-        self._deal = deal.number
+        if fetch_start.restart_id != self._restart_id or request.global_batch_index < self._walked - 1:
+            self._restart_id, self._walked, self._taken, self._behind = -1, 0, [], fetch_start.place
+        while self._walked <= request.global_batch_index:
+            self._walk(fetch_start)
+        self._restart_id = fetch_start.restart_id
 
-    def _walk(self, deal: Deal) -> None:
+    def _walk(self, fetch_start: FetchStart) -> None:
         """Past the next global batch."""
-        count, streams = deal.sizes.global_batch_size, self._streams
+        count, streams = fetch_start.sizes.global_batch_size, self._streams
         run = -(-count // len(streams))
         taken, behind = walk(self._behind, count, run, lambda stream, number: streams[stream].has(number))
         self._taken, self._place, self._behind = taken, self._behind, behind
@@ -112,20 +112,22 @@ class StreamReader:
                 streams[number].mark()
 
     def _batch(self, request: Request) -> Batch | None:
-        deal, sizes = request.dealt, request.dealt.sizes
+        fetch_start, sizes = request.fetch_start, request.fetch_start.sizes
         start, stop = self._place.cursor, self._behind.cursor
-        low, high = share(start, stop, deal.rank, deal.world, sizes.min_share)
-        parts = micro_batches(start, stop, deal.world, sizes.max_local_batch, sizes.min_share)
+        low, high = even_slice(start, stop, fetch_start.rank, fetch_start.world, sizes.min_local_batch)
+        parts = micro_batches(start, stop, fetch_start.world, sizes.max_local_batch, sizes.min_local_batch)
         if request.part >= parts:
             return None
-        return batches(Ticket(deal.epoch, start, stop, low, high, parts), sizes.min_share)[request.part]
+        return batches(GlobalBatch(fetch_start.epoch, start, stop, low, high, parts), sizes.min_local_batch)[
+            request.part
+        ]
 
     def _transformed(self, samples: list[Any], batch: Batch, low: int) -> list[Any]:
         if self._transform is None:
             return samples
         done = []
         for position, sample in enumerate(samples, start=low):
-            seed_item(self._seed, batch.ticket.epoch, position)
+            seed_item(self._seed, batch.global_batch.epoch, position)
             done.append(self._transform(sample))
         return done
 

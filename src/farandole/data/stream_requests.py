@@ -1,7 +1,7 @@
 """Which batch of streams to read next: requests without end, which the loader may send elsewhere at any time.
 
 What is in a global batch is known only to who has read the streams, so that a request names it by its number, counted
-from a place. As in dealer.py, what is asked for between two restarts is a *deal*: one place, one world.
+from a place. As in index_stream.py, one place and one world hold between two restarts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class Sizes:
 
     global_batch_size: int
     max_local_batch: int | None
-    min_share: int
+    min_local_batch: int
 
     def __post_init__(self) -> None:
-        count, most, least = self.global_batch_size, self.max_local_batch, self.min_share
+        count, most, least = self.global_batch_size, self.max_local_batch, self.min_local_batch
         if count < 1:
             raise DataError(f"global_batch_size must be 1 or more, got {count}")
         if not 1 <= least <= count:
-            raise DataError(f"min_share must be in 1..{count}, the global batch size, got {least}")
-        # Smaller, some share could not be split into parts between min_share and max_local_batch.
+            raise DataError(f"min_local_batch must be in 1..{count}, the global batch size, got {least}")
+        # Smaller, some local batch could not be split into parts between min_local_batch and max_local_batch.
         if most is not None and most < 2 * least - 1:
-            raise DataError(f"max_local_batch must be at least 2 * min_share - 1 = {2 * least - 1}, got {most}")
+            raise DataError(f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * least - 1}, got {most}")
 
 
 @dataclass(frozen=True)
-class Deal:
-    """The place where a deal begins, and the world that global batches are divided in."""
+class FetchStart:
+    """Where fetching starts, and the world that divides the global batches from there on."""
 
-    number: int
+    restart_id: int
     epoch: int
     place: Place
     rank: int
@@ -49,30 +49,30 @@ class Deal:
     @property
     def parts(self) -> int:
         """Micro-batches of a full global batch. Shorter ones have as many, or fewer: they are shared by fewer ranks
-        only when each of these has less than 2 * min_share samples, which max_local_batch allows."""
+        only when each of these has less than 2 * min_local_batch samples, which max_local_batch allows."""
         sizes = self.sizes
         start, stop = 0, sizes.global_batch_size
-        return micro_batches(start, stop, self.world, sizes.max_local_batch, sizes.min_share)
+        return micro_batches(start, stop, self.world, sizes.max_local_batch, sizes.min_local_batch)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Micro-batch `part` of the `ticket`-th global batch of a deal.
+    """Micro-batch number `part` of a global batch, counted by `global_batch_index` from the last restart.
 
     floor  offsets of the streams: what lies below is trained for good
     marks  how streams can be opened, by stream; None where the reader has been told
     """
 
-    dealt: Deal
-    ticket: int
+    fetch_start: FetchStart
+    global_batch_index: int
     part: int
     floor: tuple[int, ...]
     marks: Sequence[Mark | None] | None
 
     @property
-    def deal(self) -> int:
-        """The number of the deal."""
-        return self.dealt.number
+    def restart_id(self) -> int:
+        """The number of the restart that the request belongs to."""
+        return self.fetch_start.restart_id
 
 
 class Requests:
@@ -82,29 +82,29 @@ class Requests:
     floor   put into each request
     """
 
-    def __init__(self, readers: int, deal: Deal) -> None:
+    def __init__(self, readers: int, fetch_start: FetchStart) -> None:
         self._readers = max(1, readers)
-        self._deal = deal
+        self._fetch_start = fetch_start
         self._marks: Sequence[Mark | None] = ()
         self.on_way: deque[Request] = deque()
-        self.floor = deal.place.offsets
+        self.floor = fetch_start.place.offsets
 
     @property
-    def deal(self) -> int:
-        """The number of the current deal."""
-        return self._deal.number
+    def restart_id(self) -> int:
+        """The number of the last restart."""
+        return self._fetch_start.restart_id
 
-    def restart(self, deal: Deal, marks: Sequence[Mark | None]) -> None:
-        """Begin a new deal. What is on its way is of an old one then."""
-        self._deal, self._marks, self.floor = deal, marks, deal.place.offsets
+    def restart(self, fetch_start: FetchStart, marks: Sequence[Mark | None]) -> None:
+        """Fetch from there on. Requests on their way belong to an earlier restart from now on."""
+        self._fetch_start, self._marks, self.floor = fetch_start, marks, fetch_start.place.offsets
 
     def __iter__(self) -> Iterator[Request]:
         while True:
-            deal, asked = self._deal, 0
-            while deal is self._deal:
+            fetch_start, asked = self._fetch_start, 0
+            while fetch_start is self._fetch_start:
                 # The readers take turns; marks may be large, and told once they are known.
                 marks = self._marks if asked < self._readers else None
-                request = Request(deal, *divmod(asked, deal.parts), self.floor, marks)
+                request = Request(fetch_start, *divmod(asked, fetch_start.parts), self.floor, marks)
                 asked += 1
                 self.on_way.append(request)
                 yield request

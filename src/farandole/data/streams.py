@@ -61,8 +61,8 @@ class Source:
 class Stream:
     """Stream number `stream` of a source, in one epoch.
 
-    Read samples are kept until forget(), so that a batch which is dealt anew is not read anew. What lies before them
-    makes the stream be opened once more.
+    Read samples are kept until forget(), so that a batch which is handed out again is not read anew. What lies before
+    them makes the stream be opened once more.
     """
 
     def __init__(self, source: Source, stream: int, epoch: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from farandole.env.agent import (
+from farandole.env.agent_env import (
     WorkerEnv,
     budget_environment,
     page_environment,
-    read_death_hint,
     read_detection_budget_s,
+    read_exit_notice,
     read_page,
     read_sample_ledger,
     read_scratch_folder,
@@ -19,9 +19,8 @@ from farandole.env.agent import (
     transport_environment,
     worker_environment,
 )
-from farandole.env.checkpoints import CheckpointEnv, checkpoint_environment, read_checkpoint_env
+from farandole.env.checkpoint_env import CheckpointEnv, checkpoint_environment, read_checkpoint_env
 from farandole.env.gradients import read_bucket_mb
-from farandole.env.heap import has_malloc_settings
 from farandole.env.horovod import (
     HorovodSettings,
     horovod_environment,
@@ -37,6 +36,7 @@ from farandole.env.inheritance import (
     replace_environment,
 )
 from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
+from farandole.env.malloc_settings import has_malloc_settings
 from farandole.env.nccl import prepare_for_nccl
 from farandole.env.runtime import read_runtime_folder
 
@@ -57,8 +57,8 @@ __all__ = [
     "prepare_for_nccl",
     "read_bucket_mb",
     "read_checkpoint_env",
-    "read_death_hint",
     "read_detection_budget_s",
+    "read_exit_notice",
     "read_fixed_env",
     "read_horovod_settings",
     "read_page",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farandole.env.values import amount, is_set, seconds, whole_number
+from farandole.env.env_values import amount, is_set, seconds, whole_number
 from farandole.errors import ConfigError
 
 if TYPE_CHECKING:

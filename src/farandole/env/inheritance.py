@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-from farandole.env.agent import DEATH_HINT
+from farandole.env.agent_env import EXIT_NOTICE
 from farandole.env.gradients import BUCKET_MB
 
 
@@ -65,7 +65,7 @@ _PREFIX = "FARANDOLE_"
 _FOR_ONE = (_PREFIX, "HOROVOD_")
 
 # What a user, not an outer job, says to workers.
-_FOR_WORKERS = frozenset({BUCKET_MB, DEATH_HINT})
+_FOR_WORKERS = frozenset({BUCKET_MB, EXIT_NOTICE})
 
 # What tells a process its place in one job of Horovod; not for the workers of another one.
 _HOROVOD_PLACE = frozenset(

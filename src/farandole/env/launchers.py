@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.env.values import whole_number
+from farandole.env.env_values import whole_number
 from farandole.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.events.base import Event, Field, Level
-from farandole.events.generations import (
+from farandole.events.generation_events import (
     ChangePlanned,
     GenerationStarted,
     LinksDistrusted,
@@ -12,7 +12,7 @@ from farandole.events.generations import (
     TooFewWorkers,
     TransportChosen,
 )
-from farandole.events.hosts import (
+from farandole.events.host_events import (
     AgentJoined,
     AgentRejoins,
     AgentsAwaited,
@@ -30,7 +30,7 @@ from farandole.events.hosts import (
     HostRemoved,
     HostUndrained,
 )
-from farandole.events.job import (
+from farandole.events.job_events import (
     CheckpointFailed,
     CheckpointSaved,
     ConnectionRefused,
@@ -44,11 +44,11 @@ from farandole.events.job import (
     TrainingCutShort,
     TrainingFinished,
 )
-from farandole.events.workers import (
+from farandole.events.worker_events import (
     CollectiveStalled,
     ForkServerLost,
     ForkServerReady,
-    SlotRests,
+    SlotBackoff,
     SlotsMissing,
     SparesMissing,
     SpareWaits,
@@ -100,7 +100,7 @@ __all__ = [
     "RegroupBegan",
     "ScaleChanged",
     "ScaleRefused",
-    "SlotRests",
+    "SlotBackoff",
     "SlotsMissing",
     "SpareWaits",
     "SparesMissing",

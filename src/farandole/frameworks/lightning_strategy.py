@@ -17,7 +17,7 @@ from farandole.collectives.agreement import mean
 from farandole.collectives.named.objects import broadcast_object
 from farandole.errors import ConfigError
 from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.worker.context import device, local_rank
 
 if TYPE_CHECKING:
@@ -131,4 +131,4 @@ class FarandoleStrategy(Strategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Of the files' names before training; its own to each worker inside of fit()."""
-        return obj if boundary.is_elastic() or self.world_size == 1 else broadcast_object(obj, src)
+        return obj if loop_hooks.is_elastic() or self.world_size == 1 else broadcast_object(obj, src)

@@ -18,8 +18,8 @@ from farandole.elastic import TorchState
 from farandole.errors import ConfigError
 from farandole.frameworks.feed import Feed
 from farandole.optim.distributed_optimizer import DistributedOptimizer
+from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.weighting import weight
-from farandole.optim.wrapping import WrappedOptimizer
 
 __all__ = ["Trainer"]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from farandole.authentication import derive_data_key
-from farandole.beats import Beats, beat_period_s
 from farandole.channel import Channel, connect
 from farandole.clock import now_s, since_boot_s
 from farandole.config import ForkServerUse
@@ -26,11 +25,12 @@ from farandole.env import (
 )
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
-from farandole.launch.beat_socket import BeatSocket
+from farandole.heartbeats import Heartbeats, heartbeat_period_s
+from farandole.launch.heartbeat_socket import HeartbeatSocket
 from farandole.launch.sink import Sink
 from farandole.launch.spawner import make_spawner
+from farandole.launch.status_pages import StatusPages, written
 from farandole.launch.stopped import StoppedWatch
-from farandole.launch.worker_pages import WorkerPages, written
 from farandole.launch.worker_processes import WorkerProcesses
 from farandole.launch.worker_server import WorkerServer
 from farandole.membership import Address
@@ -38,10 +38,10 @@ from farandole.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     AgentLeaving,
-    Beat,
-    CoordinatorBeat,
+    CoordinatorHeartbeat,
     Dismissed,
     FromWorker,
+    Heartbeat,
     Hello,
     JobEnded,
     Kill,
@@ -56,11 +56,11 @@ from farandole.messages import (
     WorkerMessage,
     WorkersSeen,
 )
-from farandole.sighting import LONGEST_BETWEEN_S, Sighting
-from farandole.whereabouts import DUMP_SIGNAL
+from farandole.status_reporting import DUMP_SIGNAL
 from farandole.wire import TO_AGENT
+from farandole.worker_status import LONGEST_BETWEEN_S, WorkerStatus
 
-SIGHTINGS_EVERY_S = 0.5
+STATUS_EVERY_S = 0.5
 """What is seen of the workers is told at most so often."""
 
 
@@ -72,10 +72,11 @@ class AgentConfig:
     command             what each worker runs
     environment         what a worker's environment begins with; the agent adds what init() needs
     is_elastic          workers may come and go without ending the job, and are told so as by Horovod
-    detection_budget_s  how long a worker may be stopped, and the coordinator silent; the agent beats ten times in it
+    detection_budget_s  how long a worker may be stopped, and the coordinator silent; the agent sends ten heartbeats in
+                        it
     grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
     is_apart            the agent is no part of the coordinator's process: it can lose it, and be replaced meanwhile
-    beat_id, beat_port  of its beats as datagrams; 0: there are none
+    heartbeat_id, heartbeat_port  of its heartbeats as datagrams; 0: there are none
     fork_server         whether workers may be forked by a process that has imported torch
     """
 
@@ -91,8 +92,8 @@ class AgentConfig:
     grace_s: float
     is_elastic: bool = False
     is_apart: bool = False
-    beat_id: bytes = field(default=b"", repr=False)
-    beat_port: int = 0
+    heartbeat_id: bytes = field(default=b"", repr=False)
+    heartbeat_port: int = 0
     fork_server: ForkServerUse = "off"
 
 
@@ -130,8 +131,10 @@ class Agent:
         self._config, self._sink, self._on_event = config, sink, on_event
         self._joined = channel
         self._server = WorkerServer(self._on_message, self._on_refused)
-        self._beats = Beats(since_boot_s())
-        self._datagrams = BeatSocket(config.token, config.beat_id, self._beats.hear) if config.beat_port else None
+        self._heartbeats = Heartbeats(since_boot_s())
+        self._datagrams = (
+            HeartbeatSocket(config.token, config.heartbeat_id, self._heartbeats.hear) if config.heartbeat_port else None
+        )
         self._processes = WorkerProcesses(
             lambda guard: make_spawner(config.fork_server, config.command, config.environment, guard, on_event),
             sink,
@@ -140,7 +143,7 @@ class Agent:
             # Who is stopped cannot see that its time is over; its guard does.
             silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
         )
-        self._pages = WorkerPages(self._on_hint_of_death)
+        self._pages = StatusPages(self._on_exit_notice)
         self._is_stopping = False
         self._dumps: set[asyncio.Task[None]] = set()
 
@@ -153,17 +156,17 @@ class Agent:
         self._processes.start()
         self._pages.start()
         if self._datagrams is not None:
-            with contextlib.suppress(OSError):  # the connection carries beats, too
-                await self._datagrams.open(Address(config.coordinator.host, config.beat_port))
+            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
+                await self._datagrams.open(Address(config.coordinator.host, config.heartbeat_port))
         obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
-        beats, watch, sightings = (
-            asyncio.create_task(each) for each in (self._beat(), self._look_at_processes(), self._tell_sightings())
+        heartbeats, watch, statuses = (
+            asyncio.create_task(each) for each in (self._heartbeat(), self._look_at_processes(), self._send_statuses())
         )
         grace_s = config.grace_s
         try:
-            # The later ones end only by a fault of our own, which must not be silent: without its beats an agent is
-            # given up, and without the watch a worker that is stopped holds up the others.
-            ends = (obedience, self._processes.broken, watch, beats, sightings)
+            # The later ones end only by a fault of our own, which must not be silent: without its heartbeats an agent
+            # is given up, and without the watch a worker that is stopped holds up the others.
+            ends = (obedience, self._processes.broken, watch, heartbeats, statuses)
             await asyncio.wait((*ends, lease), return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 if end.done():
@@ -178,7 +181,7 @@ class Agent:
             try:
                 await to_its_end(self._processes.end(grace_s))
             finally:
-                for task in (obedience, beats, watch, sightings, *self._dumps):
+                for task in (obedience, heartbeats, watch, statuses, *self._dumps):
                     task.cancel()
                 self._server.stop()
                 self._pages.stop()
@@ -244,8 +247,8 @@ class Agent:
                 dump.add_done_callback(self._dumps.discard)
             else:
                 self._processes.kill(order.worker, order.grace_s)
-        elif isinstance(order, CoordinatorBeat):
-            self._beats.hear(order.sequence, order.heard)
+        elif isinstance(order, CoordinatorHeartbeat):
+            self._heartbeats.hear(order.sequence, order.heard)
 
     async def _dump_and_kill(self, order: Kill) -> None:
         page = self._pages.get(order.worker)
@@ -272,7 +275,7 @@ class Agent:
     def _on_refused(self, who: str, reason: str) -> None:
         self._on_event(ConnectionRefused(who, reason))
 
-    def _on_hint_of_death(self, worker: str) -> None:
+    def _on_exit_notice(self, worker: str) -> None:
         """Its main thread has ended, or so it seems. If so, the process goes no matter what, and its group is killed
         first: what else runs in it must not go on. The exit follows when the kernel has freed its memory."""
         if self._processes.end_if_dying(worker):
@@ -293,14 +296,14 @@ class Agent:
 
     # With the time ----------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
-        every_s = beat_period_s(self._config.detection_budget_s)
+    async def _heartbeat(self) -> None:
+        every_s = heartbeat_period_s(self._config.detection_budget_s)
         while True:
-            sequence = self._beats.next(since_boot_s())
-            self._channel.send(Beat(sequence, self._beats.heard if self._config.is_apart else None))
+            sequence = self._heartbeats.next(since_boot_s())
+            self._channel.send(Heartbeat(sequence, self._heartbeats.heard if self._config.is_apart else None))
             if self._datagrams is not None:
-                self._datagrams.send(sequence, self._beats.heard)
-            self._processes.beat()
+                self._datagrams.send(sequence, self._heartbeats.heard)
+            self._processes.heartbeat()
             await asyncio.sleep(every_s)
 
     async def _hold_lease(self) -> Service:
@@ -315,7 +318,7 @@ class Agent:
         budget_s, looks = self._config.detection_budget_s, 0
         while looks < 2:
             await asyncio.sleep(budget_s / 20)
-            silent_s = since_boot_s() - self._beats.reached_s
+            silent_s = since_boot_s() - self._heartbeats.reached_s
             looks = looks + 1 if silent_s >= 0.9 * budget_s else 0
         service = Service(EndOfService.LOST, f"the coordinator has not answered for {silent_s:.2f} s")
         self._on_event(CoordinatorLost(self._config.name, service.reason))
@@ -335,12 +338,12 @@ class Agent:
                 self._on_event(StoppedWorkerKilled(worker, budget_s))
                 self._processes.kill(worker, grace_s=0.0)
 
-    async def _tell_sightings(self) -> None:
+    async def _send_statuses(self) -> None:
         """Tell the coordinator where the workers are, also those that hold the interpreter's lock or are stopped."""
-        told: dict[str, Sighting] = {}
+        told: dict[str, WorkerStatus] = {}
         told_s = now_s()
         while True:
-            await asyncio.sleep(SIGHTINGS_EVERY_S)
+            await asyncio.sleep(STATUS_EVERY_S)
             seen = self._pages.look()
             if seen != told or now_s() - told_s >= LONGEST_BETWEEN_S:
                 self._channel.send(WorkersSeen(seen))

@@ -11,8 +11,8 @@ from pathlib import Path
 from farandole.env import read_token
 from farandole.errors import ConfigError
 from farandole.launch.descriptors import reserve_descriptors
-from farandole.launch.hosts import HostSlots
-from farandole.launch.joining import CannotJoin, JoiningAgent, JoinOptions
+from farandole.launch.host_list import HostSlots
+from farandole.launch.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 from farandole.launch.token_file import checked_token, read_token_file

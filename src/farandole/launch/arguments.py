@@ -22,7 +22,7 @@ from farandole.launch.checkpoint_settings import checkpoint_settings
 from farandole.launch.command import checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, check_stall_times, variables, without_effect
-from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.join_settings import Joining, check_address, joining, local_hosts
 from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
 

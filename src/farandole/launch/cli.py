@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farandole.events import Event
     from farandole.launch.discovery import HostDiscovery
     from farandole.launch.event_file import EventFile
-    from farandole.launch.hosts import HostSlots
+    from farandole.launch.host_list import HostSlots
     from farandole.launch.report import Report
 
 INTERRUPTED = 130  # what a shell makes of SIGINT
@@ -79,7 +79,7 @@ def _main_parser() -> argparse.ArgumentParser:
 def _run(options: RunOptions) -> int:
     import asyncio
 
-    from farandole.launch.checkpoints import beginning
+    from farandole.launch.checkpoint_place import beginning
     from farandole.launch.local import run_local
     from farandole.launch.output import output_options
     from farandole.launch.report import Loudness, Report

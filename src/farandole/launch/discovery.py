@@ -12,7 +12,7 @@ from typing import Protocol
 
 from farandole.deadline import to_its_end, within
 from farandole.errors import ConfigError, FarandoleError
-from farandole.launch.hosts import HostSlots, parse_host
+from farandole.launch.host_list import HostSlots, parse_host
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0

@@ -11,7 +11,7 @@ from types import TracebackType
 from farandole.clock import now_s, wall_time_s
 from farandole.errors import ConfigError
 from farandole.events import Event
-from farandole.launch.writer import BackgroundWriter
+from farandole.launch.nonblocking_writer import BackgroundWriter
 
 
 class EventFile:

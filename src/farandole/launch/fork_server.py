@@ -61,7 +61,8 @@ class ForkServer:
         """Start to import; `nice` says how much that yields to others. Raises OSError. Not to be cancelled."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # Not on the loop's thread, which has beats to say: where cores are scarce, a program takes long to begin.
+            # Not on the loop's thread, which has heartbeats to send: where cores are scarce, a program takes long to
+            # begin.
             self._process = await asyncio.to_thread(self._begin, theirs.fileno(), nice)
         except OSError:
             self._channel.close()

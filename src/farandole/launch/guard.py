@@ -54,13 +54,13 @@ class Guard:
         self._watched.add(pgid)
         self._say(f"watch {pgid}\n")
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """The agent is not stopped. Nothing to be told where silence has no limit."""
         process = self._process
         if self._silence_limit_s is None or process is None or process.stdin is None:
             return
         if can_write(process.stdin, within_s=0):  # else the guard itself is stopped: nobody waits for it
-            self._say("beat\n")
+            self._say("heartbeat\n")
 
     def release(self, pgid: int) -> None:
         """Forget this process group; to be called when it was killed, before its number can be used again."""

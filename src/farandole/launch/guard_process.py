@@ -1,8 +1,8 @@
 """What the guard process runs, as a script of its own: only the standard library, no package around it.
 
 Its arguments: the folder of the job's scratch files, and how many seconds of silence mean that the parent is stopped
-(none: it may be silent). Its parent holds the other end of stdin and says "watch GROUP", "release GROUP", "beat" or
-"stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
+(none: it may be silent). Its parent holds the other end of stdin and says "watch GROUP", "release GROUP", "heartbeat"
+or "stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
 groups are killed, and what they may leave on disk is removed. Started by guard.py.
 """
 

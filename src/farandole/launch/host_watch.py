@@ -8,7 +8,7 @@ from collections.abc import Callable
 from farandole.errors import ConfigError
 from farandole.events import Event, HostDiscoveryFailed, HostRefused
 from farandole.launch.discovery import DiscoveryFailed, HostDiscovery
-from farandole.launch.hosts import HostSlots, is_this_machine
+from farandole.launch.host_list import HostSlots, is_this_machine
 from farandole.launch.local_agents import refuse_other_machines, why_refused
 
 

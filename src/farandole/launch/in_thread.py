@@ -13,9 +13,9 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
 from farandole.env import CheckpointEnv
 from farandole.events import Event
-from farandole.launch.checkpoints import Beginning, beginning
+from farandole.launch.checkpoint_place import Beginning, beginning
 from farandole.launch.discovery import HostDiscovery
-from farandole.launch.hosts import HostSlots
+from farandole.launch.host_list import HostSlots
 from farandole.launch.local import run_local
 from farandole.launch.output import OutputOptions
 from farandole.launch.report import Loudness, Report

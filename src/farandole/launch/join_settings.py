@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.errors import ConfigError
-from farandole.launch.hosts import HostSlots
+from farandole.launch.host_list import HostSlots
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from farandole.launch.core_sharing import share_cores, workers_at_most
 from farandole.launch.descriptors import reserve_descriptors
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.ending_signals import ending_signals
+from farandole.launch.host_list import HostSlots
 from farandole.launch.host_watch import HostWatch
-from farandole.launch.hosts import HostSlots
 from farandole.launch.job_files import announced
 from farandole.launch.join_settings import Joining
 from farandole.launch.local_agents import LocalAgents, refuse_other_machines
@@ -203,12 +203,12 @@ def _ending_on_signals(
         yield  # farandole.run(): signals are the business of the program that called it
         return
 
-    was_said = False
+    was_sent = False
 
     def end(number: signal.Signals, is_urgent: bool) -> None:
-        nonlocal was_said
-        if not was_said and not coordinator.has_ended:
-            was_said = True
+        nonlocal was_sent
+        if not was_sent and not coordinator.has_ended:
+            was_sent = True
             on_event(StopAsked(number.name, grace_s))
         coordinator.request_stop(now=is_urgent, reason=f"{number.name} was received")
         if is_urgent:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from farandole.errors import ConfigError
 from farandole.events import Event, HostDrained, HostUndrained
 from farandole.launch.agent import Agent, EndOfService
-from farandole.launch.hosts import HostSlots, is_this_machine
+from farandole.launch.host_list import HostSlots, is_this_machine
 
 _AGAIN_S = 1.0  # until an agent that ended without being dismissed is started anew
 

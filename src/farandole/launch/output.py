@@ -11,9 +11,9 @@ from typing import TextIO
 
 from farandole.clock import wall_time_s
 from farandole.config import JobConfig
+from farandole.launch.nonblocking_writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 from farandole.launch.rank_files import Move, RankFile, RankFiles, make_writable
 from farandole.launch.tracebacks import TracebackFolder
-from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: neighbours differ
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from farandole.errors import ConfigError
-from farandole.launch.writer import write_all
+from farandole.launch.nonblocking_writer import write_all
 
 _COPY_BYTES = 1 << 20
 

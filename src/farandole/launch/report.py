@@ -26,7 +26,7 @@ from farandole.events import (
     WorkerLost,
     WorkerSpawned,
 )
-from farandole.launch.writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
+from farandole.launch.nonblocking_writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 
 _LAST_LINES = 5  # of a lost worker's stderr; all that there are when verbose
 _NO_HOROVOD = "ModuleNotFoundError: No module named 'horovod'"

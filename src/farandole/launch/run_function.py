@@ -19,7 +19,7 @@ from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
 from farandole.launch.checkpoint_settings import checkpoint_settings
 from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
-from farandole.launch.hosts import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.in_thread import run_job
 from farandole.launch.output import OutputOptions, output_options
 from farandole.launch.run_parser import WITHOUT_EFFECT

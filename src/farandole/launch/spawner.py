@@ -59,7 +59,7 @@ class PlainSpawner:
         self._command = list(command)
 
     async def spawn(self, environment: Mapping[str, str]) -> Child:
-        # Not on the loop's thread, which has beats to say: where cores are scarce, a program takes long to begin.
+        # Not on the loop's thread, which has heartbeats to send: where cores are scarce, a program takes long to begin.
         starting = asyncio.ensure_future(asyncio.to_thread(start, self._command, worker_variables(environment)))
         try:
             return await to_its_end(starting)

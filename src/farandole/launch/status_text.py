@@ -23,8 +23,9 @@ def in_words(status: Status) -> list[str]:
             f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are there)"
         )
     lines += [
-        f"slot {each.slot} on {each.host} sits out for {each.for_s:.1f} s more, after {each.failures} failures in a row"
-        for each in status.resting
+        f"slot {each.slot} on {each.host} is in backoff for {each.for_s:.1f} s more, "
+        f"after {each.failures} failures in a row"
+        for each in status.backoffs
     ]
     if status.events:
         lines += ["", "last events"]

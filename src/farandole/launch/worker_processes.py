@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from farandole.death_hint import is_main_thread_ending
+from farandole.exit_notice import is_main_thread_ending
 from farandole.launch.guard import Guard
 from farandole.launch.guard_process import remove_shared_memory
 from farandole.launch.process import WorkerProcess
@@ -27,7 +27,7 @@ class WorkerProcesses:
     last_lines)` is called once a process is reaped and its process group was killed, `on_spawn_failed(worker, error)`
     when it could not be started at all. Made and used on one event loop.
 
-    silence_limit_s  the workers are killed when `beat` was not called for so long; None: it need not be called
+    silence_limit_s  the workers are killed when `heartbeat` was not called for so long; None: it need not be called
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class WorkerProcesses:
         """A generation has been started: from now on workers may have to be replaced."""
         self._spawner.training_begins()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """The agent is not stopped."""
-        self._guard.beat()
+        self._guard.heartbeat()
 
     def pids(self) -> dict[str, int]:
         """The processes that run and have not been asked to end, by worker."""

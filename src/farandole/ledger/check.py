@@ -205,7 +205,8 @@ class _Story:
 
 @dataclass
 class _Epoch:
-    """counts  how often each sample was trained; unseen, unseen_hash  of shares of which only the sums are known.
+    """counts  how often each sample was trained; unseen, unseen_hash  of local batches of which only the sums are
+    known.
 
     is_mixed  some of these sums are of samples of two epochs
     """
@@ -319,7 +320,7 @@ class _Count:
         """An epoch that is whole has every sample; of every other one it is known how many.
 
         Shares that no file has are known by their sum, and are those that nobody else has trained, if that sum is
-        right. That of shares which reach into the next epoch is of both together, and proves neither.
+        right. That of local batches which reach into the next epoch is of both together, and proves neither.
         """
         never = self._never(epoch)
         # Of streams, also what is trained of an unfinished epoch has no gaps.

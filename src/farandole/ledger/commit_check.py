@@ -237,5 +237,5 @@ class _Count:
 
 
 def _name(key: Entry) -> str:
-    lineage, number, _ = key
-    return f"generation {number}" + (f" of lineage {lineage}" if lineage > 1 else "")
+    run_id, number, _ = key
+    return f"generation {number}" + (f" of run {run_id}" if run_id > 1 else "")

@@ -1,4 +1,4 @@
-"""One number for a set of samples, whose sum over shares is that of the whole. Pure; worker and checker use it."""
+"""One number for a set of samples, whose sum over parts is that of the whole. Pure; worker and checker use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a sample ledger: what they say, and how they are written. Pure; writer.py and reading.py use it.
+"""The lines of a sample ledger: what they say, and how they are written. Pure; ledger_writer.py and reading.py use it.
 
 A line is a JSON array whose first item names its kind, so that a person can read it and a line that was cut
 short can be told. Sample ids are plain numbers; where they follow each other, pairs of [first, how many].
@@ -19,9 +19,9 @@ WHOLE, HOLED = "whole", "holed"  # of the same length: one is written over the o
 
 Ids: TypeAlias = list[int | tuple[int, int]]
 Generation: TypeAlias = tuple[int, int]
-"""(lineage, number): ordered; what starts later is greater."""
+"""(run_id, number): ordered; what starts later is greater."""
 Entry: TypeAlias = tuple[int, int, int]
-"""(lineage, number, entry): the same, under the commit rule."""
+"""(run_id, number, entry): the same, under the commit rule."""
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
@@ -46,7 +46,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     copied   this worker has copied parameters and optimizer state from another one; None where nobody says
     """
 
-    lineage: int
+    run_id: int
     generation: int
     nonce: str
     rank: int
@@ -60,7 +60,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
 
     @property
     def key(self) -> Generation:
-        return self.lineage, self.generation
+        return self.run_id, self.generation
 
     @property
     def streams(self) -> int:
@@ -77,14 +77,14 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
 
 
 class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
-    """About to contribute to a step: the samples of this rank's share as the loader has delivered them.
+    """About to contribute to a step: the samples of this rank's local batch as the loader has delivered them.
 
     start, stop  positions of the global batch in the epoch's order; those beyond its end are of the next epoch
-    low, high    positions of the share, in the order of `ids`; equal for a ghost, whose samples do not count and are
-                 not in `ids`
+    low, high    positions of the local batch, in the order of `ids`; equal for a dummy batch, whose samples do not
+                 count and are not in `ids`
     """
 
-    lineage: int
+    run_id: int
     generation: int
     step: int
     rank: int
@@ -97,11 +97,11 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
 
     @property
     def key(self) -> Generation:
-        return self.lineage, self.generation
+        return self.run_id, self.generation
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
-    """This worker has applied a step. `samples` and `ids_hash` are sums over the shares of all ranks, as they
+    """This worker has applied a step. `samples` and `ids_hash` are sums over the local batches of all ranks, as they
     agreed on in the step's last reduction; the hash is hashing.ids_hash.
 
     digest   of a part of the state before the step, the same part on all ranks; 0 where nothing was hashed
@@ -109,7 +109,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
              has not copied a state since; -1 where nobody counts
     """
 
-    lineage: int
+    run_id: int
     generation: int
     step: int
     epoch: int
@@ -122,7 +122,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
 
     @property
     def key(self) -> Generation:
-        return self.lineage, self.generation
+        return self.run_id, self.generation
 
 
 class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
@@ -130,7 +130,7 @@ class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
     state/divergence.py. `rank` is that of the worker which writes this. Without `ranks` it was found that these tensors
     are computed from each worker's own samples."""
 
-    lineage: int
+    run_id: int
     generation: int
     step: int
     rank: int
@@ -138,17 +138,17 @@ class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
     objects: int
     ranks: tuple[int, ...]
     source: int
-    is_large: bool
+    is_trained: bool
 
     @property
     def key(self) -> Generation:
-        return self.lineage, self.generation
+        return self.run_id, self.generation
 
 
 class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """All workers have ended an epoch, with the cursor there; the next step is `step`."""
 
-    lineage: int
+    run_id: int
     generation: int
     step: int
     epoch: int
@@ -156,7 +156,7 @@ class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
     @property
     def key(self) -> Generation:
-        return self.lineage, self.generation
+        return self.run_id, self.generation
 
 
 class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
@@ -167,7 +167,7 @@ class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
     samplers  those of the state: name, and samples of the data set
     """
 
-    lineage: int
+    run_id: int
     generation: int
     entry: int
     nonce: str
@@ -178,7 +178,7 @@ class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
 
     @property
     def key(self) -> Entry:
-        return self.lineage, self.generation, self.entry
+        return self.run_id, self.generation, self.entry
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
@@ -191,7 +191,7 @@ class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
     samples, ids_hash  of the `ids` of all ranks together; -1 and 0 where each rank knows its own only
     """
 
-    lineage: int
+    run_id: int
     generation: int
     entry: int
     commit: int
@@ -206,14 +206,14 @@ class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
 
     @property
     def key(self) -> Entry:
-        return self.lineage, self.generation, self.entry
+        return self.run_id, self.generation, self.entry
 
 
 class EpochLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
     """Under the commit rule: a sampler was told to begin another epoch, with `samples` of this one untrained; -1:
     nobody knows, since each rank has recorded its own."""
 
-    lineage: int
+    run_id: int
     generation: int
     entry: int
     commit: int
@@ -224,7 +224,7 @@ class EpochLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
 
     @property
     def key(self) -> Entry:
-        return self.lineage, self.generation, self.entry
+        return self.run_id, self.generation, self.entry
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True, tag="missed"):
@@ -255,8 +255,8 @@ def decode(line: bytes) -> Record | None:
 
 def name_of(key: Generation) -> str:
     """For people."""
-    lineage, number = key
-    return f"generation {number}" + (f" of lineage {lineage}" if lineage > 1 else "")
+    run_id, number = key
+    return f"generation {number}" + (f" of run {run_id}" if run_id > 1 else "")
 
 
 def compact(ids: Sequence[int] | NDArray[np.int64]) -> Ids:

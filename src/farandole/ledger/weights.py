@@ -89,7 +89,7 @@ class WeightsStory:
                 continue
             said = f"the workers found before step {step} that {record.name}{more} of {who} differed from {source}'s"
             # Buffers may be computed from each worker's own samples, as BatchNorm's statistics are.
-            (self.problems if record.is_large else self.remarks).append(said)
+            (self.problems if record.is_trained else self.remarks).append(said)
         begun: tuple[tuple[str, ...], int, int] | None = None
         for (key, step), found in sorted(self._digests.items()):
             if len(found) == 1 or any((key, later) in self._differed for later in (step, step + 1)):

@@ -16,10 +16,10 @@ from farandole.collectives.named.handles import synchronize
 from farandole.collectives.named.process_sets import global_process_set
 from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.errors import StepError
+from farandole.optim.optimizer_mixin import WrappedOptimizer, counts_passes
 from farandole.optim.options import Options
 from farandole.optim.scaled_step import zeroing
-from farandole.optim.wrapping import WrappedOptimizer, counts_passes
-from farandole.state import boundary, step
+from farandole.state import loop_hooks, step
 
 
 class DeltaOptimizer(WrappedOptimizer):
@@ -43,7 +43,7 @@ class DeltaOptimizer(WrappedOptimizer):
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         if options.process_set is not global_process_set:
             raise NotImplementedError("op=Adasum works over all workers only; leave process_set out, or use Average")
-        if not boundary.is_elastic():
+        if not loop_hooks.is_elastic():
             require_power_of_two(world.current().placement.size)
         self._compression = options.compression
         self._has_warned = False
@@ -132,5 +132,5 @@ def _refuse_batch() -> None:
     if step.batch() is not None:
         raise StepError(
             "op=Adasum combines whole steps and does not know of a DataLoader of Farandole, which weights gradients "
-            "by the size of each worker's share; use op=Average with it, or torch's DataLoader"
+            "by the size of each worker's local batch; use op=Average with it, or torch's DataLoader"
         )

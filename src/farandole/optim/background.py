@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import WaitingForPeers
 
 _tasks: queue.SimpleQueue[Callable[[], object]] | None = None
 
@@ -33,7 +33,7 @@ class Background:
         """Wait for all of them; what one has raised."""
         with self._condition:
             if self._waiting:
-                with Waiting():
+                with WaitingForPeers():
                     self._condition.wait_for(lambda: self._waiting == 0)
             error, self._error = self._error, None
         return error

@@ -2,7 +2,7 @@
 
 Cutting helps where the network moves bytes while a core of its own computes. Where workers take all cores, or tensors
 are copied by the cores themselves (shared memory), a reduction in the background takes the time from backward that it
-saves, and one reduction at the end is fastest. Over connections the first steps find out what is (bucket_trial.py).
+saves, and one reduction at the end is fastest. Over connections the first steps find out what is (bucket_autotune.py).
 """
 
 from __future__ import annotations

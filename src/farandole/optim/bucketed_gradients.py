@@ -19,7 +19,7 @@ from farandole.collectives.named.compression import Compressor
 from farandole.collectives.transport import Transport
 from farandole.errors import StepError
 from farandole.optim.background import Background
-from farandole.optim.bucket_trial import BucketTrial, fastest
+from farandole.optim.bucket_autotune import BucketAutotune, fastest
 from farandole.optim.buckets import Buckets
 from farandole.optim.compressed import CompressedReduce
 from farandole.optim.device_order import Arrivals
@@ -46,14 +46,14 @@ class BucketedGradients:
         self._reduce = CompressedReduce(compression)
         self._background = Background()
         self._agreed_in: world.World | None = None
-        self._trial: BucketTrial | None = None  # in the first steps, where it is not clear which cut is fastest
+        self._autotune: BucketAutotune | None = None  # in the first steps, where it is not clear which cut is fastest
         self._fastest: int | None = None  # what it has shown
         self._began_s: float | None = None  # when the first gradient of this pass came
         self._place: dict[int, int] = {}  # of each parameter, its bucket's
         self._missing: list[int] = []  # gradients that each bucket waits for in this pass
         self._arrivals: list[Arrivals] = []  # in each bucket
         self._given = 0  # so many buckets are reduced, or on their way
-        self._flies_by: Transport | None = None
+        self._overlaps_on: Transport | None = None
 
     # From gradient to bucket -----------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class BucketedGradients:
             if factor:
                 torch.mul(gradient, factor, out=view)
             else:
-                view.zero_()  # not multiplied: a ghost's inf times 0 would be NaN
+                view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         elif factor:
             view.add_(gradient, alpha=factor)
         # The next micro-batch must not accumulate on top of what is in the bucket already.
@@ -94,7 +94,7 @@ class BucketedGradients:
 
     # While backward goes on ------------------------------------------------------------------------------
 
-    def may_fly(self) -> bool:
+    def may_overlap(self) -> bool:
         """Whether what is complete can be reduced while backward goes on; then each arrived() counts."""
         self._began_s = now_s()
         buckets = self._buckets.buckets
@@ -109,22 +109,22 @@ class BucketedGradients:
         in what is complete first."""
         place = self._place[id(parameter)]
         self._missing[place] -= 1
-        self._arrivals[place].note()
-        transport = self._flies_by = world.current().transport
+        self._arrivals[place].record()
+        transport = self._overlaps_on = world.current().transport
         while self._given < len(self._missing) - 1 and not self._missing[self._given]:
             task = partial(self._all_reduce, transport, self._given, b"")
             self._background.add(self._arrivals[self._given].before(task))
             self._given += 1
 
-    def is_flying(self) -> bool:
+    def is_overlapping(self) -> bool:
         """Whether something was given away to be reduced, and reduce() was not called."""
         return self._given > 0
 
-    def end_flight(self, reason: str) -> None:
+    def end_overlap(self, reason: str) -> None:
         """Return when nothing is on its way any more; the transport is aborted if something was."""
-        if self._given and self._flies_by is not None:
+        if self._given and self._overlaps_on is not None:
             # Others wait for the buckets that will not come now.
-            self._flies_by.abort(reason)
+            self._overlaps_on.abort(reason)
             self._background.finish()
             self._given = 0
 
@@ -132,7 +132,7 @@ class BucketedGradients:
 
     def reduce(self, header: StepHeader) -> list[StepHeader]:
         """Add up over all ranks what is not yet; everybody's headers, by rank. Raises what transports raise."""
-        here, note = world.current(), header.pack()
+        here, trailer = world.current(), header.pack()
         if self._agreed_in is not here:
             self._agree(here)
         self._land(here.transport)
@@ -140,9 +140,11 @@ class BucketedGradients:
         *others, last = range(len(self._buckets.buckets))
         for place in others[given:]:
             self._all_reduce(here.transport, place, b"")
-        if self._trial is not None and self._trial.is_over:
-            self._end_trial(here, self._trial)  # ranks differ in what has flown, but not in what comes before the last
-        headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, note)]
+        if self._autotune is not None and self._autotune.is_over:
+            self._end_autotune(
+                here, self._autotune
+            )  # ranks differ in what has flown, but not in what comes before the last
+        headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, trailer)]
         self._take_turns()
         return headers
 
@@ -161,8 +163,8 @@ class BucketedGradients:
             self._given = 0
             raise error
 
-    def _all_reduce(self, transport: Transport, place: int, note: bytes) -> list[bytes]:
-        return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, note)
+    def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
+        return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, trailer)
 
     def _agree(self, here: world.World) -> None:
         """Once in each generation, and after each change of the parameters."""
@@ -170,10 +172,10 @@ class BucketedGradients:
         described = describe(self._names)
         is_on_device = self._buckets.device.type != "cpu"
         sizes = agree_on_buckets(here, self._digest, described, total, self._pinned_bytes, is_on_device, self._fastest)
-        self._trial = BucketTrial(sizes) if len(sizes) > 1 else None
+        self._autotune = BucketAutotune(sizes) if len(sizes) > 1 else None
         self._cut(sizes[0])
         self._agreed_in = here
-        if self._trial is None and sizes[0] and here.placement.rank == 0:
+        if self._autotune is None and sizes[0] and here.placement.rank == 0:
             logger.info("%.1f MB of gradients are reduced in buckets of %s", total / 2**20, _in_words(sizes[0]))
 
     def _cut(self, least_bytes: int) -> None:
@@ -186,22 +188,22 @@ class BucketedGradients:
     def _take_turns(self) -> None:
         """After each reduction."""
         began_s, self._began_s = self._began_s, None
-        if self._trial is not None:
-            self._trial.note(None if began_s is None else now_s() - began_s)
-            self._next_bytes = self._trial.size
+        if self._autotune is not None:
+            self._autotune.record(None if began_s is None else now_s() - began_s)
+            self._next_bytes = self._autotune.size
         if self._next_bytes != self._least_bytes:
             self._cut(self._next_bytes)
 
-    def _end_trial(self, here: world.World, trial: BucketTrial) -> None:
+    def _end_autotune(self, here: world.World, autotune: BucketAutotune) -> None:
         """All ranks choose the same, which is cut from the next step on."""
-        medians = struct.Struct(f"<{len(trial.sizes)}d")
-        by_rank = [medians.unpack(each) for each in here.transport.all_gather(medians.pack(*trial.medians_s()))]
-        self._trial = None
-        self._fastest = self._next_bytes = fastest(trial.sizes, by_rank)
+        medians = struct.Struct(f"<{len(autotune.sizes)}d")
+        by_rank = [medians.unpack(each) for each in here.transport.all_gather(medians.pack(*autotune.medians_s()))]
+        self._autotune = None
+        self._fastest = self._next_bytes = fastest(autotune.sizes, by_rank)
         if here.placement.rank == 0:
-            times = zip(trial.sizes, map(max, zip(*by_rank, strict=True)), strict=True)
+            times = zip(autotune.sizes, map(max, zip(*by_rank, strict=True)), strict=True)
             logger.info(
-                "%.1f MB of gradients are reduced in buckets of %s, after a trial; first gradient to last sum: %s",
+                "%.1f MB of gradients are reduced in buckets of %s, after the autotune; first gradient to last sum: %s",
                 self._buckets.total_bytes / 2**20,
                 _in_words(self._fastest),
                 ", ".join(f"{1e3 * seconds:.1f} ms with {_in_words(size)}" for size, seconds in times),

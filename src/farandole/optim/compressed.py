@@ -27,21 +27,21 @@ class CompressedReduce:
         """Other tensors come from now on."""
         self._sent.clear()
 
-    def all_reduce(self, transport: Transport, flat: torch.Tensor, note: bytes) -> list[bytes]:
+    def all_reduce(self, transport: Transport, flat: torch.Tensor, trailer: bytes) -> list[bytes]:
         """As the transport's: `flat` is overwritten with the sum."""
         if self._compression is NoneCompressor or flat.dtype == self._dtype:
-            return transport.all_reduce(flat, note)
+            return transport.all_reduce(flat, trailer)
         if self._dtype is None or not flat.is_floating_point():
             sent, ctx = self._compression.compress(flat)
-            notes = transport.all_reduce(sent, note)
+            trailers = transport.all_reduce(sent, trailer)
             if sent is not flat:
                 flat.copy_(self._compression.decompress(sent, ctx))
-            return notes
+            return trailers
         key = (flat.data_ptr(), flat.numel())
         small = self._sent.get(key)
         if small is None:
             small = self._sent[key] = shareable_zeros(flat.numel(), self._dtype, flat.device)
         small.copy_(flat)
-        notes = transport.all_reduce(small, note)
+        trailers = transport.all_reduce(small, trailer)
         flat.copy_(small)
-        return notes
+        return trailers

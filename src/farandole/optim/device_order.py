@@ -19,13 +19,13 @@ def wait_for_device(device: torch.device) -> None:
 
 
 class Arrivals:
-    """In which streams something was put into a bucket. note() is for the thread that has put it."""
+    """In which streams something was put into a bucket. record() is for the thread that has put it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_needed = device, device.type == "cuda"
         self._streams: set[Any] = set()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """The current stream was given something just now."""
         if self._is_needed:
             self._streams.add(torch.cuda.current_stream(self._device))

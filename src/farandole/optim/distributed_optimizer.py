@@ -16,13 +16,13 @@ from farandole.collectives.reduction import Reduction
 from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
 from farandole.optim.advice import recommend_fused
+from farandole.optim.loader_path import LoaderPath
 from farandole.optim.named_path import NamedPath
-from farandole.optim.native_path import NativePath
+from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, wrap
 from farandole.optim.options import Options, groups_of
 from farandole.optim.scaled_step import zeroing
-from farandole.optim.wrapping import OptimizerT, WrappedOptimizer, wrap
 from farandole.state import step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -111,7 +111,7 @@ class ReducingOptimizer(WrappedOptimizer):
 
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         self._set_up(named_parameters, passes_per_step)
-        self._native = NativePath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
+        self._native = LoaderPath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
         self._named = NamedPath(self._parameter_names, options, self._passes)
         self._reduces_in_step = True
         self._loss = options.loss

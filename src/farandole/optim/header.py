@@ -15,16 +15,16 @@ _LAYOUT = struct.Struct("<8qQdQq")
 SIZE = _LAYOUT.size
 
 
-class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/ticket.py
+class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/global_batch.py
     """What one rank says about the step it reduces.
 
     generation  number of its generation
     step        decided steps before this one
     plan        digest of the reduced parameters (shapes and dtypes), 63 bits
-    epoch, start, stop  the ticket; all -1 without a loader of ours
-    samples     real samples of this rank's share
+    epoch, start, stop  the global batch; all -1 without a loader of ours
+    samples     real samples of this rank's local batch
     prepared    number of the planned generation it holds; 0 for none
-    ids_hash    of the samples of its share, where a sample ledger is kept; else 0
+    ids_hash    of the samples of its local batch, where a sample ledger is kept; else 0
     weight      what weighting.Weights.said() tells
     digest      of a part of the state before the step (state/state_digest.py); 0 where nothing was hashed
     saved       1 where this rank has begun a checkpoint before the step
@@ -60,8 +60,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/t
         )
 
     @classmethod
-    def unpack(cls, note: bytes) -> StepHeader:
-        return cls(*_LAYOUT.unpack(note))
+    def unpack(cls, trailer: bytes) -> StepHeader:
+        return cls(*_LAYOUT.unpack(trailer))
 
 
 _SAME_EVERYWHERE = {
@@ -102,6 +102,6 @@ def check(headers: list[StepHeader]) -> None:
             )
         if counted != whole:
             raise CollectiveMismatch(
-                f"step {first.step}: the workers' shares hold {counted} samples, the global batch "
+                f"step {first.step}: the workers' local batches hold {counted} samples, the global batch "
                 f"[{first.start}, {first.stop}) holds {whole}; nothing was applied"
             )

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from farandole.errors import HorovodInternalError
-from farandole.optim.in_flight import InFlight, Named
+from farandole.optim.named_reduction import Named, NamedReduction
+from farandole.optim.optimizer_mixin import counts_passes
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
-from farandole.optim.wrapping import counts_passes
 
 
 class NamedPath:
@@ -53,9 +53,9 @@ class NamedPath:
         participants = self._participants()
         if not self._passes.are_due(id(each.parameter) for each in participants):
             return
-        flight = self._begin(participants)
+        reduction = self._begin(participants)
         # Queued behind the ends of other optimizers' passes: they submit first, then all wait.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(flight))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(reduction))
 
     # In step() and synchronize() -------------------------------------------------------------------------
 
@@ -65,9 +65,9 @@ class NamedPath:
         Raises HorovodInternalError when a collective failed; then nothing of this step is left."""
         if not self._is_active():
             return False
-        flight = self._begin(self._participants())
-        self._finish(flight)
-        return flight is not None
+        reduction = self._begin(self._participants())
+        self._finish(reduction)
+        return reduction is not None
 
     def synchronize(self) -> None:
         self.reduce_rest()
@@ -89,26 +89,26 @@ class NamedPath:
         """Frozen ones do not; one that was frozen after its backward pass does."""
         return parameter.requires_grad or self._passes.has_counted(id(parameter))
 
-    def _begin(self, participants: Sequence[Named]) -> InFlight | None:
+    def _begin(self, participants: Sequence[Named]) -> NamedReduction | None:
         keys = self._passes.unreduced(id(each.parameter) for each in participants)
         if not keys:
             return None
-        flight = InFlight(
+        reduction = NamedReduction(
             [each for each in participants if id(each.parameter) in keys], self._options, self._sparse_dims
         )
         try:
-            flight.submit()
+            reduction.submit()
         except HorovodInternalError:
             self._abandon()
             raise
         self._passes.reduced(keys)
-        return flight
+        return reduction
 
-    def _finish(self, flight: InFlight | None) -> None:
-        if flight is None:
+    def _finish(self, reduction: NamedReduction | None) -> None:
+        if reduction is None:
             return
         try:
-            flight.finish()
+            reduction.finish()
         except HorovodInternalError:
             self._abandon()
             raise

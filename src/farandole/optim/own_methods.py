@@ -16,7 +16,7 @@ from farandole.errors import StepError
 from farandole.optim.scaled_step import STEPPED_TWICE, ScaledStep
 from farandole.state import step
 from farandole.state.background_copy import finish_all
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 from farandole.state.undo import Undo
 
 
@@ -63,21 +63,21 @@ class OwnMethods(ScaledStep):
         undo = protect(self)
         refusal = (
             f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
-            f"added up yet; leave micro_batch_size out, or make it as large as the worker's share"
+            f"added up yet; leave micro_batch_size out, or make it as large as the worker's local batch"
         )
         with _watching() as watch:
             before, self._is_inside = self._is_inside, True
             try:
                 result = method()
             except Exception as error:
-                if batch.ticket.micro_batches > 1:
+                if batch.global_batch.micro_batches > 1:
                     raise StepError(refusal) from error
                 raise
             finally:
                 self._is_inside = before
         if step.state() == "aborted":
             return result
-        if batch.ticket.micro_batches > 1 and (undo.has_moved() or watch.has_stepped):
+        if batch.global_batch.micro_batches > 1 and (undo.has_moved() or watch.has_stepped):
             raise StepError(refusal)
         if watch.has_stepped:
             self._decide_within(batch)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from farandole.collectives.cores import own_cores
-from farandole.collectives.shared_memory.transport import SharedMemoryTransport
+from farandole.collectives.shared_memory.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.staging import host_transport
+from farandole.collectives.worker_cores import own_cores
 from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch
 from farandole.optim.bucket_size import Surroundings, bucket_sizes

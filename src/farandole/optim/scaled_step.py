@@ -1,4 +1,5 @@
-"""The step of the user's optimizer class below one of ours, by GradScaler's rules. wrapping.py and ddp/ use it."""
+"""The step of the user's optimizer class below one of ours, by GradScaler's rules. optimizer_mixin.py and ddp/ use
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from farandole.errors import ConfigError, StepError
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 class ScaledStep(torch.optim.Optimizer):
@@ -53,7 +54,7 @@ STEPPED_TWICE = "optimizer.step() twice for one batch of the loader; call it onc
 
 def refuse_closure(batch: Batch) -> None:
     """Raise StepError for step(closure) where the backward passes of the closure would not be the whole step."""
-    if batch.ticket.micro_batches > 1 or batch.is_padding:
+    if batch.global_batch.micro_batches > 1 or batch.is_padding:
         raise StepError(
             "step(closure) with micro-batches of a DataLoader of Farandole: the closure's backward pass would be one "
             "of several. Call backward() first and step() without a closure, or leave micro_batch_size out"

@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from farandole.collectives import world
 from farandole.optim.header import StepHeader, check, ids_hash
 from farandole.optim.weighting import total
-from farandole.state import boundary, recording, step
-from farandole.state.ticket import Batch
+from farandole.state import loop_hooks, recording, step
+from farandole.state.global_batch import Batch
 
 
 def header_of(batch: Batch, plan: int, weight_said: float) -> StepHeader:
     """To be made before anything is contributed: the ledger's intent is written here. `plan`: parameters.digest()."""
-    ticket = batch.ticket
+    global_batch = batch.global_batch
     return StepHeader(
         generation=world.current().id.number,
-        step=boundary.steps_decided(),
+        step=loop_hooks.steps_decided(),
         plan=plan,
-        epoch=ticket.epoch,
-        start=ticket.start,
-        stop=ticket.stop,
-        samples=ticket.samples,
-        prepared=boundary.prepared(),
+        epoch=global_batch.epoch,
+        start=global_batch.start,
+        stop=global_batch.stop,
+        samples=global_batch.samples,
+        prepared=loop_hooks.prepared(),
         weight=weight_said,
         ids_hash=recording.intend(batch),
-        digest=boundary.digest(),
-        saved=int(boundary.has_saved()),
+        digest=loop_hooks.digest(),
+        saved=int(loop_hooks.has_saved()),
     )
 
 
@@ -37,9 +37,9 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     check(said)
     weight = total([header.weight for header in said])
     recording.agree(sum(header.samples for header in said), ids_hash(said))
-    boundary.agree([header.prepared for header in said])
-    boundary.compare([header.digest for header in said], any(header.saved for header in said))
-    return batch.ticket.global_samples / weight if weight else 1.0  # with 0, nothing was added up
+    loop_hooks.agree([header.prepared for header in said])
+    loop_hooks.compare([header.digest for header in said], any(header.saved for header in said))
+    return batch.global_batch.global_samples / weight if weight else 1.0  # with 0, nothing was added up
 
 
 def absorb() -> bool:
@@ -48,4 +48,4 @@ def absorb() -> bool:
     if not step.is_undecided():
         return False
     step.aborted()
-    return boundary.can_repeat()
+    return loop_hooks.can_repeat()

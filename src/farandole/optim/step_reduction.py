@@ -1,4 +1,4 @@
-"""The gradients of one global batch, from this rank's to everybody's, proved by the step header. native_path.py says
+"""The gradients of one global batch, from this rank's to everybody's, proved by the step header. loader_path.py says
 when."""
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.named.compression import NoneCompressor
 from farandole.errors import ConfigError, StepError
+from farandole.optim.active_optimizers import ActiveOptimizers
 from farandole.optim.bucketed_gradients import BucketedGradients
-from farandole.optim.company import Company
+from farandole.optim.local_gradients import LocalGradients
 from farandole.optim.options import Options, refuse_for_loader
-from farandole.optim.own_gradients import OwnGradients
 from farandole.optim.parameters import check_devices, digest
 from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import conclude, header_of
-from farandole.state import boundary, recording, step
-from farandole.state.ticket import Batch
+from farandole.state import loop_hooks, recording, step
+from farandole.state.global_batch import Batch
 
-_company = Company()
+_active = ActiveOptimizers()
 
 
 class StepReduction:
@@ -30,18 +30,18 @@ class StepReduction:
     def __init__(self, names: Callable[[], Mapping[torch.Tensor, str]], options: Options, passes: Passes) -> None:
         self._names, self._options, self._passes = names, options, passes
         self._batch: Batch | None = None
-        self._kept: BucketedGradients | OwnGradients | None = None  # where those of this ticket are
+        self._kept: BucketedGradients | LocalGradients | None = None  # where those of this global batch are
         self._forget_plan()
 
     def _forget_plan(self) -> None:
         self._planned: dict[torch.Tensor, str] | None = None
         self._ids: frozenset[int] = frozenset()
-        self._own: OwnGradients | None = None
+        self._own: LocalGradients | None = None
         self._bucketed: BucketedGradients | None = None
 
     def plan_anew(self) -> None:
         """The parameters are others now."""
-        self.end_flight("parameters were added inside of backward()")
+        self.end_overlap("parameters were added inside of backward()")
         self._forget_plan()
         self._kept = None
 
@@ -67,24 +67,24 @@ class StepReduction:
         return id(parameter) in self._ids
 
     def begin(self, batch: Batch) -> None:
-        """The first of a ticket that the optimizer has something of."""
+        """The first of a global batch that the optimizer has something of."""
         self._batch, self._kept = batch, None
-        _company.joins(id(self), batch.ticket)
+        _active.add(id(self), batch.global_batch)
 
     @property
-    def gradients(self) -> BucketedGradients | OwnGradients:
-        """Those of this ticket. Without a need they are not copied, nor is there memory for it."""
+    def gradients(self) -> BucketedGradients | LocalGradients:
+        """Those of this global batch. Without a need they are not copied, nor is there memory for it."""
         if self._kept is None:
             self._kept = self._keep()
         return self._kept
 
-    def _keep(self) -> BucketedGradients | OwnGradients:
+    def _keep(self) -> BucketedGradients | LocalGradients:
         assert self._batch is not None
         planned, options = self._plan(), self._options
-        is_alone = world.current().placement.size == 1 and self._batch.ticket.micro_batches == 1
+        is_alone = world.current().placement.size == 1 and self._batch.global_batch.micro_batches == 1
         if is_alone and options.compression is NoneCompressor:
             if self._own is None:
-                self._own = OwnGradients(list(planned))
+                self._own = LocalGradients(list(planned))
             return self._own
         if self._bucketed is None:
             self._bucketed = BucketedGradients(planned, self._digest, options.compression, options.pinned_bytes)
@@ -96,28 +96,28 @@ class StepReduction:
 
     # While backward goes on ------------------------------------------------------------------------------
 
-    def begin_flight(self, batch: Batch) -> bool:
+    def begin_overlap(self, batch: Batch) -> bool:
         """Whether what arrives from now on is reduced in the background: only if no other optimizer's gradients can
         get between the buckets of this one."""
         gradients = self.gradients
-        if isinstance(gradients, OwnGradients) or step.is_shared() or not _company.is_alone(id(self)):
+        if isinstance(gradients, LocalGradients) or step.is_shared() or not _active.is_alone(id(self)):
             return False
-        if not gradients.may_fly():
+        if not gradients.may_overlap():
             return False
         world.raise_if_refused("gradients cannot be reduced")
         recording.intend(batch)  # before anything is contributed
-        _company.flies(id(self))
+        _active.begin_overlap(id(self))
         return True
 
-    def end_flight(self, reason: str) -> None:
+    def end_overlap(self, reason: str) -> None:
         """Nothing is being reduced in the background any more when it returns."""
         if isinstance(self._kept, BucketedGradients):
-            self._kept.end_flight(reason)
-        _company.landed(id(self))
+            self._kept.end_overlap(reason)
+        _active.end_overlap(id(self))
 
     def refuse_half_reduced(self) -> None:
-        """Raise StepError if the last backward pass has raised in the middle of a flight."""
-        if isinstance(self._kept, BucketedGradients) and self._kept.is_flying():
+        """Raise StepError if the last backward pass has raised in the middle of an overlapped reduction."""
+        if isinstance(self._kept, BucketedGradients) and self._kept.is_overlapping():
             raise StepError(
                 "backward() has raised after some of its gradients were given away, to be reduced while it went on; "
                 "the batch cannot be tried again. Let the exception leave the elastic function, or set "
@@ -131,26 +131,26 @@ class StepReduction:
         raise, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
         world.raise_if_refused("gradients cannot be reduced")
         gradients = self.gradients
-        if isinstance(gradients, OwnGradients):
+        if isinstance(gradients, LocalGradients):
             self._add_up_alone(gradients, batch)
             return
-        _company.refuse_reducing(id(self))
+        _active.refuse_reducing(id(self))
         headers = gradients.reduce(header_of(batch, self._digest, weight_said))
-        _company.landed(id(self))
+        _active.end_overlap(id(self))
         gradients.scale(conclude(headers, batch))
         gradients.publish()
 
-    def _add_up_alone(self, gradients: OwnGradients, batch: Batch) -> None:
+    def _add_up_alone(self, gradients: LocalGradients, batch: Batch) -> None:
         """There is nobody to disagree with."""
         ids = recording.intend(batch)
         gradients.raise_if_ended()
-        recording.agree(batch.ticket.samples, ids)
-        boundary.agree([boundary.prepared()])
+        recording.agree(batch.global_batch.samples, ids)
+        loop_hooks.agree([loop_hooks.prepared()])
         gradients.publish()
 
     def drop(self) -> None:
         """Nothing of this step counts: every `.grad` is zero."""
-        self.end_flight("its step was aborted")
+        self.end_overlap("its step was aborted")
         for parameter in self.gradients.parameters:
             self.gradients.zero(parameter)
         self.gradients.publish()

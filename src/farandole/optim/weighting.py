@@ -1,4 +1,4 @@
-"""fd.weight, and what the gradient of each loop body counts in that of the global batch. native_path.py uses it."""
+"""fd.weight, and what the gradient of each loop body counts in that of the global batch. loader_path.py uses it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.state import step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 NOT_GIVEN = -1.0
 """In a step header: this rank's samples count."""
@@ -18,7 +18,8 @@ def weight(n: float) -> None:
     """The loss of this loop body is a mean over `n` things, tokens for one: call it before backward().
 
     With it the gradient of a step is that of the mean over all things of the global batch, whoever has how many;
-    without, all samples count alike. In every loop body, or in none. n may be 0. What a ghost says does not count.
+    without, all samples count alike. In every loop body, or in none. n may be 0. What a dummy batch says does not
+    count.
 
     Raises StepError when no batch of a DataLoader of Farandole is out, or after the backward() of its loop body;
     ValueError for an n that is negative or not finite. CollectiveMismatch in backward(), on all workers, when only
@@ -43,10 +44,10 @@ class Weights:
         """The next global batch."""
         self._said.clear()
 
-    def note(self, batch: Batch) -> float:
+    def record(self, batch: Batch) -> float:
         """Take note of what was said for a loop body; the factor for its gradients. Raises StepError."""
         given = step.weight()
-        if batch.is_ghost:
+        if batch.is_dummy:
             return 0.0
         if self._loss == "sum":
             if given is not None:
@@ -54,7 +55,7 @@ class Weights:
             return 1.0
         self._said[batch.index] = given
         # As large as with equal samples, so that gradients neither overflow nor vanish on the way.
-        return batch.weight if given is None else given / batch.ticket.global_samples
+        return batch.weight if given is None else given / batch.global_batch.global_samples
 
     def said(self) -> float:
         """For the step header: the sum of what was said, NOT_GIVEN or NO_SAY. Raises StepError."""

@@ -9,12 +9,12 @@ import torch
 from torch._compile import _disable_dynamo
 
 from farandole.errors import ConfigError
-from farandole.parallel.crew import Crew
 from farandole.parallel.devices import compute_on_devices, moved
 from farandole.parallel.dividing import divide
-from farandole.parallel.joining import Scalars, join
+from farandole.parallel.output_merging import Scalars, merge
 from farandole.parallel.placement import Device, place, refuse_elsewhere
 from farandole.parallel.replicas import refuse_in_replicas
+from farandole.parallel.thread_pool import ThreadPool
 from farandole.parallel.threads import compute_in_threads
 
 _OF_STATE = (
@@ -41,7 +41,8 @@ class DataParallel(torch.nn.Module):
     scalars        tensors without dimensions, such as losses: their "mean", weighted by each replica's samples, so that
                    it is that of the whole batch; their "sum"; or "each", a vector with one for each replica. A mean of
                    integers is refused, unless they are the same
-    min_share      fewest samples of a replica: 2 for BatchNorm. A batch with fewer than twice as many is computed whole
+    min_local_batch      fewest samples of a replica: 2 for BatchNorm. A batch with fewer than twice as many is computed
+                         whole
 
     Inputs may be nested in any way. Tensors are divided along `dim`, in parts that differ by one sample at most; those
     of size 1 there, and all that is no tensor, come to each replica as they are. Tensors that come out are
@@ -50,8 +51,8 @@ class DataParallel(torch.nn.Module):
     Gradients are those of the module: summed over the replicas before they reach a parameter, whose hooks fire once in
     each pass. Losses that couple the samples of a batch, and BatchNorm, see a replica's part. Buffers are those that
     the first replica leaves, attributes that forward() sets are lost. On the CPU random numbers of torch follow from
-    the state of its default generator (randomness.py), those of Python and numpy from who is first. Hooks of modules
-    run in each replica.
+    the state of its default generator (replica_randomness.py), those of Python and numpy from who is first. Hooks of
+    modules run in each replica.
 
     Parameters, buffers, state_dict() and attributes are the module's, by the module's names: what was saved with or
     without DataParallel, also torch's, can be loaded with or without.
@@ -71,15 +72,15 @@ class DataParallel(torch.nn.Module):
         *,
         threads: int | None = None,
         scalars: Scalars = "mean",
-        min_share: int = 1,
+        min_local_batch: int = 1,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"DataParallel wraps a torch.nn.Module, got {type(module).__name__}")
         if scalars not in ("mean", "sum", "each"):
             raise ConfigError(f'DataParallel: scalars must be "mean", "sum" or "each", got {scalars!r}')
-        if isinstance(min_share, bool) or not isinstance(min_share, int) or min_share < 1:
-            raise ConfigError(f"DataParallel: min_share must be a number from 1 on, got {min_share!r}")
+        if isinstance(min_local_batch, bool) or not isinstance(min_local_batch, int) or min_local_batch < 1:
+            raise ConfigError(f"DataParallel: min_local_batch must be a number from 1 on, got {min_local_batch!r}")
         for each in module.modules():
             refuse_in_replicas(each)
         # Not as a child: the names of parameters and buffers are the module's, not "module.weight".
@@ -88,14 +89,14 @@ class DataParallel(torch.nn.Module):
         for shared in _OF_STATE:
             setattr(self, shared, getattr(module, shared))
         self.training = module.training
-        self.dim, self.scalars, self.min_share = dim, scalars, min_share
+        self.dim, self.scalars, self.min_local_batch = dim, scalars, min_local_batch
         self._placement = place(module, threads, device_ids, output_device)
-        self._crew = Crew(self._placement.replicas)
+        self._pool = ThreadPool(self._placement.replicas)
 
     @_disable_dynamo  # around it all may be compiled; this one loads the compiler when it is first called, if it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         placement = self._placement
-        parts = divide(args, kwargs, self.dim, placement.replicas, self.min_share)
+        parts = divide(args, kwargs, self.dim, placement.replicas, self.min_local_batch)
         refuse_elsewhere(self.module, placement.home)
         if len(parts) == 1:
             home = placement.home
@@ -105,10 +106,10 @@ class DataParallel(torch.nn.Module):
                 else self.module(*args, **kwargs)
             ]
         elif placement.devices:
-            outputs = compute_on_devices(self.module, parts, placement, self._crew)
+            outputs = compute_on_devices(self.module, parts, placement, self._pool)
         else:
-            outputs = compute_in_threads(self.module, parts, self._crew)
-        return join(outputs, [part.samples for part in parts], self.dim, self.scalars)
+            outputs = compute_in_threads(self.module, parts, self._pool)
+        return merge(outputs, [part.samples for part in parts], self.dim, self.scalars)
 
     # All else is the module's ----------------------------------------------------------------------------
 

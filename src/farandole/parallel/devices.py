@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch.nn.parallel import replicate
 
-from farandole.parallel.crew import Crew
 from farandole.parallel.dividing import Part
 from farandole.parallel.nesting import changed
 from farandole.parallel.placement import Placement
+from farandole.parallel.thread_pool import ThreadPool
 
 
-def compute_on_devices(module: torch.nn.Module, parts: Sequence[Part], placement: Placement, crew: Crew) -> list[Any]:
+def compute_on_devices(
+    module: torch.nn.Module, parts: Sequence[Part], placement: Placement, pool: ThreadPool
+) -> list[Any]:
     """The outputs of the replicas, on the output device."""
     devices = placement.devices[: len(parts)]
     copies = replicate(module, devices, detach=not torch.is_grad_enabled())
@@ -24,7 +26,7 @@ def compute_on_devices(module: torch.nn.Module, parts: Sequence[Part], placement
         partial(_compute, copy, moved(part.args, device), moved(part.kwargs, device), device)
         for copy, part, device in zip(copies, parts, devices, strict=True)
     ]
-    return [moved(output, placement.output) for output in crew.run(tasks)]
+    return [moved(output, placement.output) for output in pool.run(tasks)]
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -27,8 +27,9 @@ class Part:
         return self.high - self.low
 
 
-def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, min_share: int) -> list[Part]:
-    """At most `most` parts, as equal as possible, each of `min_share` samples or more; one when there are too few.
+def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, min_local_batch: int) -> list[Part]:
+    """At most `most` parts, as equal as possible, each of `min_local_batch` samples or more; one when there are too
+    few.
 
     Tensors that have as many as the others along `dim` are divided: each part sees a view. Those with one there, or
     without that dimension, come whole to each part, and so does what is no tensor. Without any tensor there is one
@@ -37,7 +38,7 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, m
     Raises ConfigError when tensors differ in how many samples they have.
     """
     samples = _samples((args, kwargs), dim)
-    count = max(1, min(most, samples // min_share))
+    count = max(1, min(most, samples // min_local_batch))
     if count == 1:
         return [Part(0, samples, args, kwargs)]
     bounds = [samples * place // count for place in range(count + 1)]

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from farandole.parallel.crew import Crew
+from farandole.parallel.autograd_bridge import Graph, bridge, traced
 from farandole.parallel.dividing import Part
-from farandole.parallel.grafting import Graph, graft, traced
 from farandole.parallel.nesting import changed
-from farandole.parallel.randomness import Draws, ReplicaRandomness
+from farandole.parallel.replica_randomness import Draws, ReplicaRandomness
 from farandole.parallel.replicas import replicas
+from farandole.parallel.thread_pool import ThreadPool
 
 
-def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], crew: Crew) -> list[Any]:
+def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], pool: ThreadPool) -> list[Any]:
     """The outputs of the replicas. Gradients flow from them to the module's parameters and the parts' tensors."""
     copies, masters, leaves = replicas(module, len(parts))
     inputs = [_Inputs(part) for part in parts]
     draws = Draws()
     try:
-        computed = crew.run(
+        computed = pool.run(
             [
                 partial(_compute, copy, each, masters, own, draws, place)
                 for place, (copy, each, own) in enumerate(zip(copies, inputs, leaves, strict=True))
@@ -30,8 +30,8 @@ def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], crew: Cre
         )
     finally:
         draws.close()
-    grafted = graft(crew, [graph for _, graph in computed])
-    return [_replaced(output, graph.outs, new) for (output, graph), new in zip(computed, grafted, strict=True)]
+    bridged = bridge(pool, [graph for _, graph in computed])
+    return [_replaced(output, graph.outs, new) for (output, graph), new in zip(computed, bridged, strict=True)]
 
 
 class _Inputs:

@@ -1,6 +1,6 @@
 """torch.distributed's view of the world: the backend "farandole", and the groups that it makes."""
 
-from farandole.process_group.failures import failure
-from farandole.process_group.group import FarandoleGroup
+from farandole.process_group.c10d_failures import failure
+from farandole.process_group.c10d_group import FarandoleGroup
 
 __all__ = ["FarandoleGroup", "failure"]

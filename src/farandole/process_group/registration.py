@@ -14,10 +14,10 @@ from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
 
 from farandole.collectives import world
 from farandole.errors import ConfigError
-from farandole.process_group.group import BACKEND, FarandoleGroup
-from farandole.process_group.members import Everybody, Some
+from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
+from farandole.process_group.c10d_members import Everybody, Some
+from farandole.process_group.c10d_store import NoStore
 from farandole.process_group.old_torch import have_shutdown_called
-from farandole.process_group.store import NoStore
 from farandole.process_group.tensor_caches import forget_meshes
 
 _no_store = NoStore()  # torch keeps but the part of it that is C++
@@ -92,7 +92,7 @@ def _create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup
             f"init_process_group(rank={opts.group_rank}, world_size={opts.group_size}): this is rank {here.rank} of "
             f"{here.size}, and that may change; leave rank, world_size, RANK and WORLD_SIZE out"
         )
-    _open_mail(world.current())
+    _open_p2p(world.current())
     return FarandoleGroup(Everybody())
 
 
@@ -114,11 +114,11 @@ def _enter_world() -> None:
 
 
 def _follow(entered: world.World | None) -> None:
-    """A generation has begun: c10d's own notes of the default group are those of its size."""
+    """A generation has begun: c10d's own trailers of the default group are those of its size."""
     _made.clear()
     group = dist.group.WORLD
     if entered is not None and isinstance(group, FarandoleGroup):
-        _open_mail(entered)
+        _open_p2p(entered)
         _forget_subgroups()
         forget_meshes()
         _world.pg_group_ranks[group] = {rank: rank for rank in range(entered.placement.size)}
@@ -133,6 +133,6 @@ def _forget_subgroups() -> None:
         _world.tags_to_pg[tag] = [each for each in groups if each is dist.group.WORLD]
 
 
-def _open_mail(entered: world.World) -> None:
-    if entered.mail is not None:
-        entered.mail.open()
+def _open_p2p(entered: world.World) -> None:
+    if entered.p2p is not None:
+        entered.p2p.open()

@@ -1,4 +1,4 @@
-"""What a collective of c10d returns: a Work whose result is there. group.py makes them."""
+"""What a collective of c10d returns: a Work whose result is there. c10d_group.py makes them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from farandole.collectives import world
-from farandole.collectives.mail.letters import Expected, Letter
-from farandole.collectives.mail.mail import Mail
+from farandole.collectives.p2p.message_queue import Expected, P2PMessage
+from farandole.collectives.p2p.point_to_point import PointToPoint
 from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError
-from farandole.process_group import failures
+from farandole.process_group import c10d_failures
 from farandole.process_group.memory import as_bytes, in_place
 from farandole.process_group.old_torch import FORGETS_WORKS, ended_work
 
@@ -69,39 +69,39 @@ class Done(Work):
 class Receiving(Work):
     """A message that may not have come yet; wait() writes it into the tensor.
 
-    ranks  the members of the group, by their ranks in the mail
+    ranks  the members of the group, by their ranks in `p2p`
     """
 
-    def __init__(self, mail: Mail, expected: Expected, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+    def __init__(self, p2p: PointToPoint, expected: Expected, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
         super().__init__()
-        self._mail, self._expected, self._tensor, self._ranks = mail, expected, tensor, ranks
-        self._letter: Letter | None = None
+        self._p2p, self._expected, self._tensor, self._ranks = p2p, expected, tensor, ranks
+        self._message: P2PMessage | None = None
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Raises RecoverableError when the sender was lost, CollectiveMismatch for a message of another size,
         GroupOutdated when there was a regroup since it was asked for."""
-        if self._letter is not None:
+        if self._message is not None:
             return True
-        if world.current().mail is not self._mail:
+        if world.current().p2p is not self._p2p:
             raise GroupOutdated(
-                f"recv: a message of generation {self._mail.generation} cannot come any more, this is generation "
+                f"recv: a message of generation {self._p2p.generation} cannot come any more, this is generation "
                 f"{world.current().id}: ask for messages anew in each generation"
             )
         try:
-            letter = self._mail.wait_for(self._expected)
+            message = self._p2p.wait_for(self._expected)
         except RecoverableError as error:
-            failures.remember(error)
+            c10d_failures.remember(error)
             raise
         with in_place(self._tensor) as dense:
             memory = as_bytes(dense)
-            if memory.numel() != len(letter.content):
+            if memory.numel() != len(message.content):
                 raise CollectiveMismatch(
-                    f"recv: rank {self._ranks.index(letter.source)} has sent {len(letter.content)} bytes, and the "
+                    f"recv: rank {self._ranks.index(message.source)} has sent {len(message.content)} bytes, and the "
                     f"tensor of shape {tuple(dense.shape)} and dtype {dense.dtype} takes {memory.numel()}"
                 )
             if memory.numel():
-                memory.copy_(torch.frombuffer(letter.content, dtype=torch.uint8))
-        self._letter = letter
+                memory.copy_(torch.frombuffer(message.content, dtype=torch.uint8))
+        self._message = message
         return True
 
     def synchronize(self) -> None:
@@ -111,7 +111,7 @@ class Receiving(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._expected.letter is not None and self.wait()
+        return self._expected.message is not None and self.wait()
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -125,8 +125,8 @@ class Receiving(Work):
 
     def source_rank(self) -> int:
         self.wait()
-        assert self._letter is not None
-        return list(self._ranks).index(self._letter.source)
+        assert self._message is not None
+        return list(self._ranks).index(self._message.source)
 
     _source_rank = source_rank
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
-from farandole.sharding.plan import Plan, rows
+from farandole.sharding.shard_plan import Plan, rows
 
 Key = tuple[str, str]
 """A parameter's name, and the name of a tensor of its optimizer state; "" for the parameter itself."""

@@ -19,7 +19,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, HostsUpdatedInterrupt, ShardLost
 from farandole.sharding import pieces
 from farandole.sharding.pieces import Piece
-from farandole.sharding.plan import Held, Plan, awaited, choose, missing, shards_within_hosts
+from farandole.sharding.shard_plan import Held, Plan, awaited, choose, missing, shards_within_hosts
 from farandole.state import packing, streaming
 from farandole.state.deep_copy import deep_copy
 from farandole.state.object_state import State

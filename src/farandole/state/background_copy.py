@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from farandole.collectives import world
 from farandole.errors import StepError
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.deep_copy import TensorPair
 
 # Below this a thread costs more than the copy: some 0.1 ms.
@@ -75,7 +75,7 @@ class BackgroundCopy:
     def pass_by(self) -> None:
         """An optimizer steps now. Inside an elastic function what is postponed is given up, which is promised to be
         well; copies that were begun are finished."""
-        if self._postponed and boundary.is_elastic():
+        if self._postponed and loop_hooks.is_elastic():
             self._postponed, self._was_passed = [], True
             world.refuse_collectives(_REFUSAL)
         else:

@@ -20,7 +20,7 @@ from farandole.state.handlers import (
 )
 from farandole.state.optimizer_state import OptimizerState
 from farandole.state.packing import Packed
-from farandole.state.parts import pack_small, refuse_other_model
+from farandole.state.parts import pack_metadata, refuse_other_model
 from farandole.state.sync import SyncReport, synchronize
 from farandole.state.torch_state import TorchState
 
@@ -32,7 +32,7 @@ def can_be_staged(state: TorchState) -> bool:
     return type(state).sync is TorchState.sync and all(type(each) in BUILT_IN for each in state._handlers.values())
 
 
-def synchronize_commits(shared: CommittedState, transport: Transport, founding: bool) -> SyncReport:
+def synchronize_commits(shared: CommittedState, transport: Transport, bootstrap: bool) -> SyncReport:
     """Make the state of all ranks equal to the source's, and the commit of all ranks equal to that.
 
     Raises PeerLost or GenerationEnded with this rank's state unharmed.
@@ -41,7 +41,7 @@ def synchronize_commits(shared: CommittedState, transport: Transport, founding: 
     if recorded := shared.recorded():
         said = transport.all_gather(pickle.dumps((shared.is_holder, recorded)))
     shared.capture()
-    report = synchronize(shared, transport, founding)
+    report = synchronize(shared, transport, bootstrap)
     shared.unite([states for is_holder, states in map(pickle.loads, said) if is_holder])
     shared.settle()
     return report
@@ -50,7 +50,8 @@ def synchronize_commits(shared: CommittedState, transport: Transport, founding: 
 class CommittedState:
     """The live values of a TorchState, taken apart for a sync, and put together again.
 
-    Large state is what an optimizer can move: parameters and the optimizers' tensors. Small state is the rest.
+    The *tensors* of a state are what an optimizer can move: parameters and the optimizers' tensors. Metadata is the
+    rest.
     """
 
     digests = None
@@ -101,27 +102,27 @@ class CommittedState:
         for name, handler in self._of(SamplerStateHandler).items():
             handler.load_united([handler.value.state_dict(), *(states[name] for states in said)])
 
-    # Small state -----------------------------------------------------------------------------------------
+    # Metadata -----------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        self._captured = pack_small(self._small())
+        self._captured = pack_metadata(self._metadata())
 
     def captured(self) -> Packed:
         return self._captured
 
-    def load_small(self, small: Mapping[str, Any]) -> None:
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None:
         state = self.state
         for name, handler in self._of(ModelStateHandler).items():
-            handler.value.load_state_dict(small["buffers"][name], strict=False)
+            handler.value.load_state_dict(metadata["buffers"][name], strict=False)
         for each in self._optimizers():
-            each.load_options(small["groups"])
+            each.load_options(metadata["groups"])
         for name, stateful in self._stateful().items():
-            stateful.value.load_state_dict(small["stateful"][name])
-        for name, value in small["values"].items():
+            stateful.value.load_state_dict(metadata["stateful"][name])
+        for name, value in metadata["values"].items():
             setattr(state, name, value)
-        state._commits = small["commits"]
+        state._commits = metadata["commits"]
 
-    def _small(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         return {
             "commits": self.state._commits,
             "buffers": {name: _others(handler.value) for name, handler in self._of(ModelStateHandler).items()},
@@ -133,22 +134,22 @@ class CommittedState:
     def _stateful(self) -> dict[str, StateHandler]:
         return {**self._of(SamplerStateHandler), **self._of(StatefulHandler)}
 
-    # Large state -----------------------------------------------------------------------------------------
+    # Tensors -----------------------------------------------------------------------------------------
 
-    def large(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         entries = {name: entry for each in self._optimizers() for name, entry in each.entries().items()}
         return {"parameters": self._parameters(), "optimizer": entries}
 
-    def load_large(self, large: Mapping[str, Any]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         ours = self._parameters()
-        refuse_other_model(ours, large["parameters"])
+        refuse_other_model(ours, tensors["parameters"])
         self.state._copies.finish()
         with torch.no_grad():
             for name, parameters in ours.items():
                 for key, parameter in parameters.items():
-                    parameter.copy_(large["parameters"][name][key])
+                    parameter.copy_(tensors["parameters"][name][key])
         for each in self._optimizers():
-            each.load(large["optimizer"])
+            each.load(tensors["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         return {name: _parameters(handler.value) for name, handler in self._of(ModelStateHandler).items()}

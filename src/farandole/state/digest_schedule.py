@@ -63,8 +63,8 @@ def block_at(step: int, blocks: int) -> int:
 
 
 def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[Part]]) -> list[Part]:
-    """Return what is compared where time is short: all of a small state; of a large one the beginning of each tensor,
-    or of some of very many in turn, and the beginning of one block in turn."""
+    """Return what is compared where time is short: all of a state of a few MiB; of a larger one the beginning of each
+    tensor, or of some of very many in turn, and the beginning of one block in turn."""
     if sum(sizes) <= _WHOLE_BYTES and len(sizes) <= _HEADS:
         return [Part(place, 0, size) for place, size in enumerate(sizes)]
     stride = -(-len(sizes) // _HEADS)

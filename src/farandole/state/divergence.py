@@ -16,7 +16,7 @@ class Divergence(msgspec.Struct, frozen=True):
     objects   how many differ
     ranks     those that differ from the source
     source    the rank that most are equal to, the lowest one where several are; only of those that are furthest
-    is_large  parameters or optimizer state differ, not only buffers and tracked tensors
+    is_trained  parameters or optimizer state differ, not only buffers and tracked tensors
     """
 
     step: int
@@ -24,7 +24,7 @@ class Divergence(msgspec.Struct, frozen=True):
     objects: int
     ranks: tuple[int, ...]
     source: int
-    is_large: bool
+    is_trained: bool
 
     def __str__(self) -> str:
         more = f" and {self.objects - 1} more" if self.objects > 1 else ""

@@ -190,7 +190,7 @@ class StatefulHandler(SnapshotHandler):
 
 class LoaderHandler(StateHandler):
     """A DataLoader of torch's: each worker keeps its own. A copy of rank 0's would have rank 0's sampler, and so rank
-    0's share of the data."""
+    0's part of the data."""
 
     def save(self) -> None:
         """Nothing: where training is, its sampler knows, or a value of the script's."""

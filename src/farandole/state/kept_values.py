@@ -11,7 +11,7 @@ from farandole.membership import Progress
 from farandole.state.deep_copy import deep_copy
 from farandole.state.object_state import ObjectState
 from farandole.state.packing import Packed
-from farandole.state.parts import pack_small
+from farandole.state.parts import pack_metadata
 
 _COUNT = struct.Struct("<q")
 
@@ -47,17 +47,17 @@ class KeptValues:
         """A commit is a copy already."""
 
     def captured(self) -> Packed:
-        return pack_small(
+        return pack_metadata(
             {"commits": self._commits, "buffers": {}, "groups": {}, "stateful": {}, "values": self.state._saved_state}
         )
 
-    def load_small(self, small: Mapping[str, Any]) -> None:
-        self._commits = small["commits"]
-        self.state._saved_state = deep_copy(dict(small["values"]), "state")
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None:
+        self._commits = metadata["commits"]
+        self.state._saved_state = deep_copy(dict(metadata["values"]), "state")
         self.state.restore()
 
-    def large(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         return {"parameters": {}, "optimizer": {}}
 
-    def load_large(self, large: Mapping[str, Any]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """There is none."""

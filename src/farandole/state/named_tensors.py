@@ -30,13 +30,13 @@ class NamedTensor(NamedTuple):
 
     name      as "model.0.weight", "optimizer.0.exp_avg" or "ema.module.0.bias"
     owner     what has it, and stays the same object: looked up by the keys of `path`, it gives the tensor as it is now
-    is_large  parameters and optimizer state, which only an optimizer's step changes
+    is_trained  parameters and optimizer state, which only an optimizer's step changes
     """
 
     name: str
     owner: Any
     path: tuple[Any, ...]
-    is_large: bool
+    is_trained: bool
 
     def find(self) -> torch.Tensor | None:
         """The tensor as it is now; None where there is none any more."""
@@ -54,7 +54,7 @@ class NamedTensor(NamedTuple):
 def named_tensors(kinds: Kinds, attributes: Mapping[str, Any]) -> list[NamedTensor]:
     """Return all of them, each tensor once, in the same order on all ranks.
 
-    Running statistics of BatchNorm are not among them: each rank computes its own from its share. Nor are sparse
+    Running statistics of BatchNorm are not among them: each rank computes its own from its local batch. Nor are sparse
     tensors, and those of classes of their own, as those of a sharded model, whose parts differ by rank.
 
     Args:
@@ -97,10 +97,10 @@ def _all(kinds: Kinds, attributes: Mapping[str, Any]) -> Iterator[NamedTensor]:
 
 def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[NamedTensor]:
     for key in module._parameters:
-        yield NamedTensor(prefix + key, module._parameters, (key,), is_large=True)
+        yield NamedTensor(prefix + key, module._parameters, (key,), is_trained=True)
     if not isinstance(module, _NormBase):
         for key in module._buffers:
-            yield NamedTensor(prefix + key, module._buffers, (key,), is_large=False)
+            yield NamedTensor(prefix + key, module._buffers, (key,), is_trained=False)
     for key, child in module._modules.items():
         if child is not None:
             yield from _of_module(f"{prefix}{key}.", child)
@@ -112,20 +112,20 @@ def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[Named
     owner, number = optimizer.__dict__, 0
     for place, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            yield NamedTensor(f"{name}.{number}", owner, ("param_groups", place, "params", index), is_large=True)
+            yield NamedTensor(f"{name}.{number}", owner, ("param_groups", place, "params", index), is_trained=True)
             if parameter in optimizer.state:
                 path = ("state", parameter)
                 entry = optimizer.state[parameter]
                 for keys, _ in tensors_in({key: entry[key] for key in sorted(entry, key=str)}):
                     said = ".".join(map(str, (number, *keys)))
-                    yield NamedTensor(f"{name}.{said}", owner, (*path, *keys), is_large=True)
+                    yield NamedTensor(f"{name}.{said}", owner, (*path, *keys), is_trained=True)
             number += 1
 
 
 def _nested(name: str, owner: Any, path: tuple[Any, ...], value: Any) -> Iterator[NamedTensor]:
     for keys, each in tensors_in(value):
         if isinstance(each, torch.Tensor):
-            yield NamedTensor(".".join(map(str, (name, *keys))), owner, (*path, *keys), is_large=False)
+            yield NamedTensor(".".join(map(str, (name, *keys))), owner, (*path, *keys), is_trained=False)
 
 
 class _StateDict:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.errors import HostsUpdatedInterrupt
 from farandole.membership import Progress
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.deep_copy import deep_copy
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.save_once import save_once
@@ -69,8 +69,8 @@ class State:
         In an elastic function of a job with other workers this is a small collective, which may raise
         PeerLost or GenerationEnded. Whether a script has read the messages does not matter there.
         """
-        if boundary.hears_of_updates():
-            update = boundary.agreed_update()
+        if loop_hooks.hears_of_updates():
+            update = loop_hooks.agreed_update()
         else:
             update = self._agree_on_messages()
         self._raise_if_updated(update)
@@ -130,9 +130,9 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def save(self) -> None:
-        boundary.committing()
+        loop_hooks.committing()
         self._keep()
-        boundary.committed()
+        loop_hooks.committed()
 
     def restore(self) -> None:
         for name, value in deep_copy(self._saved_state, "state").items():

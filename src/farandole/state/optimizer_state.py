@@ -40,7 +40,7 @@ class OptimizerState:
         self.name = name
         self.optimizers = with_inner(name, optimizer)
 
-    # What small state has ------------------------------------------------------------------------------------
+    # Metadata ------------------------------------------------------------------------------------
 
     def options(self) -> Options:
         """The options of the parameter groups. Asked for in each step."""
@@ -59,7 +59,7 @@ class OptimizerState:
                     else:
                         group[key] = value
 
-    # What large state has ------------------------------------------------------------------------------------
+    # Tensors ------------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -80,8 +80,8 @@ class OptimizerState:
             attributes = {key: take(each) for key, each in vars(optimizer).items() if not _is_ours(optimizer, key)}
             found[f"{name}.attributes"] = {key: each for key, each in attributes.items() if each is not _STAYS}
         for name, groups in self._groups().items():
-            large = [{key: each for key, each in group.items() if _is_large(key, each)} for group in groups]
-            found[f"{name}.groups"] = {number: take(each) for number, each in enumerate(large) if each}
+            tensors = [{key: each for key, each in group.items() if _is_trained(key, each)} for group in groups]
+            found[f"{name}.groups"] = {number: take(each) for number, each in enumerate(tensors) if each}
         return {name: entry for name, entry in found.items() if entry or not name.endswith((".state", ".groups"))}
 
     def load(self, entries: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -268,10 +268,10 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     del options["params"]
     if _HOLDERS.isdisjoint(map(type, options.values())):  # mostly, and it is asked for in each step
         return options
-    return {key: value for key, value in options.items() if not _is_large(key, value)}
+    return {key: value for key, value in options.items() if not _is_trained(key, value)}
 
 
-def _is_large(key: str, value: Any) -> bool:
+def _is_trained(key: str, value: Any) -> bool:
     """Whether something in a parameter group is tensors that only a step changes. A tensor of one number is an option:
     a scheduler changes a learning rate at any time."""
     if type(value) not in _HOLDERS or key == "params":
@@ -279,7 +279,7 @@ def _is_large(key: str, value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() > 1
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | deque) else ()
-    return any(isinstance(each, torch.Tensor) or _is_large("", each) for each in values)
+    return any(isinstance(each, torch.Tensor) or _is_trained("", each) for each in values)
 
 
 # From the live state to what can be sent --------------------------------------------------------------------------

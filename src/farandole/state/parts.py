@@ -1,4 +1,4 @@
-"""What the states of both rules have in common: their small state is packed, their large state taken over."""
+"""Functions that the states of both rules share: pack their metadata, check and load their tensors."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def _pickled(value: Any) -> bytes:
     return pack(unpack(packed)).skeleton + b"".join(bytes(as_bytes(each)) for each in packed.tensors)
 
 
-def pack_small(small: Mapping[str, Any]) -> Packed:
+def pack_metadata(metadata: Mapping[str, Any]) -> Packed:
     """Raises ConfigError for the one of small["values"] that cannot be pickled."""
     try:
-        return pack(small)
+        return pack(metadata)
     except Exception as error:
-        for name, value in small["values"].items():
+        for name, value in metadata["values"].items():
             _refuse_unpicklable(name, value, error)
         raise
 

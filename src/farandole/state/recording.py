@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 Samples = NDArray[np.int64]
 
@@ -58,19 +58,19 @@ def install(recorder: Recorder | None) -> None:
 
 
 def delivered(batch: Batch, ids: Sequence[int]) -> None:
-    """The loader hands out a batch with these samples of the data set; none for a ghost."""
+    """The loader hands out a batch with these samples of the data set; none for a dummy batch."""
     if _recorder is not None:
         _recorder.delivered(batch, ids)
 
 
 def intend(batch: Batch) -> int:
-    """This rank is about to contribute to the step. The hash of its share for the step header; 0 when nobody
+    """This rank is about to contribute to the step. The hash of its local batch for the step header; 0 when nobody
     wants to know."""
     return _recorder.intend(batch) if _recorder is not None else 0
 
 
 def agree(samples: int, ids_hash: int) -> None:
-    """The sums over the shares of all ranks, from the headers of the step's last reduction."""
+    """The sums over the local batches of all ranks, from the headers of the step's last reduction."""
     if _recorder is not None:
         _recorder.agree(samples, ids_hash)
 

@@ -9,7 +9,8 @@ from farandole.state.optimizer_state import with_inner
 
 _WHY = {
     torch.optim.LBFGS: (
-        "evaluates its closure as often as the loss on this worker's share asks for, so that workers would come to "
+        "evaluates its closure as often as the loss on this worker's local batch asks for, so that workers would come "
+        "to "
         "different numbers of reductions"
     ),
     torch.optim.SparseAdam: (

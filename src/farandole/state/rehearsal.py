@@ -33,7 +33,7 @@ class Rehearsal:
         self._state, self._watched = state, state.watched()
         self._mark = self._watched.mark()
         self._copies = {name: each.detach().clone() for name, each in self._watched.items()}
-        self._small = state.copy_of_small()
+        self._metadata = state.copy_of_metadata()
         self._before_step: set[str] | None = None
 
     def look(self) -> None:
@@ -53,11 +53,11 @@ class Rehearsal:
         watched.add_changing(before_step)
         watched.add_changing_late(changed - before_step)
         self._state.put_back()
-        small = self._state.copy_of_small()
+        metadata = self._state.copy_of_metadata()
         for part, what in _PARTS.items():
-            for name, value in self._small[part].items():
-                if not is_same(value, small[part][name]):
-                    raise ConfigError(_message(what.format(name), value, small[part][name]))
+            for name, value in self._metadata[part].items():
+                if not is_same(value, metadata[part][name]):
+                    raise ConfigError(_message(what.format(name), value, metadata[part][name]))
 
     def _changed(self) -> set[str]:
         """Also what was written with the bytes that it had: the next loop body may write others."""

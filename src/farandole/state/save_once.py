@@ -67,7 +67,7 @@ def save_once(write: Callable[..., object], path: str | os.PathLike[str] | None,
 def _is_agreed(progress: Progress, file: str) -> bool:
     if _ask is None:
         return True
-    progress = msgspec.structs.replace(progress, lineage=world.current().id.lineage)
+    progress = msgspec.structs.replace(progress, run_id=world.current().id.run_id)
     refusal = _ask(f"save-once-{secrets.token_hex(8)}", progress, file)
     if refusal:
         logger.warning("save_once: %s was not saved: %s", file, refusal)

@@ -24,8 +24,8 @@ class StateDigest:
     tensors  gives all that are compared, as they are now (named_tensors.py)
 
     is_suspicious  a step header has shown that ranks differ: everything is to be compared
-    local          names of tensors that each rank computes from its own share: they are not compared. Not those of
-                   parameters and optimizers, ever
+    local          names of tensors that each rank computes from its own local batch: they are not compared. Not those
+                   of parameters and optimizers, ever
     suspects       tensors that differed, and were made the same; and how often they have differed again after a single
                    step since then. Those that do so STRIKES times in a row are local
     """
@@ -46,14 +46,14 @@ class StateDigest:
             self.suspects = {}
         return self._of_block(step) if is_due(step) else 0
 
-    def of_sample(self, step: int, large_only: bool) -> int:
+    def of_sample(self, step: int, trained_only: bool) -> int:
         """Return a digest of what can be read in a few milliseconds, of the tensors as they are now."""
-        layout = self._begin_layout(step, (each for each in self._tensors() if each.is_large or not large_only))
+        layout = self._begin_layout(step, (each for each in self._tensors() if each.is_trained or not trained_only))
         return digest(layout.pieces(sample_at(step, layout.sizes, layout.blocks)) or ())
 
     def by_name(self) -> dict[str, int]:
         """Return the digest of each tensor that no optimizer changes. sync.py reads the others itself."""
-        found = ((each.name, each.find()) for each in self._compared() if not each.is_large)
+        found = ((each.name, each.find()) for each in self._compared() if not each.is_trained)
         return {name: digest_of([tensor]) for name, tensor in found if tensor is not None}
 
     def resolved(self, step: int, repaired: Mapping[str, int], local: Collection[str]) -> None:

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import torch
 
-from farandole import whereabouts
+from farandole import status_reporting
 from farandole.errors import StepError
 from farandole.state import recording
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 class Phase(enum.StrEnum):
@@ -46,13 +46,13 @@ class Undoable(Protocol):
 
 
 class Participant(Protocol):
-    """What an optimizer keeps of the step that is open (optim/native_path.py)."""
+    """What an optimizer keeps of the step that is open (optim/loader_path.py)."""
 
     def begin_padding(self) -> None:
         """Loop bodies follow whose gradients do not count: those reduced so far have to be kept."""
         ...
 
-    def end_flight(self, reason: str) -> None:
+    def end_overlap(self, reason: str) -> None:
         """The step ends: nothing may be on its way to other ranks any more."""
         ...
 
@@ -117,7 +117,7 @@ def pad(batch: Batch) -> None:
 def close() -> None:
     """No batch is out any more: the loader has ended its epoch, or it was closed. What was applied of a step that
     is not decided is undone."""
-    _end_flights("its step was abandoned")
+    _end_overlaps("its step was abandoned")
     _undo()
     _forget()
     _step.phase, _step.batch, _step.is_rehearsal = Phase.NONE, None, False
@@ -158,7 +158,7 @@ def reduced() -> None:
 def aborted() -> None:
     """The step in flight will not be applied; its gradients are dropped. The loop body goes on to its end: what
     optimizers have changed, and change until then, is taken back by take_back()."""
-    _end_flights("its step was aborted")
+    _end_overlaps("its step was aborted")
     if _step.phase is not Phase.ABORTED and _observer is not None:
         _observer.aborted()
     _step.phase = Phase.ABORTED
@@ -244,7 +244,7 @@ def decided() -> None:
     finally:  # also where a callback has raised: the gradients are applied
         if _step.phase is not Phase.NONE:
             _step.phase = Phase.DECIDED
-    whereabouts.say_that_it_moves()
+    status_reporting.report_progress()
     tell_decided()
 
 
@@ -271,9 +271,9 @@ def on_decided(callback: Callable[[Batch | None], None] | None, observer: Observ
         track(())
 
 
-def _end_flights(reason: str) -> None:
+def _end_overlaps(reason: str) -> None:
     for participant in _step.participants:
-        participant.end_flight(reason)
+        participant.end_overlap(reason)
 
 
 def _undo() -> None:

@@ -13,6 +13,8 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
+from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.metadata_snapshot import MetadataSnapshot
 from farandole.state.named_tensors import named_tensors
 from farandole.state.object_state import State
 from farandole.state.optimizer_state import OptimizerState
@@ -22,13 +24,11 @@ from farandole.state.parts import (
     is_stateful,
     load_stateful,
     load_value,
-    pack_small,
+    pack_metadata,
     refuse_other_model,
 )
 from farandole.state.refused_optimizers import refuse_for_loader
-from farandole.state.small_snapshot import SmallSnapshot
 from farandole.state.state_digest import StateDigest
-from farandole.state.ticket import Batch, Ticket
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
 from farandole.state.watched_tensors import WatchedTensors
 
@@ -42,14 +42,14 @@ class Loader(Protocol):
     epoch: int
     cursor: int
     seed: int
-    boundary: Any  # the run loop puts itself here (data/boundary.py)
+    hooks: Any  # the run loop puts itself here (data/loader_hooks.py)
 
-    def commit(self, ticket: Ticket) -> None: ...
+    def commit(self, global_batch: GlobalBatch) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def set_world(self, rank: int, size: int) -> None: ...
     def warm_up(self) -> None: ...
-    def deal_for_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int: ...
+    def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int: ...
     def end_rehearsals(self) -> None: ...
     def shortfall(self) -> Shortfall | None: ...
 
@@ -94,7 +94,7 @@ class StepState(TorchState):
 
     `state.step` is the number of decided steps. Raises ConfigError for values that cannot be pickled.
 
-    Large state is parameters and optimizer tensors, small state all the rest (design: words).
+    The *tensors* of a state are parameters and optimizer tensors, metadata all the rest .
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StepState(TorchState):
         self.optimizer: Any = optimizer
         self.loader: Any = loader
         self.step = 0
-        self.lineage = 1
+        self.run_id = 1
         self.boundary = 0
         self.is_holder = False
         self.on_divergence = on_divergence
@@ -134,7 +134,7 @@ class StepState(TorchState):
         self.on_step: Callable[[], None] | None = None  # in a rehearsal: what looks at the state when a step is called
         for optimizer in self.optimizers():
             refuse_for_loader(optimizer)
-        self._snapshot = SmallSnapshot()
+        self._snapshot = MetadataSnapshot()
         self._watched = WatchedTensors()
         self._is_tracking = False  # the watched tensors are those of the values as they are now
         self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
@@ -159,7 +159,7 @@ class StepState(TorchState):
         self.capture()
 
     def restore(self) -> None:
-        """put_back(): the small state only. Parameters are never rolled back."""
+        """put_back(): the metadata only. Parameters are never rolled back."""
         self.put_back()
 
     def sync(self) -> None:
@@ -179,7 +179,7 @@ class StepState(TorchState):
     @property
     def progress(self) -> Progress:
         epoch, cursor = (self.loader.epoch, self.loader.cursor) if self.loader is not None else (0, 0)
-        return Progress(self.lineage, self.step, epoch, cursor, self.boundary)
+        return Progress(self.run_id, self.step, epoch, cursor, self.boundary)
 
     def _how_far(self) -> Progress:
         return self.progress
@@ -193,15 +193,15 @@ class StepState(TorchState):
         finally:
             if self.loader is not None and batch is not None:
                 recording.apply(batch)
-                self.loader.commit(batch.ticket)
+                self.loader.commit(batch.global_batch)
             self.step += 1
 
-    # Small state -----------------------------------------------------------------------------------------
+    # Metadata -----------------------------------------------------------------------------------------
 
     def capture(self, is_whole: bool = False) -> None:
-        """Remember the small state as it is now: at each boundary. And what user code may change of the parameters
+        """Remember the metadata as it is now: at each boundary. And what user code may change of the parameters
         until the next one; with `is_whole`, before the code behind an epoch's batches, the bytes of all of them."""
-        self._snapshot.take(self._small())
+        self._snapshot.take(self._metadata())
         if is_whole or not self._is_tracking:
             self._track()
         self._watched.capture(is_whole)
@@ -209,11 +209,11 @@ class StepState(TorchState):
         self._scalers = [(each, each.state_dict()) for each in kinds.scalers]
 
     def put_back(self) -> None:
-        """Return to the last capture(), before a step is done again: the small state, and parameters that user code
+        """Return to the last capture(), before a step is done again: the metadata, and parameters that user code
         has changed. Parameters that only optimizers change are those of the last decided step already."""
         packed = self._snapshot.read()
         if packed.skeleton:
-            self.load_small(unpack(packed))
+            self.load_metadata(unpack(packed))
             lost = self._watched.put_back()
             if lost:
                 self.is_holder = False
@@ -232,9 +232,9 @@ class StepState(TorchState):
     def capture_after(self, function: Callable[[], object]) -> None:
         """Call the function, and remember of what it changed the new values: put_back() keeps them."""
         kept: dict[str, Any] = unpack(self._snapshot.read())
-        before, mark = self.copy_of_small(), self._watched.mark()
+        before, mark = self.copy_of_metadata(), self._watched.mark()
         function()
-        after = self.copy_of_small()
+        after = self.copy_of_metadata()
         for part in ("buffers", "extra", "groups", "stateful", "values"):
             for name, value in after[part].items():
                 if not is_same(before[part].get(name), value):
@@ -245,9 +245,9 @@ class StepState(TorchState):
         self._snapshot.take(kept)
         self._watched.adopt(mark)
 
-    def copy_of_small(self) -> dict[str, Any]:
-        """The small state as it is now, sharing nothing with it."""
-        packed = pack_small(self._small())
+    def copy_of_metadata(self) -> dict[str, Any]:
+        """The metadata as it is now, sharing nothing with it."""
+        packed = pack_metadata(self._metadata())
         copy: dict[str, Any] = unpack(Packed(packed.skeleton, [each.detach().clone() for each in packed.tensors]))
         return copy
 
@@ -274,30 +274,30 @@ class StepState(TorchState):
         """What capture() remembered; the caller must not change it."""
         return self._snapshot.read()
 
-    def load_small(self, small: Mapping[str, Any]) -> None:
-        """Take over a small state, captured here or on another worker."""
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Take over the metadata, captured here or on another worker."""
         for name, module in self._modules().items():
             for key, buffer in buffers_of(module).items():
-                buffer.detach().copy_(small["buffers"][name][key])
-            load_extra_state(module, small["extra"].get(name, {}))
+                buffer.detach().copy_(metadata["buffers"][name][key])
+            load_extra_state(module, metadata["extra"].get(name, {}))
         for each in (self._kinds or self._sort()).states:
-            each.load_options(small["groups"])
-        for name, saved in small["stateful"].items():
+            each.load_options(metadata["groups"])
+        for name, saved in metadata["stateful"].items():
             load_stateful(getattr(self, name), saved)
-        for name, value in small["values"].items():
+        for name, value in metadata["values"].items():
             setattr(self, name, load_value(getattr(self, name), value))
-        self.lineage, self.step, self.boundary = small["lineage"], small["step"], small["boundary"]
-        self.has_rehearsed = small["has_rehearsed"]
-        changing, changing_late = small["changing"]
+        self.run_id, self.step, self.boundary = metadata["run_id"], metadata["step"], metadata["boundary"]
+        self.has_rehearsed = metadata["has_rehearsed"]
+        changing, changing_late = metadata["changing"]
         self._watched.add_changing(changing)
         self._watched.add_changing_late(changing_late)
         if self.loader is not None:
-            self.loader.load_state_dict(small["loader"])
+            self.loader.load_state_dict(metadata["loader"])
 
-    def _small(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         kinds = self._kinds or self._sort()
         return {
-            "lineage": self.lineage,
+            "run_id": self.run_id,
             "step": self.step,
             "boundary": self.boundary,
             "has_rehearsed": self.has_rehearsed,
@@ -317,24 +317,24 @@ class StepState(TorchState):
         self._watched.track(named, {name for name, each in named.items() if id(each) in ids})
         self._is_tracking = True
 
-    # Large state -----------------------------------------------------------------------------------------
+    # Tensors -----------------------------------------------------------------------------------------
 
-    def large(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         """Parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
         entries = {name: entry for each in self._sort().states for name, entry in each.entries().items()}
         return {"parameters": self._parameters(), "optimizer": entries}
 
-    def load_large(self, large: Mapping[str, Any]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Take over parameters and optimizer tensors that came from another worker. Raises ConfigError, with
         nothing changed, when its model has other parameters than ours."""
         ours = self._parameters()
-        refuse_other_model(ours, large["parameters"])
+        refuse_other_model(ours, tensors["parameters"])
         with torch.no_grad():
             for name, parameters in ours.items():
                 for key, parameter in parameters.items():
-                    parameter.copy_(large["parameters"][name][key])
+                    parameter.copy_(tensors["parameters"][name][key])
         for each in self._sort().states:
-            each.load(large["optimizer"])
+            each.load(tensors["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         """By module and name; those that the optimizer moves and no module has, by their place in it."""

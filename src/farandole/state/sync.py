@@ -30,27 +30,27 @@ class Shared(Protocol):
     @property
     def digests(self) -> StateDigest | None:
         """Where holders at the same step must be the same, what tells whether they are, and most of them are right.
-        None where they may differ: then all of the large state is compared, and the source is right."""
+        None where they may differ: then all tensors are compared, and the source is right."""
         ...
 
     @property
     def progress(self) -> Progress: ...
 
     def capture(self) -> None:
-        """Remember the small state as it is now."""
+        """Remember the metadata as it is now."""
         ...
 
     def captured(self) -> packing.Packed:
         """What capture() remembered; the caller must not change it."""
         ...
 
-    def load_small(self, small: Mapping[str, Any]) -> None: ...
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None: ...
 
-    def large(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         """{"parameters": {module: {name: tensor}}, "optimizer": OptimizerState.entries()}; live, not copied."""
         ...
 
-    def load_large(self, large: Mapping[str, Any]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Raises ConfigError, with nothing changed, when the source has another model."""
         ...
 
@@ -60,16 +60,16 @@ class Standing(msgspec.Struct, frozen=True):
 
     is_holder   whether its state may be anybody's source
     progress    how far it is
-    small       bytes of its small state: (skeleton, tensors)
-    large       bytes of its large state: (skeleton, tensors)
-    sample      digest of a sample of its large state; 0 where that is not compared
+    metadata    bytes of its metadata: (skeleton, tensors)
+    tensors     bytes of its tensors: (skeleton, tensors)
+    sample      digest of a sample of its tensors; 0 where that is not compared
     is_suspicious, local, suspects   see StateDigest
     """
 
     is_holder: bool
     progress: Progress
-    small: tuple[int, int]
-    large: tuple[int, int]
+    metadata: tuple[int, int]
+    tensors: tuple[int, int]
     sample: int = 0
     is_suspicious: bool = False
     local: tuple[str, ...] = ()
@@ -80,10 +80,10 @@ class Standing(msgspec.Struct, frozen=True):
 class SyncReport:
     """What a sync did.
 
-    behind        ranks that copied the large state
+    behind        ranks that copied the tensors
     copied_bytes  what each of them received
     divergence    ranks at the same step had different states; they have the same one now
-    local         tensors that have turned out to be computed from each rank's own share
+    local         tensors that have turned out to be computed from each rank's own local batch
     """
 
     source: int
@@ -93,9 +93,9 @@ class SyncReport:
     local: tuple[str, ...] = ()
 
 
-def choose_source(standings: list[Standing], founding: bool) -> int:
+def choose_source(standings: list[Standing], bootstrap: bool) -> int:
     """The lowest rank among the holders with the highest progress; rank 0 when nobody can hold state yet."""
-    if founding:
+    if bootstrap:
         return 0
     holders = [rank for rank, standing in enumerate(standings) if standing.is_holder]
     if not holders:
@@ -104,77 +104,77 @@ def choose_source(standings: list[Standing], founding: bool) -> int:
 
 
 def is_behind(standing: Standing, source: Standing) -> bool:
-    """Whether a rank has to copy the large state, whatever is in it. At another boundary of the same step it may not
+    """Whether a rank has to copy the tensors, whatever they contain. At another boundary of the same step it may not
     have finished what the source has done there, such as an average of weights behind the step."""
     ours, theirs = standing.progress, source.progress
     return not standing.is_holder or (ours.step, ours.boundary) != (theirs.step, theirs.boundary)
 
 
-def synchronize(state: Shared, transport: Transport, founding: bool, compares_all: bool = False) -> SyncReport:
+def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
     """Make the state of all ranks equal to the source's. All ranks of a generation call it.
 
-    The small state has been captured (state.capture()). Copies arrive in staging memory, are checked, and only
+    The metadata has been captured (state.capture()). Copies arrive in staging memory, are checked, and only
     then take the place of the old state: a source that dies in the middle leaves everyone as they were.
     Raises PeerLost or GenerationEnded for that, with this rank's state unharmed; FatalError on a rank whose copy is
     not what the source has.
 
     Args:
-        founding: nobody holds state yet, and rank 0's counts.
-        compares_all: all ranks are at the same boundary, and compare every tensor, also those of the small state.
+        bootstrap: nobody holds state yet, and rank 0's counts.
+        compares_all: all ranks are at the same boundary, and compare every tensor, also those of the metadata.
     """
-    small, large = state.captured(), packing.pack(state.large())
-    mine = _standing(state, small, large, is_compared=state.is_holder and not founding and transport.size > 1)
+    metadata, tensors = state.captured(), packing.pack(state.tensors())
+    mine = _standing(state, metadata, tensors, is_compared=state.is_holder and not bootstrap and transport.size > 1)
     packed = transport.all_gather(msgspec.msgpack.encode(mine))
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
-    source = choose_source(standings, founding)
+    source = choose_source(standings, bootstrap)
     findings = _Findings(standings, source)
     behind = {rank for rank, each in enumerate(standings) if rank != source and is_behind(each, standings[source])}
-    if founding:
+    if bootstrap:
         pass
     elif state.digests is None:
         if not behind:
-            behind = findings.differing_from(source, _tables(transport, _by_name(state.large())))
+            behind = findings.differing_from(source, _tables(transport, _by_name(state.tensors())))
     elif compares_all or findings.are_in_doubt():
-        source = findings.judge(_tables(transport, _by_name(state.large())))
+        source = findings.judge(_tables(transport, _by_name(state.tensors())))
         behind |= findings.differing
         if compares_all:
-            source = findings.judge_small(_tables(transport, state.digests.by_name()))
-    new_large, copied = None, set[int]()
+            source = findings.judge_metadata(_tables(transport, state.digests.by_name()))
+    new_tensors, copied = None, set[int]()
     while behind:
-        received = _receive(transport, source, large, standings[source].large, needed=transport.rank in behind)
-        new_large = received or new_large
+        received = _receive(transport, source, tensors, standings[source].tensors, needed=transport.rank in behind)
+        new_tensors = received or new_tensors
         copied |= behind
-        tables = _tables(transport, _by_name(new_large or state.large()))
+        tables = _tables(transport, _by_name(new_tensors or state.tensors()))
         if transport.rank in behind and tables[transport.rank] != tables[source]:
             raise FatalError(
                 f"the state of rank {source} arrived as another one: its digest differs. Does anything change "
                 "parameters or the optimizer's state while workers regroup, for example another thread?"
             )
-        if not founding and state.digests is not None:
+        if not bootstrap and state.digests is not None:
             source = findings.judge(tables, without=copied)
         behind = findings.differing_from(source, tables)
-    new_small = _receive(transport, source, small, standings[source].small, needed=True)
+    new_metadata = _receive(transport, source, metadata, standings[source].metadata, needed=True)
     if transport.rank != source:
-        if new_large is not None:
+        if new_tensors is not None:
             state.is_holder = False  # torn from the first byte until the last
-            state.load_large(new_large)
-        state.load_small(new_small)
+            state.load_tensors(new_tensors)
+        state.load_metadata(new_metadata)
         state.capture()
     state.is_holder = True
     if state.digests is not None:
         state.digests.resolved(state.progress.step, findings.repaired, findings.all_local)
-    copied_bytes = sum(standings[source].large) if copied else 0
+    copied_bytes = sum(standings[source].tensors) if copied else 0
     return SyncReport(source, tuple(sorted(copied)), copied_bytes, findings.divergence, findings.local)
 
 
-def _standing(state: Shared, small: packing.Packed, large: packing.Packed, is_compared: bool) -> Standing:
+def _standing(state: Shared, metadata: packing.Packed, tensors: packing.Packed, is_compared: bool) -> Standing:
     digests, progress = state.digests, state.progress
     return Standing(
         is_holder=state.is_holder,
         progress=progress,
-        small=(len(small.skeleton), streaming.total_bytes(small.tensors)),
-        large=(len(large.skeleton), streaming.total_bytes(large.tensors)),
-        sample=digests.of_sample(progress.step, large_only=True) if digests is not None and is_compared else 0,
+        metadata=(len(metadata.skeleton), streaming.total_bytes(metadata.tensors)),
+        tensors=(len(tensors.skeleton), streaming.total_bytes(tensors.tensors)),
+        sample=digests.of_sample(progress.step, trained_only=True) if digests is not None and is_compared else 0,
         is_suspicious=digests.is_suspicious if digests is not None else False,
         local=tuple(sorted(digests.local)) if digests is not None else (),
         suspects=digests.suspects if digests is not None else {},
@@ -188,10 +188,11 @@ Tables = Sequence[Mapping[str, int]]
 class _Findings:
     """What the comparisons of one sync have shown, alike on all ranks.
 
-    peers        ranks whose large states must be the same, since they have decided as many steps as the source
-    differing    those whose large state is not the source's
-    repaired     names of tensors of the small state that were not the same; see StateDigest.suspects
-    local        those that are computed from each rank's own share, as this sync has shown; all_local  ... as is known
+    peers        ranks whose tensors must be the same, since they have decided as many steps as the source
+    differing    those whose tensors are not the source's
+    repaired     names of tensors of the metadata that were not the same; see StateDigest.suspects
+    local        those that are computed from each rank's own local batch, as this sync has shown; all_local  ... as is
+                 known
     """
 
     def __init__(self, standings: Sequence[Standing], source: int) -> None:
@@ -213,36 +214,38 @@ class _Findings:
         return len({each.sample for each in peers}) > 1 or any(each.is_suspicious for each in peers)
 
     def judge(self, tables: Tables, without: Collection[int] = ()) -> int:
-        """Compare the large states of the peers, but for those that have copied it. Return the source."""
+        """Compare the tensors of the peers, but for those that have copied it. Return the source."""
         peers = [rank for rank in self.peers if rank not in without]
-        return self._judge(tables, peers, differing(tables, peers), is_large=True)
+        return self._judge(tables, peers, differing(tables, peers), is_trained=True)
 
-    def judge_small(self, tables: Tables) -> int:
-        """Compare the other tensors of the peers. Return the source: where large states differ, that of these."""
+    def judge_metadata(self, tables: Tables) -> int:
+        """Compare the other tensors of the peers. Return the source: where tensors differ, that of these."""
         names = differing(tables, self.peers)
         strikes = {name: max(each.suspects.get(name, -1) for each in self._standings) + 1 for name in names}
         self.local = tuple(name for name in names if strikes[name] == STRIKES)
         self.all_local.update(self.local)
         self.repaired = {name: strikes[name] for name in names if strikes[name] < STRIKES}
-        return self._source if self.divergence else self._judge(tables, self.peers, list(self.repaired), is_large=False)
+        return (
+            self._source if self.divergence else self._judge(tables, self.peers, list(self.repaired), is_trained=False)
+        )
 
     def differing_from(self, source: int, tables: Tables) -> set[int]:
         return {rank for rank, table in enumerate(tables) if table != tables[source]}
 
-    def _judge(self, tables: Tables, peers: Sequence[int], names: Sequence[str], is_large: bool) -> int:
+    def _judge(self, tables: Tables, peers: Sequence[int], names: Sequence[str], is_trained: bool) -> int:
         if not names:
             return self._source
         right = choose_right(tables, names, peers)
         values = {rank: [tables[rank].get(name) for name in names] for rank in peers}
-        # The others lack a part of the small state.
+        # The others lack a part of the metadata.
         furthest = max(self._standings[rank].progress for rank in peers)
         same = [r for r in peers if values[r] == values[right] and self._standings[r].progress == furthest]
         self._source = min(same, default=self._source)
         ranks = tuple(rank for rank in peers if values[rank] != values[self._source])
-        if is_large:
+        if is_trained:
             self.differing.update(ranks)
         step = self._standings[self._source].progress.step
-        self.divergence = Divergence(step, names[0], len(names), ranks, self._source, is_large)
+        self.divergence = Divergence(step, names[0], len(names), ranks, self._source, is_trained)
         return self._source
 
 
@@ -269,11 +272,12 @@ def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tup
     return value
 
 
-def _by_name(large: Mapping[str, Any]) -> dict[str, int]:
-    """Digests of all that is in a large state. Not of the skeleton's bytes: equal values may be pickled differently."""
+def _by_name(tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Digests of all that is in the tensors of a state, not of the skeleton: equal values may be pickled
+    differently."""
     found = {}
     for group in ("parameters", "optimizer"):
-        for keys, value in tensors_in(large[group]):
+        for keys, value in tensors_in(tensors[group]):
             name = ".".join(str(key) for key in keys if key != "")
             is_tensor = isinstance(value, torch.Tensor)
             found[name] = digest_of([value]) if is_tensor else zlib.crc32(outline(value).encode())

@@ -22,7 +22,7 @@ from farandole.collectives.named.objects import broadcast_object
 from farandole.env import read_fixed_env, read_worker_env
 from farandole.errors import ConfigError
 from farandole.membership import Progress
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.background_copy import BackgroundCopy, finish_all
 from farandole.state.deep_copy import TensorPair
 from farandole.state.handlers import (
@@ -115,19 +115,19 @@ class TorchState(ObjectState):
         """As State.commit(). Where each rank has recorded samples of its own, they tell each other first, so that
         everybody's are in everybody's commit: else those of a worker that is lost would be lost with it."""
         has_news = any(getattr(handler.value, "has_news", False) for handler in self._handlers.values())
-        if not (has_news and boundary.hears_of_updates()):
+        if not (has_news and loop_hooks.hears_of_updates()):
             super().commit()
             return
-        update = boundary.agreed_update()
+        update = loop_hooks.agreed_update()
         self.save()
         self._raise_if_updated(update)
 
     def save(self) -> None:
         """The commit. Its number tells on a regroup whose commit is the newest."""
-        boundary.committing()
+        loop_hooks.committing()
         self._remember()
         self._commits = self._remembered = self._commits + 1
-        boundary.committed()
+        loop_hooks.committed()
 
     def keep_live(self) -> None:
         """What is live counts as a commit from now on, without a copy: a sync follows, which makes one."""
@@ -192,7 +192,7 @@ def _is_ours(loader: Any) -> bool:
 def _refuse_undivided(loader: Any) -> None:
     """Raise ConfigError for a DataLoader of torch's from which each worker would train all of the data, in a job that
     has, or may get, several workers. A sampler of the user's own may divide, and is trusted."""
-    if not isinstance(loader, DataLoader) or not _may_have_company():
+    if not isinstance(loader, DataLoader) or not _may_have_others():
         return
     is_iterable = isinstance(loader.dataset, IterableDataset)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -203,12 +203,12 @@ def _refuse_undivided(loader: Any) -> None:
             f"TorchState(loader=...) has torch's DataLoader, which does not divide the data among workers ({how}): "
             f"each one would train all of it, and begin anew after a fault. Give it fd.elastic.{ours}(dataset, "
             f"global_batch_size=...); or, under the commit rule as in Horovod, make the DataLoader with sampler="
-            f"fd.elastic.ElasticSampler(dataset). Where the data set has this worker's share only, leave the loader "
+            f"fd.elastic.ElasticSampler(dataset). Where the data set has this worker's part only, leave the loader "
             f"out of the state"
         )
 
 
-def _may_have_company() -> bool:
+def _may_have_others() -> bool:
     fixed = read_fixed_env()
     return read_worker_env() is not None or (fixed is not None and fixed.size > 1)
 

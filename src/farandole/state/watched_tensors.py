@@ -35,7 +35,7 @@ class WatchedTensors:
         self._changing_late: set[str] = set()
         self._said: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self._copies: dict[str, torch.Tensor] = {}
-        self._probes = Probes()
+        self._sampled = SampledElements()
         self._is_suspicious = False  # something was written that no version counts: the next step is inspected
         self._is_inspected = False
         self._copied: list[str] = []  # those of which the copy is that of the last capture()
@@ -45,7 +45,9 @@ class WatchedTensors:
         """Watch these from now on, of which optimizers own some. A capture() has to follow."""
         self._names, self._tensors = list(tensors), list(tensors.values())
         self.add_changing_late(name for name in self._names if name not in owned)
-        self._probes = Probes([(name, each) for name, each in self.items() if name not in owned], list(self.items()))
+        self._sampled = SampledElements(
+            [(name, each) for name, each in self.items() if name not in owned], list(self.items())
+        )
         self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
 
     def items(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -90,7 +92,7 @@ class WatchedTensors:
         """Remember the tensors as they are now; with `is_whole` the bytes of all of them."""
         self._versions = [each._version for each in self._tensors]
         self.trusted.clear()
-        self._probes.take()
+        self._sampled.take()
         self._is_inspected, self._is_suspicious = self._is_suspicious, False
         is_whole |= self._is_inspected
         if not (is_whole or self._changing or self._copied):
@@ -110,7 +112,7 @@ class WatchedTensors:
         if self._is_inspected:
             self._is_inspected = False
             self.add_changing(name for name, each in self.items() if not are_equal(each, self._copies[name]))
-        elif self._probes.have_changed(self._changing):
+        elif self._sampled.have_changed(self._changing):
             self._is_suspicious = True
 
     def save(self) -> None:
@@ -161,7 +163,7 @@ class WatchedTensors:
         return torch.empty_like(tensor, requires_grad=False)
 
 
-class Probes:
+class SampledElements:
     """Elements of a few CPU tensors at a time, in turns.
 
     Args:
@@ -169,7 +171,7 @@ class Probes:
     """
 
     def __init__(self, *groups: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._groups = [[(name, each.detach()) for name, each in group if _can_be_probed(each)] for group in groups]
+        self._groups = [[(name, each.detach()) for name, each in group if _can_be_sampled(each)] for group in groups]
         self._turn = 0
         self._taken: list[tuple[str, torch.Tensor, int, bytes]] = []  # whose, where in it, and what was there
 
@@ -203,7 +205,7 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(as_bytes(one), as_bytes(other))
 
 
-def _can_be_probed(tensor: torch.Tensor) -> bool:
+def _can_be_sampled(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0 and type(tensor) in _PLAIN
 
 

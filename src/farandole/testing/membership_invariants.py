@@ -333,8 +333,8 @@ class MembershipInvariants:
         return self._offers is not None and slot >= self._offers.get(self._hosts[agent], 0)
 
     def _check_state(self, starts: dict[str, Start]) -> None:
-        founding = {start.founding for start in starts.values()}
-        assert founding == {not self._was_synced}, f"founding={founding} though was_synced={self._was_synced}"
+        bootstrap = {start.bootstrap for start in starts.values()}
+        assert bootstrap == {not self._was_synced}, f"bootstrap={bootstrap} though was_synced={self._was_synced}"
         if self._was_synced:
             assert self._holders.intersection(starts), "a generation without a holder"
 

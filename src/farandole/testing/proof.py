@@ -1,4 +1,4 @@
-"""Reads the workers' records (records.py) and proves, or disproves, that each epoch trained every sample once."""
+"""Reads the workers' records (step_records.py) and proves, or disproves, that each epoch trained every sample once."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ HOROVODRUN = (sys.executable, "-c", _CODE)  # the command belongs to a distribut
 class RunningJob:
     """Starts `farandole run [flags] python script [arguments] --records folder`; ends it on leaving the `with`.
 
-    folder  an empty folder for the records (records.py)
+    folder  an empty folder for the records (step_records.py)
     output  where the job's output goes: None for this process's own, or a path
     program FARANDOLE_RUN, or HOROVODRUN in its place
     environment  of the job; None: this process's own

@@ -32,7 +32,7 @@ from farandole.coordinator import (
     new_job,
     next_deadline,
 )
-from farandole.coordinator.requests import judge
+from farandole.coordinator.control_requests import judge
 from farandole.events import Event
 from farandole.membership import Origin
 from farandole.messages import (

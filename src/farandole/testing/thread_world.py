@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from farandole.collectives.buffers import combiner, flat_view
 from farandole.collectives.reduction import Reduction
+from farandole.collectives.tensor_bytes import combiner, flat_view
 from farandole.errors import GenerationEnded, PeerLost
 
 ResultT = TypeVar("ResultT")
@@ -117,13 +117,13 @@ class ThreadTransport:
         self.rank = rank
         self.size = world.size
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
-        values = self._exchange("all_reduce", (flat.clone(), note))
+        values = self._exchange("all_reduce", (flat.clone(), trailer))
         flat.copy_(values[0][0])
         for other, _ in values[1:]:
             combine(flat, other, out=flat)
-        return [note for _, note in values]
+        return [trailer for _, trailer in values]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._exchange("all_gather", payload)
@@ -134,7 +134,7 @@ class ThreadTransport:
     def barrier(self) -> None:
         self._exchange("barrier", None)
 
-    def wait_until_called(self, wake: int) -> bool | None:
+    def wait_for_peer(self, wake: int) -> bool | None:
         with self._lock:
             woken, _ = self._call = socket.socketpair()
         poll = select.poll()

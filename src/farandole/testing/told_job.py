@@ -51,14 +51,14 @@ EventT = TypeVar("EventT", bound=Event)
 class ToldJob:
     """One host, agent "a", unless more are connected. `actions` are those of the last thing told.
 
-    Lost workers are replaced at once, unless the test says `survivors_first_s`. Every decision is held against the
+    Lost workers are replaced at once, unless the test says `deferred_restart_s`. Every decision is held against the
     membership invariants, too.
     """
 
     def __init__(
         self, num_proc: int = 3, slots: int | None = None, origin: Origin | None = None, **config: Any
     ) -> None:
-        self.config = JobConfig(num_proc, **{"survivors_first_s": 0.0, **config})
+        self.config = JobConfig(num_proc, **{"deferred_restart_s": 0.0, **config})
         self.job = new_job(self.config, "job", origin=origin)
         self.now_s = 100.0
         self.actions: list[Action] = []

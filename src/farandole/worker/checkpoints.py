@@ -8,19 +8,19 @@ from typing import Literal
 
 import msgspec
 
+from farandole.checkpoint.checkpoint_writer import Writer
 from farandole.checkpoint.folder import CheckpointFolder
 from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
 from farandole.checkpoint.snapshot import Kept, Staging, live
 from farandole.checkpoint.store import open_store
-from farandole.checkpoint.writer import Writer
 from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.env import read_checkpoint_env
 from farandole.errors import ConfigError
 from farandole.membership import Progress
-from farandole.worker.checkpoint_office import JobOffice, Office, OwnOffice
-from farandole.worker.job import Job
+from farandole.worker.checkpoint_authority import CheckpointAuthority, CoordinatorAuthority, LocalAuthority
+from farandole.worker.worker_job import Job
 
 Rule = Literal["step", "commit"]
 
@@ -32,8 +32,10 @@ def checkpoints(job: Job | None, state: Kept, rule: Rule) -> Checkpoints | None:
     settings = read_checkpoint_env()
     if settings is None:
         return None
-    office = OwnOffice(settings, world.current().placement.rank) if job is None else JobOffice(job, settings)
-    return Checkpoints(office, state, rule)
+    authority = (
+        LocalAuthority(settings, world.current().placement.rank) if job is None else CoordinatorAuthority(job, settings)
+    )
+    return Checkpoints(authority, state, rule)
 
 
 class Checkpoints:
@@ -43,31 +45,31 @@ class Checkpoints:
     it may have died while it wrote.
     """
 
-    def __init__(self, office: Office, state: Kept, rule: Rule) -> None:
-        self._office, self._state, self._rule = office, state, rule
+    def __init__(self, authority: CheckpointAuthority, state: Kept, rule: Rule) -> None:
+        self._authority, self._state, self._rule = authority, state, rule
         self._staging = Staging()
-        settings = office.settings
+        settings = authority.settings
         self._due = Due(parse_every(settings.every), now_s(), 0)
-        self._restored = 0  # the lineage that this worker has begun from a checkpoint
+        self._restored = 0  # the run id that this worker has begun from a checkpoint
         self._folder = CheckpointFolder(open_store(settings.folder))
-        self._writer = Writer(self._folder, rule, settings.keep, self._ask, office.tell)
+        self._writer = Writer(self._folder, rule, settings.keep, self._ask, authority.tell)
         self._is_judged = threading.Event()  # whether all workers had the state that is being written is known
         self._is_judged.set()
         self._refusal = ""
         self._is_owed = False  # the last one was refused
 
-    def before_sync(self, rank: int, founding: bool) -> None:
+    def before_sync(self, rank: int, bootstrap: bool) -> None:
         """Before a state is copied to others, or another one is taken over. At the start of the job, and when all who
         held its state are lost, the source, rank 0, begins where the newest checkpoint is. Raises ConfigError when
         that is not possible."""
         self._staging.copies.finish()
-        lineage = self._office.lineage()
-        if founding and rank == 0 and lineage != self._restored:
-            if self._office.settings.resume or lineage > self._office.settings.lineage:
-                self._restore(lineage)
-            self._restored = lineage
+        run_id = self._authority.run_id()
+        if bootstrap and rank == 0 and run_id != self._restored:
+            if self._authority.settings.resume or run_id > self._authority.settings.run_id:
+                self._restore(run_id)
+            self._restored = run_id
 
-    def _restore(self, lineage: int) -> None:
+    def _restore(self, run_id: int) -> None:
         try:
             found, value = read_newest(self._folder, logger.warning)
         except OSError as error:
@@ -77,7 +79,7 @@ class Checkpoints:
                 f"the checkpoint {found.place} was written under the {found.manifest.rule} rule, and this script "
                 f"follows the {self._rule} rule: with a loader of Farandole a TorchState follows the step rule"
             )
-        restore(self._state, found, value, lineage)
+        restore(self._state, found, value, run_id)
         self._state.capture()
         logger.info("begun from %s: step %d", found.place, found.manifest.step)
 
@@ -88,7 +90,7 @@ class Checkpoints:
         self._due.restart(now_s(), self._state.progress.step)
 
     def at_boundary(self, is_captured: bool = True) -> bool:
-        """Begin a checkpoint if one is due. Else nothing: the small state need not be captured for that.
+        """Begin a checkpoint if one is due. Else nothing: the metadata need not be captured for that.
 
         Returns:
             Whether one was begun. Under the step rule with several workers, it is published after compared().
@@ -131,7 +133,7 @@ class Checkpoints:
         """Runs in the writer's thread."""
         self._is_judged.wait()
         refusal, self._refusal = self._refusal, ""
-        return refusal or self._office.ask(name, progress)
+        return refusal or self._authority.ask(name, progress)
 
     def at_end(self) -> None:
         """All have finished: the last one, so that the same command has nothing to do any more."""
@@ -141,13 +143,13 @@ class Checkpoints:
             self._state.capture()
             self._write_now()
 
-    def is_keeper(self) -> bool:
+    def is_emergency_writer(self) -> bool:
         """Whether the job has ended, and this worker is to save what there is."""
-        return self._office.is_keeper() and self._state.is_holder
+        return self._authority.is_emergency_writer() and self._state.is_holder
 
     def in_emergency(self) -> None:
         """The job ends before it is finished: save the live state, if this worker is the one to do so."""
-        if self.is_keeper():
+        if self.is_emergency_writer():
             self._give_up()
             self._staging.copies.finish()
             self._state.capture()
@@ -156,7 +158,7 @@ class Checkpoints:
     def close(self) -> None:
         """Nothing is left running; what was begun and is not published is removed."""
         self._give_up()
-        self._office.close()
+        self._authority.close()
 
     def _give_up(self) -> None:
         self._judge("the job has ended")
@@ -169,4 +171,4 @@ class Checkpoints:
             self._writer.write(lambda: live(self._state, progress), progress.step, here.id.number, here.placement.size)
 
     def _progress(self) -> Progress:
-        return msgspec.structs.replace(self._state.progress, lineage=self._office.lineage())
+        return msgspec.structs.replace(self._state.progress, run_id=self._authority.run_id())

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-from farandole import whereabouts
+from farandole import status_reporting
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.env import read_checkpoint_env
@@ -23,8 +23,7 @@ from farandole.errors import (
 )
 from farandole.messages import Elastic, Synced
 from farandole.optim.ddp.adoption import adopt_modules
-from farandole.sighting import Phase
-from farandole.state import boundary, recording, step
+from farandole.state import loop_hooks, recording, step
 from farandole.state.background_copy import finish_all
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.host_updates import HostUpdateResult
@@ -32,15 +31,16 @@ from farandole.state.kept_values import KeptValues, can_be_kept
 from farandole.state.object_state import ObjectState, State
 from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
-from farandole.whereabouts import In
+from farandole.status_reporting import InPhase
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.commit_records import commit_records
-from farandole.worker.finish import all_have_finished
-from farandole.worker.host_updates import PlannedUpdates
-from farandole.worker.job import Job
+from farandole.worker.end_barrier import all_have_finished
+from farandole.worker.host_update_listeners import PlannedUpdates
 from farandole.worker.leaving import leaving_on_sigterm
-from farandole.worker.recovery import regroup, report_first_step
 from farandole.worker.uncommitted_steps import UncommittedSteps
+from farandole.worker.worker_job import Job
+from farandole.worker.worker_recovery import regroup, report_first_step
+from farandole.worker_status import Phase
 
 ResultT = TypeVar("ResultT")
 
@@ -66,12 +66,12 @@ class CommitLoop:
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         adopt_modules(vars(self._state).values())  # their optimizers step as always: a fault leaves the function
-        boundary.install(self)
+        loop_hooks.install(self)
         recording.install_for_samplers(self._records)
         try:
             with leaving_on_sigterm(self._job, lambda: not self._is_between_commits()), self._updates:
                 try:
-                    with In(Phase.USER):
+                    with InPhase(Phase.USER):
                         return self._run(call)
                 except (JobEnded, SystemExit):
                     self._save_in_emergency()
@@ -80,7 +80,7 @@ class CommitLoop:
                     if self._checkpoints is not None:
                         self._checkpoints.close()
         finally:
-            boundary.install(None)
+            loop_hooks.install(None)
             world.refuse_collectives(None)
             recording.install_for_samplers(None)
             self._uncommitted.close()
@@ -124,7 +124,7 @@ class CommitLoop:
                 return
         here = world.current()
         try:
-            self._agree(here.transport, founding=True)
+            self._agree(here.transport, bootstrap=True)
         except RecoverableError:
             if job is None:
                 raise
@@ -164,7 +164,7 @@ class CommitLoop:
 
     def _save_in_emergency(self) -> None:
         """The job ends before it is finished: what counts is the last commit."""
-        if self._checkpoints is not None and self._checkpoints.is_keeper() and not self._is_between_commits():
+        if self._checkpoints is not None and self._checkpoints.is_emergency_writer() and not self._is_between_commits():
             self._is_torn = True
             self._roll_back()
             self._checkpoints.in_emergency()
@@ -187,7 +187,7 @@ class CommitLoop:
         if self._job is None or self._is_left_alone():
             if self._job is not None:
                 self._job.link.raise_if_over()  # the end of the job, too, ends collectives
-            self._reset_and_agree(world.current().transport, founding=False)
+            self._reset_and_agree(world.current().transport, bootstrap=False)
             return
         done = regroup(self._job, self._reset_and_agree)
         report_first_step(self._job, done, self._newest_commit, "commit", self._uncommitted.take_undone())
@@ -199,9 +199,9 @@ class CommitLoop:
         is_alone = world.current().placement.size == 1
         return is_alone and (job is None or not (job.is_newcomer() or job.has_to_regroup()))
 
-    def _reset_and_agree(self, transport: Transport, founding: bool) -> SyncReport | None:
+    def _reset_and_agree(self, transport: Transport, bootstrap: bool) -> SyncReport | None:
         self._reset()
-        return self._agree(transport, founding)
+        return self._agree(transport, bootstrap)
 
     def _reset(self) -> None:
         """The world has changed. Before the sync: what callbacks change in the state (a learning rate that goes with
@@ -214,16 +214,16 @@ class CommitLoop:
         self._state.on_reset()
         self._updates.tell_again()
 
-    def _agree(self, transport: Transport, founding: bool) -> SyncReport | None:
+    def _agree(self, transport: Transport, bootstrap: bool) -> SyncReport | None:
         """The same state on all ranks. Never skipped, whatever the change was."""
         if self._committed is not None and can_be_staged(self._committed.state):
             if self._checkpoints is not None:
                 self._committed.capture()
-                self._checkpoints.before_sync(transport.rank, founding)
-            return synchronize_commits(self._committed, transport, founding)
+                self._checkpoints.before_sync(transport.rank, bootstrap)
+            return synchronize_commits(self._committed, transport, bootstrap)
         try:
             if self._values is not None and self._checkpoints is not None:
-                self._checkpoints.before_sync(transport.rank, founding)
+                self._checkpoints.before_sync(transport.rank, bootstrap)
             self._state.sync()
             if self._values is not None and self._checkpoints is not None:
                 self._values.agree(transport)
@@ -238,7 +238,7 @@ class CommitLoop:
             raise GenerationEnded("sync", world.current().id.number, str(error)) from error
         return None
 
-    # State and optimizer ask (state/boundary.py) --------------------------------------------------------------
+    # State and optimizer ask (state/loop_hooks.py) --------------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return False
@@ -299,7 +299,7 @@ class CommitLoop:
     def committed(self) -> None:
         self._commits += 1
         self._uncommitted.committed()
-        whereabouts.say_place(world.current().id.number, self._newest_commit)
+        status_reporting.set_step(world.current().id.number, self._newest_commit)
         step.tell_decided()
         if self._values is not None:
             self._values.committed()

@@ -11,8 +11,8 @@ from farandole.collectives import world
 from farandole.data.sampler import ElasticSampler
 from farandole.env import read_sample_ledger, read_worker_env
 from farandole.ledger.hashing import ids_hash
+from farandole.ledger.ledger_writer import Writer
 from farandole.ledger.records import Entered, EpochLeft, Trained, compact
-from farandole.ledger.writer import Writer
 from farandole.state.commit_sync import CommittedState
 from farandole.state.recording import Part
 
@@ -29,7 +29,7 @@ class CommitRecords:
     def entered(self) -> None:
         """The members of the generation all have this state, and the function is about to be called."""
         here = world.current()
-        generation = here.id.lineage, here.id.number
+        generation = here.id.run_id, here.id.number
         entry = self._entry[2] + 1 if self._entry[:2] == generation else 0
         self._entry, self._calls = (*generation, entry), Counter()
         named = self._committed.samplers().items()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from farandole import whereabouts
+from farandole import status_reporting
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
@@ -20,7 +20,7 @@ from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.named.timeline_control import start_timeline
 from farandole.collectives.transport import Transport
 from farandole.env import (
-    read_death_hint,
+    read_exit_notice,
     read_fixed_env,
     read_horovod_settings,
     read_page,
@@ -36,8 +36,8 @@ from farandole.worker import logs, scratch
 from farandole.worker.children import end_stubborn_at_exit
 from farandole.worker.exiting import shorten_exit
 from farandole.worker.fixed_job import FixedJob
-from farandole.worker.heap import keep_freed_memory
-from farandole.worker.job import Job
+from farandole.worker.malloc import keep_freed_memory
+from farandole.worker.worker_job import Job
 
 # Under a fixed-size launcher, for all ranks to have imported torch and called init(); as --start-timeout.
 _CONNECT_TIMEOUT_S = 120.0
@@ -126,7 +126,7 @@ def _join() -> None:
     if worker_env is not None:
         _slot = worker_env.slot
         if (page := read_page()) is not None:
-            whereabouts.open_page(page, hints_at_death=read_death_hint())
+            status_reporting.open_status_page(page, gives_exit_notice=read_exit_notice())
         folder = read_scratch_folder()
         if folder is not None:
             scratch.use(folder)
@@ -222,7 +222,7 @@ def generation() -> int:
 
 
 def _enter_alone() -> None:
-    nobody = GenerationId(lineage=1, incarnation=1, number=0, nonce="alone")
+    nobody = GenerationId(run_id=1, coordinator_epoch=1, number=0, nonce="alone")
     placement = Placement(0, 1, 0, 1, 0, 1)
     named = NamedCollectives(AloneTransport(), placement=placement, connect=_no_connection, settings=_settings())
     world.enter(world.World(nobody, placement, AloneTransport(), named))

@@ -9,7 +9,7 @@ from farandole.collectives.listener import DataListener
 from farandole.collectives.named.settings import NamedSettings
 from farandole.env import FixedEnv
 from farandole.messages import Start
-from farandole.worker.fixed_size import Meeting
+from farandole.worker.fixed_size import Rendezvous
 from farandole.worker.world_builder import WorldBuilder
 
 
@@ -24,9 +24,9 @@ class FixedJob:
         self._session = 0
 
     def meet(self) -> None:
-        """Find the other ranks through the launcher's meeting point and enter their world. Raises what Meeting
+        """Find the other ranks through the launcher's rendezvous and enter their world. Raises what Rendezvous
         and WorldBuilder raise."""
-        self._start = Meeting(self._env, self._timeout_s).meet(self._listener.address)
+        self._start = Rendezvous(self._env, self._timeout_s).meet(self._listener.address)
         self.meet_again()
 
     def meet_again(self) -> None:
@@ -45,8 +45,8 @@ class FixedJob:
             if here.named is not None:
                 here.named.close()
             here.transport.close()
-            if here.mail is not None:
-                here.mail.close()
+            if here.p2p is not None:
+                here.p2p.close()
 
     def close(self) -> None:
         self.leave()

@@ -1,4 +1,4 @@
-"""Meeting the other workers of a fixed-size launcher (torchrun, mpirun, srun), through torch's TCPStore."""
+"""Rendezvous with the other workers of a fixed-size launcher (torchrun, mpirun, srun), through torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRACE_S = 1.0  # for TCPStore to keep a time limit by itself: it then says more
 T = TypeVar("T")
 
 
-class Meeting:
+class Rendezvous:
     """Where the workers tell each other their data addresses, once.
 
     TCPStore has no authentication: whoever reaches its port can read the key of the data connections. Rank 0
@@ -44,7 +44,7 @@ class Meeting:
         except (futures.TimeoutError, RuntimeError, OSError) as error:
             raise JobEnded(
                 f"rank {env.rank} of {env.size} under {env.launcher} cannot {'serve' if self._is_host else 'reach'} "
-                f"the meeting point {env.master_addr}:{env.master_port} within {timeout_s:g} s "
+                f"the rendezvous {env.master_addr}:{env.master_port} within {timeout_s:g} s "
                 f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
             ) from error
 
@@ -93,11 +93,11 @@ class Meeting:
         if self._is_host:  # The store ends with this process, which may end as soon as init() has returned.
             store.wait([self._key(f"{rank}/read") for rank in range(env.size)])
         return Start(
-            id=GenerationId(lineage=1, incarnation=1, number=1, nonce=secret[:_NONCE_DIGITS]),
+            id=GenerationId(run_id=1, coordinator_epoch=1, number=1, nonce=secret[:_NONCE_DIGITS]),
             placement=Placement(env.rank, env.size, env.local_rank, env.local_size, env.cross_rank, env.cross_size),
             previous=previous,
             next=following,
-            founding=True,
+            bootstrap=True,
             data_key=bytes.fromhex(secret[_NONCE_DIGITS:]),
         )
 
@@ -114,7 +114,7 @@ class Meeting:
         try:
             return str(_within(_GRACE_S, look))
         except (futures.TimeoutError, RuntimeError):
-            return "unknown, the meeting point is gone"
+            return "unknown, the rendezvous is gone"
 
 
 def _listen(host: str, port: int) -> int:
@@ -134,7 +134,7 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 (the caller gets it)
             result.set_exception(error)
 
-    threading.Thread(target=run, name="farandole-meeting", daemon=True).start()
+    threading.Thread(target=run, name="farandole-rendezvous", daemon=True).start()
     return result.result(timeout=limit_s)
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from farandole.worker.job import Job
+from farandole.worker.worker_job import Job
 
 
 class leaving_on_sigterm:  # noqa: N801 - reads as a statement

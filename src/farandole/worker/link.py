@@ -68,7 +68,7 @@ class Link:
         self._released = 0
         self._has_left = False
         self._stop_reason: str | None = None
-        self.is_keeper = False  # the job ends, and this worker is to save the state
+        self.is_emergency_writer = False  # the job ends, and this worker is to save the state
         self._answers: dict[str, str] = {}
         self._socket = _dial(env.agent_address)
         close_at_fork(self._socket)
@@ -157,7 +157,7 @@ class Link:
             while name not in self._answers:
                 if now_s() >= deadline_s:
                     return f"the coordinator did not answer within {timeout_s:g} s"
-                if self.is_over() and not self.is_keeper:
+                if self.is_over() and not self.is_emergency_writer:
                     return "the job is over for this worker"
                 self._changed.wait(min(_SLICE_S, timeout_s))
             return self._answers.pop(name)
@@ -240,7 +240,7 @@ class Link:
             elif isinstance(message, Left):
                 self._has_left = True
             elif isinstance(message, Stop):
-                self.is_keeper = message.saves  # first: whoever sees the reason looks at this next
+                self.is_emergency_writer = message.saves  # first: whoever sees the reason looks at this next
                 self._stop_reason = message.reason
                 self._on_abort(sys.maxsize, message.reason)
             elif isinstance(message, PublishAnswer):

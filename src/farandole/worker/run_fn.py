@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from farandole.errors import HorovodInternalError, HostsUpdatedInterrupt
 from farandole.state.object_state import State
 from farandole.worker import context
-from farandole.worker.host_updates import notification_manager
+from farandole.worker.host_update_listeners import notification_manager
 from farandole.worker.run_loop import run
 
 P = ParamSpec("P")

@@ -12,8 +12,8 @@ from farandole.state.object_state import State
 from farandole.state.step_state import StepState
 from farandole.worker import context
 from farandole.worker.commit_loop import CommitLoop
-from farandole.worker.job import Job
 from farandole.worker.step_loop import StepLoop
+from farandole.worker.worker_job import Job
 
 P = ParamSpec("P")
 StateT = TypeVar("StateT", bound=State)

@@ -10,12 +10,12 @@ from pathlib import Path
 from farandole.collectives import world
 from farandole.env import read_sample_ledger, read_worker_env
 from farandole.ledger.hashing import ids_hash
+from farandole.ledger.ledger_writer import Writer
 from farandole.ledger.records import Applied, Differed, EpochEnded, Intent, Started, compact
-from farandole.ledger.writer import Writer
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.divergence import Divergence
+from farandole.state.global_batch import Batch
 from farandole.state.step_state import StepState
-from farandole.state.ticket import Batch
 
 
 class SampleRecords:
@@ -23,7 +23,7 @@ class SampleRecords:
 
     def __init__(self, state: StepState, writer: Writer) -> None:
         self._state, self._writer = state, writer
-        self._ids: list[int] = []  # of the ticket that is out, from all of its micro-batches so far
+        self._ids: list[int] = []  # of the global batch that is out, from all of its micro-batches so far
         self._intended: int | None = None  # their hash, once it is written down
         self._agreed: tuple[int, int] | None = None
         self._updates: list[int] = []  # optimizers, by id, that have moved weights since the last applied step
@@ -37,11 +37,11 @@ class SampleRecords:
         if has_copied:
             self._updates.clear()
         here, progress = world.current(), self._state.progress
-        lineage, number = self._generation()
+        run_id, number = self._generation()
         loader = self._state.loader.state_dict()
         self._writer.write(
             Started(
-                lineage=lineage,
+                run_id=run_id,
                 generation=number,
                 nonce=here.id.nonce,
                 rank=here.placement.rank,
@@ -72,7 +72,7 @@ class SampleRecords:
                 found.objects,
                 found.ranks,
                 found.source,
-                found.is_large,
+                found.is_trained,
             )
         )
 
@@ -93,13 +93,23 @@ class SampleRecords:
         self._intended = self._agreed = None
 
     def intend(self, batch: Batch) -> int:
-        """Once for each ticket, also when several optimizers reduce their gradients for it."""
+        """Once for each global batch, also when several optimizers reduce their gradients for it."""
         if self._intended is None:
-            ticket = batch.ticket
+            global_batch = batch.global_batch
             ids, key = compact(self._ids), self._generation()
             rank, step = world.current().placement.rank, self._state.step
             self._writer.write(
-                Intent(*key, step, rank, ticket.epoch, ticket.start, ticket.stop, ticket.low, ticket.high, ids)
+                Intent(
+                    *key,
+                    step,
+                    rank,
+                    global_batch.epoch,
+                    global_batch.start,
+                    global_batch.stop,
+                    global_batch.low,
+                    global_batch.high,
+                    ids,
+                )
             )
             self._intended = ids_hash(self._ids)
         return self._intended
@@ -108,12 +118,12 @@ class SampleRecords:
         self._agreed = samples, ids_hash
 
     def apply(self, batch: Batch) -> None:
-        """The next ticket is another one, also of a loader that does not say what it delivers."""
+        """The next global batch is another one, also of a loader that does not say what it delivers."""
         if self._agreed is not None:
-            ticket, key = batch.ticket, self._generation()
+            global_batch, key = batch.global_batch, self._generation()
             updates = max(Counter(self._updates).values(), default=0)
-            place = (self._state.step, ticket.epoch, ticket.start, ticket.stop)
-            self._writer.write(Applied(*key, *place, *self._agreed, boundary.digest(), updates))
+            place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
+            self._writer.write(Applied(*key, *place, *self._agreed, loop_hooks.digest(), updates))
         self._ids, self._intended, self._agreed = [], None, None
         self._updates.clear()
 
@@ -124,9 +134,9 @@ class SampleRecords:
         self._updates.pop()
 
     def _generation(self) -> tuple[int, int]:
-        """A job that goes on from a checkpoint has a higher lineage, and counts its generations anew."""
+        """A job that goes on from a checkpoint has a higher run id, and counts its generations anew."""
         id = world.current().id
-        return max(id.lineage, self._state.lineage), id.number
+        return max(id.run_id, self._state.run_id), id.number
 
 
 def sample_records(state: StepState) -> SampleRecords | None:

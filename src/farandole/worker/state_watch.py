@@ -13,8 +13,8 @@ from farandole.state.divergence import Divergence
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport
 from farandole.worker.checkpoints import Checkpoints
-from farandole.worker.job import Job
 from farandole.worker.sample_records import SampleRecords
+from farandole.worker.worker_job import Job
 
 logger = logging.getLogger("farandole")
 
@@ -50,7 +50,7 @@ class StateWatch:
         """Hash what can be read in a few milliseconds; 0 where there is nobody to compare it with."""
         if world.current().placement.size == 1:
             return 0
-        return self._state.digests.of_sample(self._state.step, large_only=False)
+        return self._state.digests.of_sample(self._state.step, trained_only=False)
 
     def heard(self, digests: Collection[int], is_asked: bool) -> None:
         """From the headers of all ranks.

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-from farandole import whereabouts
+from farandole import status_reporting
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
@@ -16,25 +16,25 @@ from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
-from farandole.sighting import Phase
-from farandole.state import boundary, recording, step
+from farandole.state import loop_hooks, recording, step
 from farandole.state.batch_norm import layers_with_statistics, make_equal
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
-from farandole.whereabouts import In
+from farandole.status_reporting import InPhase
 from farandole.worker.body_calls import BodyCalls
 from farandole.worker.checkpoints import checkpoints
-from farandole.worker.finish import all_have_finished
-from farandole.worker.heap import map_ahead
-from farandole.worker.job import Job
+from farandole.worker.end_barrier import all_have_finished
 from farandole.worker.leaving import leaving_on_sigterm
-from farandole.worker.randomness import reseed
-from farandole.worker.recovery import Connection, connect, regroup, report_first_step
+from farandole.worker.malloc import map_ahead
 from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
+from farandole.worker.step_randomness import reseed
 from farandole.worker.warm_up import warm_up
+from farandole.worker.worker_job import Job
+from farandole.worker.worker_recovery import Connection, connect, regroup, report_first_step
+from farandole.worker_status import Phase
 
 ResultT = TypeVar("ResultT")
 
@@ -70,15 +70,15 @@ class StepLoop:
         state = self._state
         if adopt(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
-        boundary.install(self)
+        loop_hooks.install(self)
         agreement.install(self._calls)
         recording.install(self._records)
         if state.loader is not None:
-            state.loader.boundary = self
+            state.loader.hooks = self
         try:
             with leaving_on_sigterm(self._job, self._may_end_here):
                 try:
-                    with In(Phase.USER):
+                    with InPhase(Phase.USER):
                         return self._run(call)
                 except (JobEnded, SystemExit):
                     self._save_in_emergency()
@@ -87,7 +87,7 @@ class StepLoop:
                     if self._checkpoints is not None:
                         self._checkpoints.close()
         finally:
-            boundary.install(None)
+            loop_hooks.install(None)
             agreement.install(None)
             world.interrupt_collectives(None)
             recording.install(None)
@@ -141,7 +141,7 @@ class StepLoop:
             return
         here = world.current()
         try:
-            report = self._agree(here.transport, founding=not self._state.is_holder)
+            report = self._agree(here.transport, bootstrap=not self._state.is_holder)
         except RecoverableError:
             if job is None:
                 raise
@@ -166,7 +166,7 @@ class StepLoop:
         warm_up(job, self._state, call)
         self._is_busy = True
 
-    # The loader asks (data/boundary.py) ------------------------------------------------------------------
+    # The loader asks (data/loader_hooks.py) ------------------------------------------------------------------
 
     def reach(self) -> None:
         """A boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
@@ -245,14 +245,14 @@ class StepLoop:
         epoch = state.progress.epoch
         try:
             self._raise_if_connected("the end of an epoch")
-            note = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
-            notes = world.current().transport.all_gather(note)
+            trailer = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
+            trailers = world.current().transport.all_gather(trailer)
         except RecoverableError:
             if self._job is None:
                 raise
             self._regroup()
             return False
-        said = [_EPOCH_END.unpack(note) for note in notes]
+        said = [_EPOCH_END.unpack(trailer) for trailer in trailers]
         if any(each[:2] != said[0][:2] for each in said):
             raise CollectiveMismatch(
                 f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
@@ -275,7 +275,7 @@ class StepLoop:
         """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
         state = self._state
         here = (epoch, state.step, call)
-        said = [_ONCE.unpack(note) for note in world.current().transport.all_gather(_ONCE.pack(*here))]
+        said = [_ONCE.unpack(trailer) for trailer in world.current().transport.all_gather(_ONCE.pack(*here))]
         if any(each != here for each in said):
             raise CollectiveMismatch(
                 f"epoch.once() was called at different places; (epoch, step, number of the call) by rank: {said}"
@@ -288,14 +288,16 @@ class StepLoop:
         state.capture_after(call_once)
 
     def _pass_boundary(self) -> None:
-        """Remember the small state, and start the step's random numbers from (seed, step, rank): a step that
+        """Remember the metadata, and start the step's random numbers from (seed, step, rank): a step that
         is done again sees the same ones."""
         state = self._state
         state.boundary += 1
-        state.capture()
+        # Until the rehearsal nothing is known of what the loop body changes.
+        is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1
+        state.capture(is_whole=not is_known)
         self._is_behind_batches = False
         self._watch.at_boundary(self._checkpoints is not None and self._checkpoints.at_boundary())
-        whereabouts.say_place(world.current().id.number, state.step)
+        status_reporting.set_step(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
 
@@ -314,7 +316,7 @@ class StepLoop:
         was_busy, self._is_busy = self._is_busy, True
         if step.state() == "open":
             step.aborted()
-        with In(Phase.REGROUPING):
+        with InPhase(Phase.REGROUPING):
             world.interrupt_collectives(None)
             self._connection = connect(self._job)
             world.interrupt_collectives(_INTERRUPTED)
@@ -327,7 +329,7 @@ class StepLoop:
         self._state.capture()
         here = world.current()
         try:
-            self._agree(here.transport, founding=False, compares_all=True)
+            self._agree(here.transport, bootstrap=False, compares_all=True)
         except RecoverableError:
             if self._job is None:
                 raise
@@ -357,17 +359,17 @@ class StepLoop:
             self._records.started(done.report is not None and done.rank in done.report.behind)
         state.on_reset()  # on every member, so that what callbacks change is the same everywhere
         if in_flight is not None and state.step == begun:
-            report_first_step(self._job, done, state.step, "step", 1, in_flight.ticket.global_samples)
+            report_first_step(self._job, done, state.step, "step", 1, in_flight.global_batch.global_samples)
         else:  # nothing was in flight, or somebody had applied it
             report_first_step(self._job, done, state.step, "step")
         done.log(f"step {state.step}")
         self._is_busy = False
 
-    def _agree(self, transport: Transport, founding: bool, compares_all: bool = False) -> SyncReport:
+    def _agree(self, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
         self._calls.wait_for_bodies(transport)
         if self._checkpoints is not None:
-            self._checkpoints.before_sync(transport.rank, founding)
-        report = synchronize(self._state, transport, founding, compares_all)
+            self._checkpoints.before_sync(transport.rank, bootstrap)
+        report = synchronize(self._state, transport, bootstrap, compares_all)
         self._watch.synchronized(report)
         return report
 
@@ -384,7 +386,7 @@ class StepLoop:
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
 
-    # The optimizer asks (state/boundary.py) --------------------------------------------------------------
+    # The optimizer asks (state/loop_hooks.py) --------------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return self._job is not None and step.batch() is not None

@@ -2,7 +2,7 @@
 
 Whatever a process does once only, when its code runs for the first time, is done then: torch.compile compiles, kernels
 are chosen, memory and threads are made. The elastic function is called with batches whose steps are aborted, of each
-size that the shares of this worker may have, and it is left again before the worker asks to be admitted.
+size that the local batches of this worker may have, and it is left again before the worker asks to be admitted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 from farandole.clock import now_s
 from farandole.collectives import world
-from farandole.data.boundary import SoloBoundary
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.state import step
 from farandole.state.step_state import Loader, StepState
-from farandole.worker.job import Job
+from farandole.worker.worker_job import Job
 
 logger = logging.getLogger("farandole")
 
@@ -38,8 +38,8 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
     loader = state.loader
     if loader is None or not state.rehearse or not _is_plain(state):
         return
-    began_s, small = now_s(), state.copy_of_small()
-    boundary, loader.boundary = loader.boundary, _WarmUp(job, state, loader, small)
+    began_s, metadata = now_s(), state.copy_of_metadata()
+    hooks, loader.hooks = loader.hooks, _WarmUp(job, state, loader, metadata)
     with world.placed_as(job.link.members, job.link.members + 1):
         try:
             call()
@@ -50,10 +50,10 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
         except Exception:
             logger.debug("the loop body cannot be run ahead of the admission", exc_info=True)
         finally:
-            loader.boundary = boundary
+            loader.hooks = hooks
             step.close()
             loader.end_rehearsals()
-    state.load_small(small)
+    state.load_metadata(metadata)
     for optimizer in state.optimizers():
         optimizer.zero_grad(set_to_none=True)
 
@@ -62,14 +62,15 @@ class _WarmedUp(BaseException):
     """Leaves the elastic function, also one that catches every Exception."""
 
 
-class _WarmUp(SoloBoundary):
-    """The loader's boundary: it deals one share after the other, and ends the function behind the last one."""
+class _WarmUp(NoLoaderHooks):
+    """The loader's boundary: it hands out one local batch after the other, and ends the function behind the last
+    one."""
 
-    def __init__(self, job: Job, state: StepState, loader: Loader, small: dict[str, Any]) -> None:
-        self._job, self._state, self._loader, self._small = job, state, loader, small
+    def __init__(self, job: Job, state: StepState, loader: Loader, metadata: dict[str, Any]) -> None:
+        self._job, self._state, self._loader, self._metadata = job, state, loader, metadata
         self._shares = _shares(job.link.members)
         self._sizes = set[int]()
-        self._is_due = False  # a share is dealt, and was not handed out yet
+        self._is_due = False  # a local batch is prepared, and was not handed out yet
 
     def reach(self) -> None:
         if self._job.link.is_over():
@@ -80,9 +81,9 @@ class _WarmUp(SoloBoundary):
         if self._is_due:
             return
         step.close()
-        self._state.load_small(self._small)
+        self._state.load_metadata(self._metadata)
         for rank, size, is_at_tail in self._shares:
-            samples = self._loader.deal_for_rehearsal(rank, size, is_at_tail)
+            samples = self._loader.start_rehearsal(rank, size, is_at_tail)
             if samples and samples not in self._sizes:
                 self._sizes.add(samples)
                 self._is_due = True
@@ -104,9 +105,9 @@ class _WarmUp(SoloBoundary):
 
 
 def _shares(members: int) -> Iterator[tuple[int, int, bool]]:
-    """Rank, size and whether it is the epoch's last global batch: of shares that this worker may get. First those that
-    it will have as one more member; then those without one of the others. Two sizes are enough for a compiler that
-    goes over to any size behind the second one."""
+    """Rank, size and whether it is the epoch's last global batch: of local batches that this worker may get. First
+    those that it will have as one more member; then those without one of the others. Two sizes are enough for a
+    compiler that goes over to any size behind the second one."""
     for size in (members + 1, members):
         for is_at_tail in (False, True):
             for rank in (size - 1, 0):

@@ -11,15 +11,15 @@ from typing import Protocol
 
 import msgspec
 
-from farandole.collectives.hierarchical.builder import RINGS
+from farandole.collectives.hierarchical.hierarchical_builder import RINGS
 from farandole.collectives.listener import DataListener
-from farandole.collectives.mail.mail import Correspondent, Mail
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.ring_builder import RingBuilder
-from farandole.collectives.shared_memory.builder import OwnPages, Pages, Places
+from farandole.collectives.shared_memory.shared_memory_builder import ControlBlockRefs, ControlBlocks, OwnControlBlocks
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import Devices, Way, choose, decide, for_devices, own_devices
 from farandole.collectives.world import World
@@ -55,9 +55,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     address: Address
     host: str  # Placement.cross_rank does not tell hosts apart: it counts only those that have this local rank
     has_process_sets: bool
-    mail: Address
+    p2p: Address
     devices: Devices = Devices()
-    pages: Places = Places()
+    control_blocks: ControlBlockRefs = ControlBlockRefs()
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,15 @@ class WorldBuilder:
         first. Raises PeerLost, GenerationEnded, and what `check` and `watch` raise."""
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
-        for_mail = DataListener(self._listener.address.host)
+        for_p2p = DataListener(self._listener.address.host)
         try:
-            own = OwnPages(start.placement.rank, _TRANSPORTS if _may_share_memory(start) else 0)
-            directory = _directory(ring, self._member(for_mail.address, own.places))
-            mail = self._mail(for_mail, start, directory)
-            pages = _open_pages(ring, own, directory)
-            return self._build_upon(ring, start, directory, channel, timeout_s, mail, pages)
+            own = OwnControlBlocks(start.placement.rank, _TRANSPORTS if _may_share_memory(start) else 0)
+            directory = _directory(ring, self._member(for_p2p.address, own.refs))
+            p2p = self._p2p(for_p2p, start, directory)
+            control_blocks = _open_pages(ring, own, directory)
+            return self._build_upon(ring, start, directory, channel, timeout_s, p2p, control_blocks)
         except BaseException:
-            for_mail.close()
+            for_p2p.close()
             raise
 
     def _build_upon(
@@ -121,10 +121,10 @@ class WorldBuilder:
         directory: list[Member],
         channel: int,
         timeout_s: float,
-        mail: Mail,
-        pages: Sequence[Pages | str | None],
+        p2p: PointToPoint,
+        control_blocks: Sequence[ControlBlocks | str | None],
     ) -> Built:
-        host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, pages[_STEPS])
+        host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, control_blocks[_STEPS])
         steps, words = for_devices(
             host, ring, way, [each.host for each in directory], [each.devices for each in directory], read_transport()
         )
@@ -132,7 +132,7 @@ class WorldBuilder:
             self._watch(start.id.number, steps)
         named_channel = channel + _NAMED * _CHANNELS_PER_TRANSPORT
         for_names = self._ring(start, named_channel, timeout_s)
-        for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s, pages[_NAMED])
+        for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s, control_blocks[_NAMED])
 
         def connect(ranks: tuple[int, ...], process_set: int) -> Transport:
             members = [directory[rank] for rank in ranks]
@@ -143,20 +143,22 @@ class WorldBuilder:
 
         named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=self._settings())
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
-        entered = World(start.id, start.placement, steps, named, is_homogeneous, mail)
+        entered = World(start.id, start.placement, steps, named, is_homogeneous, p2p)
         self._say(words, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
-    def _member(self, mail: Address, pages: Places) -> Member:
+    def _member(self, p2p: Address, control_blocks: ControlBlockRefs) -> Member:
         devices = own_devices(read_transport())
-        return Member(self._worker, self._listener.address, self._host, process_sets.has_added(), mail, devices, pages)
+        return Member(
+            self._worker, self._listener.address, self._host, process_sets.has_added(), p2p, devices, control_blocks
+        )
 
-    def _mail(self, listener: DataListener, start: Start, directory: list[Member]) -> Mail:
-        correspondents = [Correspondent(member.worker, member.mail) for member in directory]
+    def _p2p(self, listener: DataListener, start: Start, directory: list[Member]) -> PointToPoint:
+        endpoints = [Endpoint(member.worker, member.p2p) for member in directory]
         number, rank = start.id.number, start.placement.rank
-        mail = Mail(listener, start.id, start.data_key, rank, correspondents, self._reporter(number), self._check)
-        self._watch(start.id.number, mail)
-        return mail
+        p2p = PointToPoint(listener, start.id, start.data_key, rank, endpoints, self._reporter(number), self._check)
+        self._watch(start.id.number, p2p)
+        return p2p
 
     def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
         """Of all members of `start`."""
@@ -176,7 +178,7 @@ class WorldBuilder:
         members: list[Member],
         channel: int,
         timeout_s: float,
-        pages: Pages | str | None = None,
+        control_blocks: ControlBlocks | str | None = None,
     ) -> tuple[Transport, Way]:
         """The fastest transport that can be built upon the ring of these members."""
 
@@ -186,7 +188,7 @@ class WorldBuilder:
             assert isinstance(connected, RingTransport), "there are two ranks at least"
             return connected
 
-        transport, way = choose(ring, [member.host for member in members], read_transport(), connect, pages)
+        transport, way = choose(ring, [member.host for member in members], read_transport(), connect, control_blocks)
         if transport is not ring:
             self._watch(start.id.number, transport)
         return transport, way
@@ -215,16 +217,18 @@ def _may_share_memory(start: Start) -> bool:
     return start.placement.size > 1 and read_transport() not in ("tcp", "gloo")
 
 
-def _open_pages(ring: Transport, own: OwnPages, directory: list[Member]) -> Sequence[Pages | str | None]:
-    """For each transport the control pages of this host's ranks, or why there are none; None where nobody asked. All
+def _open_pages(
+    ring: Transport, own: OwnControlBlocks, directory: list[Member]
+) -> Sequence[ControlBlocks | str | None]:
+    """For each transport the control blocks of this host's ranks, or why there are none; None where nobody asked. All
     at once: every exchange between the ranks costs the slowest one's time to wake up."""
-    if not isinstance(ring, RingTransport) or not (own.places.places or own.places.problem):
+    if not isinstance(ring, RingTransport) or not (own.refs.refs or own.refs.problem):
         return [None] * _TRANSPORTS
     hosts = [member.host for member in directory]
     if decide(hosts, read_transport()) not in (Way.SHARED_MEMORY, Way.HIERARCHICAL):
         return [None] * _TRANSPORTS
     mates = [rank for rank, host in enumerate(hosts) if host == hosts[ring.rank]]
-    opened = own.open_those_of(ring, mates, [member.pages for member in directory])
+    opened = own.open_those_of(ring, mates, [member.control_blocks for member in directory])
     return [opened] * _TRANSPORTS if isinstance(opened, str) else opened
 
 

@@ -17,7 +17,7 @@ ema = copy.deepcopy(model).requires_grad_(False)
 if kind.startswith(("averaged", "swa")):
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if kind == "averaged" else None)
 optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-loader = fd.elastic.DataLoader(Samples(), BATCH, seed=5, min_share=2 if kind == "swa-norm" else 1)
+loader = fd.elastic.DataLoader(Samples(), BATCH, seed=5, min_local_batch=2 if kind == "swa-norm" else 1)
 evaluation = fd.elastic.EvalLoader(Samples(30), 5)
 
 

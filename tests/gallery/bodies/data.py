@@ -70,7 +70,7 @@ more = {
     "drop": {"drop_last": True},
     "workers": {"num_workers": 2},
     "collate": {"collate_fn": collate},
-    "batchnorm": {"min_share": 2},
+    "batchnorm": {"min_local_batch": 2},
 }
 if kind == "stream":
     loader = fd.elastic.StreamLoader(Stream(), BATCH, streams=4)

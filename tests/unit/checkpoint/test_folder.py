@@ -10,15 +10,15 @@ from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, write_file
 from farandole.checkpoint.manifest import FORMAT, Manifest
 
 
-def publish(folder: CheckpointFolder, step: int, lineage: int = 1) -> Path:
+def publish(folder: CheckpointFolder, step: int, run_id: int = 1) -> Path:
     name = folder.begin(step)
     files = {"state.json": write_file(folder.store, f"{name}/state.json", b"{}")}
-    folder.publish(name, manifest(step, lineage, files=files))
+    folder.publish(name, manifest(step, run_id, files=files))
     return Path(folder.store.place) / name
 
 
-def manifest(step: int, lineage: int = 1, **more: object) -> Manifest:
-    at = {"lineage": lineage, "step": step, "epoch": 0, "cursor": step, "boundary": step}
+def manifest(step: int, run_id: int = 1, **more: object) -> Manifest:
+    at = {"run_id": run_id, "step": step, "epoch": 0, "cursor": step, "boundary": step}
     return Manifest(**{"format": FORMAT, "rule": "step", "generation": 1, "workers": 1, "written_s": 0.0, **at, **more})
 
 
@@ -41,12 +41,12 @@ def test_two_of_one_step_are_two(tmp_path: Path) -> None:
     assert len(folder.complete()[0]) == 2
 
 
-def test_the_newest_has_the_highest_progress_and_a_later_lineage_wins(tmp_path: Path) -> None:
+def test_the_newest_has_the_highest_progress_and_a_later_run_id_wins(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     publish(folder, 100)
     publish(folder, 80)
     assert newest(folder).name.startswith("step-000000000100-")
-    later = publish(folder, 90, lineage=2)
+    later = publish(folder, 90, run_id=2)
     assert newest(folder) == later
 
 

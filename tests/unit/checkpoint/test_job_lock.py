@@ -12,7 +12,7 @@ from farandole.errors import ConfigError
 
 
 def numbers(taken: JobLock) -> tuple[int, int]:
-    return taken.counted.lineage, taken.counted.generation
+    return taken.counted.run_id, taken.counted.generation
 
 
 def test_a_second_job_is_told_so_until_the_first_one_is_gone(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_next_job_begins_where_the_last_one_was(place: str) -> None:
     name = publish(CheckpointFolder(begun.lock.store), 10)
     begun.lock.close()
     begun = begin(CheckpointEnv(place))
-    assert (begun.origin.lineage, begun.origin.generation, begun.settings.resume) == (2, 4, name)
+    assert (begun.origin.run_id, begun.origin.generation, begun.settings.resume) == (2, 4, name)
     begun.lock.close()
 
 

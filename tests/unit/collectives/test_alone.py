@@ -10,7 +10,7 @@ from farandole.errors import GenerationEnded
 def test_collectives_of_one_change_nothing() -> None:
     alone, tensor = AloneTransport(), torch.arange(5.0)
     assert (alone.rank, alone.size) == (0, 1)
-    assert alone.all_reduce(tensor, b"note") == [b"note"]
+    assert alone.all_reduce(tensor, b"trailer") == [b"trailer"]
     assert alone.all_gather(b"mine") == [b"mine"]
     alone.broadcast(tensor, 0)
     alone.barrier()

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.buffers import dtype_code
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, describe_packed, sequence_of
+from farandole.collectives.tensor_bytes import dtype_code
 
 
 def test_a_header_describes_itself_before_and_after_its_way() -> None:
     header = Header(Operation.ALL_REDUCE, 7, dtype_code(torch.float32), Reduction.SUM, 4000, 64)
-    text = "all_reduce of 4000 bytes of float32 with a note of 64 bytes (operation 7)"
+    text = "all_reduce of 4000 bytes of float32 with a trailer of 64 bytes (operation 7)"
     assert header.describe() == text
     assert describe_packed(header.pack()) == text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.coordinator import AgentLost, AgentTold, hosts
-from farandole.coordinator.draft import Draft
+from farandole.coordinator.transition import Transition
 from farandole.events import HostDrained, WorkerEnded
 from farandole.messages import AgentLeaving, Dismissed, Kill, Left, Prepare, TellWorkers
 from farandole.testing.told_job import ToldJob
@@ -71,10 +71,10 @@ def test_being_asked_twice_changes_nothing() -> None:
 
 def test_all_agents_of_a_host_are_drained_by_its_name() -> None:
     told = ToldJob(2, slots=0).connect("b1", 1, "b").connect("b2", 1, "b").training()
-    draft = Draft(told.job, told.now_s)
-    assert hosts.drain(draft, "b", "a test")
-    assert all(agent.is_draining for agent in draft.job.agents.values())
-    assert not hosts.drain(draft, "c", "a test")
+    transition = Transition(told.job, told.now_s)
+    assert hosts.drain(transition, "b", "a test")
+    assert all(agent.is_draining for agent in transition.job.agents.values())
+    assert not hosts.drain(transition, "c", "a test")
 
 
 def test_a_job_that_fills_slots_wants_none_of_a_drained_host() -> None:

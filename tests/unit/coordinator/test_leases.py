@@ -1,4 +1,4 @@
-"""No second lineage trains while a host that was lost may only be cut off."""
+"""No second run trains while a host that was lost may only be cut off."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_generation_whose_members_may_all_live_is_replaced_only_after_their_le
     assert told.deadline_in_s == 2.0
     assert not told.passes(1.9).sent(StartWorkers)
     assert told.passes(0.1).sent(StartWorkers)
-    assert told.job.lineage == 2
+    assert told.job.run_id == 2
 
 
 def test_the_state_is_given_up_for_lost_at_once() -> None:

@@ -43,7 +43,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_says_how_far_it_went_back() -> Non
     told = ToldJob(2, min_np=2, restarts=2, origin=Origin(2, 10, has_checkpoint=True)).training()
     told.feed(StepsSeen(120)).feed(StepsSeen(118)).exited("w0").exited("w1")
     told.hello("w2", "w3").elastic("w2", "w3")
-    assert all(start.founding for start in told.starts().values())
+    assert all(start.bootstrap for start in told.starts().values())
     told.synced("w2", "w3").stepped("w2", began_at=100)
     (report,) = told.stepped("w3", began_at=100).logged(Recovered)
     assert (report.lost_at, report.began_at) == (120, 100)

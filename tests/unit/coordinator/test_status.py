@@ -65,12 +65,12 @@ def test_spares_and_slots_that_sit_out_are_shown() -> None:
     told.hello("w2").elastic("w2").exited("w3", 1).exited("w4", 1)
     now = status(told)
     assert (now.spares, [each.worker for each in now.newcomers]) == (2, ["w2"])
-    (resting,) = now.resting
-    assert (resting.host, resting.slot, resting.failures) == ("host-a", 3, 2)
-    assert resting.for_s > 0
+    (backoffs,) = now.backoffs
+    assert (backoffs.host, backoffs.slot, backoffs.failures) == ("host-a", 3, 2)
+    assert backoffs.for_s > 0
     text = "\n".join(in_words(now))
     assert "1 of 2 spares wait" in text
-    assert "slot 3 on host-a sits out for" in text
+    assert "slot 3 on host-a is in backoff for" in text
 
 
 def test_a_status_goes_through_json_and_has_words_for_all_of_it() -> None:

@@ -26,7 +26,7 @@ def test_the_next_generation_starts_when_all_survivors_are_ready() -> None:
     told.now_s += 0.02
     starts = told.ready(2, "w0").starts()
     assert {worker: start.placement.rank for worker, start in starts.items()} == {"w0": 0, "w2": 1}
-    assert not any(start.founding for start in starts.values())
+    assert not any(start.bootstrap for start in starts.values())
     (started,) = told.logged(GenerationStarted)
     assert started.line() == "generation 2 starts after 20 ms with 2 workers: w0, w2"
 
@@ -50,16 +50,16 @@ def test_old_news_about_a_replaced_worker_changes_nothing() -> None:
     assert (told.job, told.actions) == (before, [])
 
 
-def test_founding_members_that_are_not_in_the_elastic_function_yet_must_be_ready_too() -> None:
+def test_members_of_the_bootstrap_that_are_not_in_the_elastic_function_yet_must_be_ready_too() -> None:
     told = ToldJob(3).hello("w0", "w1", "w2").elastic("w0").exited("w1")
     assert told.told() == {"w0": ["Abort"], "w2": ["Abort"]}
     assert told.ready(2, "w0").starts() == {}
     assert set(told.elastic("w2").ready(2, "w2").starts()) == {"w0", "w2"}
 
 
-def test_a_generation_without_any_confirmed_state_is_founding_again() -> None:
+def test_a_generation_without_any_confirmed_state_is_a_bootstrap_again() -> None:
     told = ToldJob(2).hello("w0", "w1").elastic("w0", "w1").exited("w1")
-    assert told.ready(2, "w0").starts()["w0"].founding
+    assert told.ready(2, "w0").starts()["w0"].bootstrap
 
 
 def test_losing_every_holder_ends_the_job_rather_than_starting_at_step_0() -> None:

@@ -31,7 +31,7 @@ def fetch(rank: int = 0, workers: int = 1, epochs: int = 1, dataset: Any = None,
         Augmented() if dataset is None else dataset, 10, seed=5, collate_fn=list, **arguments
     )
     loader.set_world(rank, workers)
-    step.on_decided(lambda batch: loader.commit(batch.ticket))
+    step.on_decided(lambda batch: loader.commit(batch.global_batch))
     seen = {}
     for epoch in loader.epochs(epochs):
         for items in loader:

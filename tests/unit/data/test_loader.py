@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from farandole.data.boundary import SoloBoundary
 from farandole.data.loader import DataLoader
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
@@ -42,7 +42,7 @@ class Numbers:
         return index
 
 
-class Regroups(SoloBoundary):
+class Regroups(NoLoaderHooks):
     """A boundary at which something happens once; `answers` to whether all are through with the epoch."""
 
     def __init__(self, action: Callable[[], None] = lambda: None, answers: tuple[bool, ...] = ()) -> None:
@@ -64,7 +64,7 @@ def make(size: int = 10, global_batch_size: int = 4, **options: Any) -> DataLoad
 
 def make_step(loader: DataLoader) -> None:
     """What optimizer and state do when a step is applied."""
-    step.on_decided(lambda batch: loader.commit(batch.ticket))
+    step.on_decided(lambda batch: loader.commit(batch.global_batch))
     step.reduced()
     step.decided()
 
@@ -86,7 +86,7 @@ def test_an_epoch_goes_once_over_the_data_set_and_ends_with_a_short_batch() -> N
         make_step(loader)
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3
-    assert (loader.epoch, loader.cursor, loader.batch, loader.ticket) == (0, 10, None, None)
+    assert (loader.epoch, loader.cursor, loader.batch, loader.global_batch) == (0, 10, None, None)
     assert step.state() == "none"
 
 
@@ -124,7 +124,7 @@ def test_every_epoch_has_its_own_order() -> None:
 
 def test_a_regroup_in_the_tail_hands_out_the_epoch_again_with_nothing_left_in_it() -> None:
     loader = make(2, 2)
-    loader.boundary = Regroups(answers=(False, True))
+    loader.hooks = Regroups(answers=(False, True))
     tails, batches = [], 0
     for epoch in loader.epochs(1):
         for _ in loader:
@@ -232,10 +232,10 @@ def test_after_a_regroup_the_same_global_batch_is_divided_anew() -> None:
     feed = iter(loader)
     assert next(feed) == [0, 1, 2, 3]
     step.aborted()
-    loader.boundary = Regroups(lambda: (step.close(), loader.set_world(1, 2)))
+    loader.hooks = Regroups(lambda: (step.close(), loader.set_world(1, 2)))
     assert next(feed) == [2, 3]
-    assert loader.ticket is not None
-    assert (loader.ticket.start, loader.ticket.stop) == (0, 4)
+    assert loader.global_batch is not None
+    assert (loader.global_batch.start, loader.global_batch.stop) == (0, 4)
 
 
 def test_a_regroup_after_the_last_step_of_an_epoch_may_lead_back_into_it() -> None:
@@ -247,7 +247,7 @@ def test_a_regroup_after_the_last_step_of_an_epoch_may_lead_back_into_it() -> No
         next(feed)
         behind = behind or {**loader.state_dict(), "cursor": 2}
         make_step(loader)
-    loader.boundary = Regroups(lambda: loader.load_state_dict(behind))
+    loader.hooks = Regroups(lambda: loader.load_state_dict(behind))
     assert next(feed) == [2, 3]
 
 
@@ -272,12 +272,12 @@ def test_after_a_break_nothing_of_the_rest_is_fetched() -> None:
         assert loader.dataset.fetched == list(range(10)), epoch
 
 
-def test_a_ghost_has_samples_but_delivers_none() -> None:
-    loader = make(3, 3, min_share=2)
+def test_a_dummy_batch_has_samples_but_delivers_none() -> None:
+    loader = make(3, 3, min_local_batch=2)
     loader.set_world(1, 2)
     assert next(iter(loader)) == [1, 2]
     assert loader.batch is not None
-    assert loader.batch.is_ghost
+    assert loader.batch.is_dummy
     assert loader.indices == []
 
 
@@ -295,7 +295,7 @@ def test_a_fault_between_micro_batches_starts_the_global_batch_again() -> None:
     loader = make(8, 8, max_local_batch=3)
     feed = iter(loader)
     assert [next(feed), next(feed)] == [[0, 1], [2, 3, 4]]
-    loader.boundary = Regroups(lambda: (step.aborted(), loader.set_world(0, 2)))
+    loader.hooks = Regroups(lambda: (step.aborted(), loader.set_world(0, 2)))
     assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
 
 
@@ -348,17 +348,17 @@ def test_stale_early_and_double_commits_are_refused() -> None:
     loader = make()
     feed = iter(loader)
     next(feed)
-    first = loader.ticket
+    first = loader.global_batch
     make_step(loader)
     next(feed)
-    second = loader.ticket
+    second = loader.global_batch
     with pytest.raises(DataError, match=r"cannot commit samples \[0, 4\) of epoch 0: next are \[4, 8\)"):
         loader.commit(first)
     make_step(loader)
     next(feed)
     with pytest.raises(DataError, match=r"cannot commit samples \[4, 8\)"):
         loader.commit(second)
-    third = loader.ticket
+    third = loader.global_batch
     loader.load_state_dict({**loader.state_dict(), "cursor": 0})
     with pytest.raises(DataError, match=r"cannot commit samples \[8, 10\)"):
         loader.commit(third)
@@ -451,8 +451,8 @@ def test_the_loop_body_runs_once_for_each_step_however_few_workers_are_left() ->
     loader.set_world(0, 3)
     loader.set_world(0, 1)
     assert len(next(iter(loader))) == 12
-    assert loader.ticket is not None
-    assert loader.ticket.micro_batches == 1
+    assert loader.global_batch is not None
+    assert loader.global_batch.micro_batches == 1
 
 
 def test_a_limit_that_was_given_is_the_source_ranks_on_every_worker() -> None:
@@ -460,8 +460,8 @@ def test_a_limit_that_was_given_is_the_source_ranks_on_every_worker() -> None:
     newcomer.load_state_dict(source.state_dict())
     newcomer.set_world(0, 2)
     next(iter(newcomer))
-    assert newcomer.ticket is not None
-    assert newcomer.ticket.micro_batches == 2
+    assert newcomer.global_batch is not None
+    assert newcomer.global_batch.micro_batches == 2
 
 
 def test_a_limit_of_a_saved_loader_does_not_bind_one_without() -> None:
@@ -470,7 +470,7 @@ def test_a_limit_of_a_saved_loader_does_not_bind_one_without() -> None:
     assert len(next(iter(loader))) == 12
 
 
-class Rehearses(SoloBoundary):
+class Rehearses(NoLoaderHooks):
     """The first batch is a rehearsal's."""
 
     def __init__(self) -> None:
@@ -483,7 +483,7 @@ class Rehearses(SoloBoundary):
 
 def test_a_rehearsal_hands_out_the_first_batch_twice() -> None:
     loader = make()
-    loader.boundary = Rehearses()
+    loader.hooks = Rehearses()
     feed = iter(loader)
     assert next(feed) == [0, 1, 2, 3]
     assert (step.state(), step.is_rehearsal(), loader.cursor) == ("aborted", True, 0)
@@ -494,7 +494,7 @@ def test_a_rehearsal_hands_out_the_first_batch_twice() -> None:
 def test_with_a_limit_the_rehearsal_splits_the_share_as_a_loss_would() -> None:
     loader = make(24, 8, max_local_batch=4)
     loader.set_world(0, 2)
-    loader.boundary = Rehearses()
+    loader.hooks = Rehearses()
     feed = iter(loader)
     assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
     assert step.state() == "aborted"
@@ -505,7 +505,7 @@ def test_with_a_limit_the_rehearsal_splits_the_share_as_a_loss_would() -> None:
 def test_with_a_limit_that_nothing_can_exceed_the_rehearsal_splits_nothing() -> None:
     loader = make(24, 8, max_local_batch=8)
     loader.set_world(0, 2)
-    loader.boundary = Rehearses()
+    loader.hooks = Rehearses()
     assert next(iter(loader)) == [0, 1, 2, 3]
 
 
@@ -528,7 +528,7 @@ def test_behind_the_last_batch_workers_that_have_regrouped_get_one_without_effec
     for _ in range(2):
         next(feed)
         make_step(loader)
-    loader.boundary = Regroups(lambda: loader.set_world(0, 1))
+    loader.hooks = Regroups(lambda: loader.set_world(0, 1))
     assert next(feed) == [0, 1]
     assert (step.state(), loader.cursor) == ("aborted", 4)
     assert next(feed, None) is None

@@ -48,7 +48,7 @@ def test_a_training_batch_has_the_samples_that_it_says() -> None:
     loader = fd.elastic.DataLoader(WHOLE, 8)
     for _, numbers, _, _ in loader:
         assert numbers.tolist() == loader.indices
-        loader.commit(loader.ticket)
+        loader.commit(loader.global_batch)
 
 
 class Doubled(TensorDataset):

@@ -21,7 +21,7 @@ from farandole.membership import GenerationId, Placement
 
 
 def enter(rank: int, size: int) -> None:
-    nobody = GenerationId(lineage=1, incarnation=1, number=0, nonce="alone")
+    nobody = GenerationId(run_id=1, coordinator_epoch=1, number=0, nonce="alone")
     world.enter(world.World(nobody, Placement(rank, size, rank, size, 0, 1), AloneTransport()))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from farandole.data.boundary import SoloBoundary
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.data.stream_loader import StreamLoader
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
@@ -54,8 +54,8 @@ def train(loader: StreamLoader, most: int = 100) -> list[Any]:
     seen = []
     for _, data in zip(range(most), loader, strict=False):
         seen.append(data)
-        assert loader.ticket is not None
-        loader.commit(loader.ticket)
+        assert loader.global_batch is not None
+        loader.commit(loader.global_batch)
         step.close()
     return seen
 
@@ -145,13 +145,13 @@ def test_a_batch_without_a_step_is_refused_and_one_commit_is_enough() -> None:
     loader = StreamLoader(Numbers(), 4)
     iterator = iter(loader)
     next(iterator)
-    ticket = loader.ticket
-    assert ticket is not None
+    global_batch = loader.global_batch
+    assert global_batch is not None
     with pytest.raises(StepError, match="'open'"):
         next(iterator)
-    loader.commit(ticket)
-    with pytest.raises(DataError, match="commit each ticket once"):
-        loader.commit(ticket)
+    loader.commit(global_batch)
+    with pytest.raises(DataError, match="commit each global batch once"):
+        loader.commit(global_batch)
 
 
 def test_an_empty_data_set_ends_at_once() -> None:
@@ -167,8 +167,8 @@ def test_what_cannot_work_is_refused() -> None:
         StreamLoader(iter([1, 2]), 1)
     with pytest.raises(DataError, match="1 or more"):
         StreamLoader(Numbers(), 1, streams=0)
-    with pytest.raises(DataError, match="min_share"):
-        StreamLoader(Numbers(), 1, min_share=2)
+    with pytest.raises(DataError, match="min_local_batch"):
+        StreamLoader(Numbers(), 1, min_local_batch=2)
     loader = StreamLoader(Numbers(), 2, streams=2)
     with pytest.raises(DataError, match="streams=3"):
         loader.load_state_dict(StreamLoader(Numbers(), 2, streams=3).state_dict())
@@ -269,7 +269,7 @@ def test_micro_batches_of_one_global_batch_are_as_many_on_each_rank() -> None:
         assert loader.batch is not None
         seen.append((data, loader.batch.index))
         if loader.batch.is_last:
-            loader.commit(loader.batch.ticket)
+            loader.commit(loader.batch.global_batch)
             step.close()
     assert seen == [([0, 1], 0), ([2, 3], 1), ([4, 5], 2), ([6, 7], 0), ([8, 9], 1)]
     with pytest.raises(DataError, match="give one"):
@@ -286,7 +286,7 @@ def test_break_ends_an_epoch_for_good_also_in_a_state_that_is_loaded() -> None:
     epochs = loader.epochs(4)
     next(epochs)
     train(loader, 1)
-    loader.boundary = Regroups(loader)
+    loader.hooks = Regroups(loader)
     assert next(epochs) == 2  # its tail again
     assert train(loader) == []
     assert next(epochs) == 3
@@ -321,7 +321,7 @@ def test_epochs_that_ended_early_or_were_not_begun_are_counted() -> None:
     assert loader.shortfall() == Shortfall(4, 1, 0, 0)
 
 
-class Regroups(SoloBoundary):
+class Regroups(NoLoaderHooks):
     """A worker is lost in the tail of the epoch, once."""
 
     def __init__(self, loader: StreamLoader) -> None:

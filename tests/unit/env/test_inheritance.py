@@ -60,10 +60,10 @@ def test_a_replaced_environment_has_nothing_of_the_old_one() -> None:
     assert dict(os.environ) == before
 
 
-def test_children_hear_what_the_user_says_of_hints_at_death() -> None:
-    assert env.inherited_environment({"FARANDOLE_DEATH_HINT": "0"}) == {"FARANDOLE_DEATH_HINT": "0"}
-    assert [env.read_death_hint({"FARANDOLE_DEATH_HINT": said}) for said in ("0", "off", "False", "1", "")] == [
+def test_children_hear_what_the_user_says_of_gives_exit_notice() -> None:
+    assert env.inherited_environment({"FARANDOLE_EXIT_NOTICE": "0"}) == {"FARANDOLE_EXIT_NOTICE": "0"}
+    assert [env.read_exit_notice({"FARANDOLE_EXIT_NOTICE": said}) for said in ("0", "off", "False", "1", "")] == [
         *[False] * 3,
         *[True] * 2,
     ]
-    assert env.read_death_hint({})
+    assert env.read_exit_notice({})

@@ -109,7 +109,7 @@ def test_who_copies_a_step_from_others_enters_the_frameworks_loop_anew_behind_it
 
         def reach(self) -> None:
             if step.state() == "aborted" and not step.is_rehearsal():
-                loader.commit(loader.ticket)
+                loader.commit(loader.global_batch)
                 state.step += 1
                 step.close()
                 loader.set_world(0, 1)
@@ -117,7 +117,7 @@ def test_who_copies_a_step_from_others_enters_the_frameworks_loop_anew_behind_it
 
     def abort_once() -> None:
         if len(framework.computed) == decided + 1:
-            loader.boundary = SomebodyWasAhead(loader.boundary)
+            loader.hooks = SomebodyWasAhead(loader.hooks)
             step.aborted()
 
     framework.before_backward = abort_once

@@ -188,12 +188,12 @@ def test_files_that_cannot_be_written_later_are_told_once_and_stop_nothing(tmp_p
 
 
 def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
-    class Gone(io.BytesIO):
+    class ExitRecord(io.BytesIO):
         def write(self, data: object) -> int:
             raise BrokenPipeError
 
     async def main() -> None:
-        sink = OutputSink(OutputOptions(tmp_path), io.TextIOWrapper(Gone()), Terminal())
+        sink = OutputSink(OutputOptions(tmp_path), io.TextIOWrapper(ExitRecord()), Terminal())
         for _ in range(3):
             sink.line("w0", "stdout", b"x")
         sink.close()

@@ -91,7 +91,7 @@ def test_a_job_that_went_on_from_a_checkpoint_voids_what_came_after_it() -> None
     saved = job.step, job.epoch, job.cursor
     job.train(2)
     job.step, job.epoch, job.cursor = saved
-    job.lineage, job.generation = 2, 0
+    job.run_id, job.generation = 2, 0
     job.regroup(["d", "e"])
     job.train(STEPS - 1)
     findings = findings_of(job)
@@ -245,7 +245,7 @@ def test_what_a_rank_said_last_of_a_step_is_what_it_contributed() -> None:
     assert findings_of(job).is_exact
 
 
-def test_ghosts_have_no_samples() -> None:
+def test_dummy_batches_have_no_samples() -> None:
     job = WrittenJob(samples=6, global_batch_size=2, members=["a", "b", "c"])
     job.train(3)
     assert any(isinstance(r, Intent) and r.low == r.high and r.ids == [] for r in job.files["a"])

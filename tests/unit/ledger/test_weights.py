@@ -95,7 +95,7 @@ def test_what_the_workers_have_found_themselves_is_said_with_its_name_once() -> 
     job = WrittenJob()
     job.train(4)
     hashed(job, {"a": [5, 0, 6, 7], "b": [5, 0, 8, 7], "c": [5, 0, 6, 7]})
-    found = Differed(1, 1, 3, 0, "model.0.weight", 2, (1,), 0, is_large=True)
+    found = Differed(1, 1, 3, 0, "model.0.weight", 2, (1,), 0, is_trained=True)
     for name in job.files:
         job.files[name].append(found)
     assert findings_of(job).problems == [
@@ -104,7 +104,7 @@ def test_what_the_workers_have_found_themselves_is_said_with_its_name_once() -> 
     records: list[Record] = job.files["a"]
     for name in job.files:
         records = job.files[name]
-        records[-1] = msgspec.structs.replace(found, name="model.queue", objects=1, is_large=False)
+        records[-1] = msgspec.structs.replace(found, name="model.queue", objects=1, is_trained=False)
     findings = findings_of(job)
     assert findings.is_exact, "a buffer may be computed from each worker's own samples"
     assert findings.remarks == ["the workers found before step 3 that model.queue of b differed from a's"]

@@ -18,10 +18,10 @@ from farandole.membership import GenerationId, Placement
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.weighting import weight
-from farandole.process_group.group import FarandoleGroup
-from farandole.process_group.members import Everybody
-from farandole.state import boundary, step
-from farandole.state.ticket import Batch, Ticket
+from farandole.process_group.c10d_group import FarandoleGroup
+from farandole.process_group.c10d_members import Everybody
+from farandole.state import loop_hooks, step
+from farandole.state.global_batch import Batch, GlobalBatch
 from farandole.testing.thread_workers import run_workers
 from tests.run_loops import RepeatingRunLoop
 
@@ -41,7 +41,7 @@ def alone() -> Iterator[AloneTransport]:
     yield enter(1)
     step.close()
     step.on_decided(None)
-    boundary.install(None)
+    loop_hooks.install(None)
     world.enter(None)
 
 
@@ -87,9 +87,9 @@ def hand_out(shares: list[list[int]], rank: int) -> Iterator[tuple[Batch, torch.
     """The micro-batches of one global batch, as a loader does. `shares`: sizes of those of each rank, equally many."""
     total = sum(map(sum, shares))
     low = sum(map(sum, shares[:rank]))
-    ticket = Ticket(0, 0, total, low, low + sum(shares[rank]), len(shares[rank]))
+    global_batch = GlobalBatch(0, 0, total, low, low + sum(shares[rank]), len(shares[rank]))
     for index, count in enumerate(shares[rank]):
-        batch = Batch(ticket, low, low + count, index)
+        batch = Batch(global_batch, low, low + count, index)
         step.open(batch)
         x = samples(total)[low : low + count] if count else samples(total)[:2] * float("inf")
         low += count
@@ -198,7 +198,7 @@ def _stepped(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_two_models_that_share_a_step_are_undone_together(alone: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
     first, second = parallel(), parallel()
     optimizers = [adopted(first), adopted(second)]
     step.track(optimizers)
@@ -224,7 +224,7 @@ def test_two_models_that_share_a_step_are_undone_together(alone: AloneTransport)
 def test_a_fault_is_absorbed_and_the_same_objects_go_on_in_the_next_generation(
     alone: AloneTransport, where: str, finds_unused: bool
 ) -> None:
-    boundary.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
     module = torch.nn.Sequential(net(), torch.nn.BatchNorm1d(1).double())
     ddp = parallel(module, find_unused_parameters=finds_unused)
     optimizer = adopted(ddp)
@@ -261,7 +261,7 @@ def test_a_fault_leaves_as_it_is_where_no_batch_can_be_repeated(alone: AloneTran
 
 
 def test_a_fault_inside_of_a_users_hook_is_absorbed(alone: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
     ddp = parallel()
     group = ddp.process_group
 

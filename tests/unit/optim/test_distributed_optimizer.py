@@ -16,8 +16,8 @@ from farandole.collectives.named.engine import NamedCollectives
 from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.state import boundary, step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state import loop_hooks, step
+from farandole.state.global_batch import Batch, GlobalBatch
 from tests.run_loops import RepeatingRunLoop
 
 
@@ -29,7 +29,7 @@ def alone() -> Iterator[AloneTransport]:
     yield transport
     step.close()
     step.on_decided(None)
-    boundary.install(None)
+    loop_hooks.install(None)
     world.enter(None)
 
 
@@ -47,12 +47,12 @@ def loss(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def hand_out(micro_batches: list[int]) -> Iterator[int]:
-    """The micro-batches of one ticket, as a loader does; gives their sizes."""
+    """The micro-batches of one global batch, as a loader does; gives their sizes."""
     total = sum(micro_batches)
-    ticket = Ticket(0, 0, total, 0, total, len(micro_batches))
+    global_batch = GlobalBatch(0, 0, total, 0, total, len(micro_batches))
     low = 0
     for index, count in enumerate(micro_batches):
-        step.open(Batch(ticket, low, low + count, index))
+        step.open(Batch(global_batch, low, low + count, index))
         low += count
         yield count
 
@@ -141,10 +141,10 @@ def test_what_an_aborted_batch_left_does_not_count_for_the_next() -> None:
     assert torch.allclose(net.weight.grad, reference.weight.grad, rtol=0, atol=1e-14)
 
 
-def test_a_ghost_counts_nothing_even_if_its_gradient_is_infinite() -> None:
+def test_a_dummy_batch_counts_nothing_even_if_its_gradient_is_infinite() -> None:
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    step.open(Batch(Ticket(0, 0, 0, 0, 0, 1), 0, 0, 0))
+    step.open(Batch(GlobalBatch(0, 0, 0, 0, 0, 1), 0, 0, 0))
     (net(samples(1)) * float("inf")).sum().backward()
     assert torch.equal(net.weight.grad, torch.zeros_like(net.weight))
     assert optimizer.step() is True
@@ -366,7 +366,7 @@ def test_the_plain_grad_scaler_recipe_works_and_a_skipped_step_is_decided(fused:
 
 
 def test_a_fault_in_backward_is_absorbed_where_the_batch_can_be_repeated(alone: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())
+    loop_hooks.install(RepeatingRunLoop())
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     before = net.weight.detach().clone()
@@ -393,7 +393,7 @@ def test_a_fault_in_backward_is_raised_where_nobody_repeats_the_batch(alone: Alo
 
 @pytest.fixture
 def last_worker() -> Iterator[NamedCollectives]:
-    boundary.install(RepeatingRunLoop())
+    loop_hooks.install(RepeatingRunLoop())
     placement = Placement(0, 1, 0, 1, 0, 1)
     named = NamedCollectives(AloneTransport(2), placement=placement, connect=no_connection)
     world.enter(world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2), named))

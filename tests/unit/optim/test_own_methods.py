@@ -13,7 +13,7 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import ConfigError, StepError
 from farandole.membership import GenerationId, Placement
-from farandole.state import boundary, step
+from farandole.state import loop_hooks, step
 from farandole.state.background_copy import BackgroundCopy
 from tests.run_loops import RepeatingRunLoop
 from tests.scripts.optimizer_kinds import Attributes, LookaheadList, Rules, ScheduleFree, sam, whole
@@ -28,7 +28,7 @@ def transport() -> Iterator[AloneTransport]:
     yield transport
     step.close()
     step.on_decided(None)
-    boundary.install(None)
+    loop_hooks.install(None)
     world.enter(None)
 
 
@@ -96,7 +96,7 @@ def test_a_closure_between_the_two_steps_gives_the_same() -> None:
 
 @pytest.mark.parametrize("fault_in", [1, 2])
 def test_a_fault_in_either_pass_takes_everything_back(fault_in: int, transport: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
     ours = Training(sam)
     batches = iter(ours.loader)
     ours.two_steps(next(batches)[0])
@@ -115,7 +115,7 @@ def test_a_fault_in_either_pass_takes_everything_back(fault_in: int, transport: 
 
 
 def test_a_fault_in_a_closure_takes_everything_back_and_gives_a_loss(transport: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
     ours = Training(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     batches = iter(ours.loader)
     (x,) = next(batches)
@@ -180,7 +180,7 @@ def test_parameters_must_not_move_between_micro_batches() -> None:
 
 
 def test_a_switch_to_evaluation_is_taken_back_with_the_step(transport: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
     ours = Training(lambda p: ScheduleFree(p, lr=0.1))
     batches = iter(ours.loader)
     (x,) = next(batches)

@@ -13,7 +13,7 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import StepError
 from farandole.membership import GenerationId, Placement
-from farandole.state import boundary, step
+from farandole.state import loop_hooks, step
 from farandole.state.packing import pack, unpack
 from tests.run_loops import RepeatingRunLoop
 
@@ -25,7 +25,7 @@ def transport() -> Iterator[AloneTransport]:
     yield enter_new_world()
     step.close()
     step.on_decided(None)
-    boundary.install(None)
+    loop_hooks.install(None)
     world.enter(None)
 
 
@@ -136,7 +136,7 @@ def test_a_body_that_steps_none_of_them_is_refused() -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_a_fault_between_them_takes_back_the_one_that_has_stepped(steps_before: int, transport: AloneTransport) -> None:
-    boundary.install(RepeatingRunLoop())
+    loop_hooks.install(RepeatingRunLoop())
     gan = Gan()
     state = gan.state()
     batches = iter(gan.loader)
@@ -231,10 +231,10 @@ def test_the_state_of_all_of_them_is_taken_over() -> None:
         source.discriminator_step(x)
     source.second.param_groups[0]["lr"] = 0.125
     state.capture()
-    small, large = unpack(state.captured()), unpack(pack(state.large()))
+    metadata, tensors = unpack(state.captured()), unpack(pack(state.tensors()))
     other = newcomer.state()
-    other.load_large(large)
-    other.load_small(small)
+    other.load_tensors(tensors)
+    other.load_metadata(metadata)
     assert equal(newcomer.everything(), source.everything())
     assert newcomer.second.param_groups[0]["lr"] == 0.125
     assert other.step == 2

@@ -22,7 +22,7 @@ def make(rank: int, workers: int, **arguments: Any) -> tuple[torch.nn.Module, An
     optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
     loader = fd.elastic.DataLoader(torch.utils.data.TensorDataset(DATA), 4, seed=1)
     loader.set_world(rank, workers)
-    step.on_decided(lambda batch: loader.commit(batch.ticket))
+    step.on_decided(lambda batch: loader.commit(batch.global_batch))
     return model, optimizer, loader
 
 

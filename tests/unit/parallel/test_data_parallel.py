@@ -363,7 +363,7 @@ def test_buffers_that_forward_assigns_stay() -> None:
 
 
 def test_with_a_least_share_a_short_batch_is_computed_in_fewer_parts() -> None:
-    ours = DataParallel(nn.BatchNorm1d(5).double(), threads=4, min_share=2)
+    ours = DataParallel(nn.BatchNorm1d(5).double(), threads=4, min_local_batch=2)
     for count in (2, 3, 5, 8):
         assert ours(samples(count)).shape == (count, 5)
 
@@ -547,7 +547,7 @@ class Outside(nn.Module):
         (lambda: DataParallel(nn.Linear(5, 3), threads=True), "threads must be"),
         (lambda: DataParallel(nn.Linear(5, 3), [0, 1]), "module is on the CPU"),
         (lambda: DataParallel(nn.Linear(5, 3), scalars="max"), "scalars must be"),
-        (lambda: DataParallel(nn.Linear(5, 3), min_share=0), "min_share must be"),
+        (lambda: DataParallel(nn.Linear(5, 3), min_local_batch=0), "min_local_batch must be"),
         (lambda: DataParallel(nn.Linear(5, 3).weight), "wraps a torch.nn.Module"),
         (lambda: DataParallel(nn.LazyLinear(3)), "has no shape yet"),
         (lambda: DataParallel(nn.Linear(5, 3, device="meta")), "on 'meta'"),

@@ -101,7 +101,7 @@ def test_parts_are_views_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "most", "min_share", "sizes"),
+    ("samples", "most", "min_local_batch", "sizes"),
     [
         (8, 2, 1, [4, 4]),
         (7, 2, 1, [3, 4]),
@@ -113,8 +113,8 @@ def test_parts_are_views_of_the_batch() -> None:
         (3, 4, 2, [3]),
     ],
 )
-def test_parts_are_as_equal_as_possible(samples: int, most: int, min_share: int, sizes: list[int]) -> None:
-    parts = divide((rows(samples),), {}, 0, most, min_share)
+def test_parts_are_as_equal_as_possible(samples: int, most: int, min_local_batch: int, sizes: list[int]) -> None:
+    parts = divide((rows(samples),), {}, 0, most, min_local_batch)
     assert [part.samples for part in parts] == sizes
     assert torch.equal(torch.cat([part.args[0] for part in parts]), rows(samples))
 
@@ -214,7 +214,7 @@ def test_values_that_are_no_tensors_must_be_the_same() -> None:
         (lambda x: {len(x): x}, "has keys"),
         (lambda x: [x] * len(x), "has items"),
         (lambda x: x if len(x) == 2 else [x], "different"),
-        (lambda x: x.T, "cannot be joined along dimension 0"),
+        (lambda x: x.T, "cannot be merged along dimension 0"),
     ],
 )
 def test_outputs_that_do_not_fit_together_are_refused(function: Callable[..., Any], message: str) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.parallel.data_parallel import DataParallel
 from farandole.state import step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 from farandole.testing.thread_workers import run_workers
 
 
@@ -30,7 +30,7 @@ def test_a_head_that_is_not_in_the_loss_has_a_gradient_of_zeros_as_without() -> 
 
     def work(rank: int) -> list[torch.Tensor | None]:
         optimizer = DistributedOptimizer(torch.optim.SGD(models[rank].parameters(), lr=0.1))
-        step.open(Batch(Ticket(0, 0, 8, 4 * rank, 4 * rank + 4), 4 * rank, 4 * rank + 4, 0))
+        step.open(Batch(GlobalBatch(0, 0, 8, 4 * rank, 4 * rank + 4), 4 * rank, 4 * rank + 4, 0))
         parallel[rank](x[4 * rank : 4 * rank + 4])[0].square().mean().backward()
         assert optimizer.param_groups
         return [parameter.grad for parameter in models[rank].parameters()]

@@ -16,7 +16,7 @@ import torch
 import farandole as fd
 from farandole.collectives import world
 from farandole.errors import StepError
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.background_copy import BackgroundCopy, finish_all, finish_before_loading
 
 LARGE = 300_000  # elements: more than is copied at once
@@ -115,9 +115,9 @@ def test_many_large_tensors_are_all_copied() -> None:
 @pytest.fixture
 def elastic() -> Iterator[None]:
     """As inside of an elastic function."""
-    boundary.install(object())  # type: ignore[arg-type]
+    loop_hooks.install(object())  # type: ignore[arg-type]
     yield
-    boundary.install(None)
+    loop_hooks.install(None)
     world.refuse_collectives(None)
 
 

@@ -30,9 +30,9 @@ def trained(seed: int, commits: int) -> CommittedState:
     return shared
 
 
-def sync_all(states: list[CommittedState], world: ThreadWorld, founding: bool = False) -> list[Any]:
+def sync_all(states: list[CommittedState], world: ThreadWorld, bootstrap: bool = False) -> list[Any]:
     def call(transport: ThreadTransport) -> Any:
-        return synchronize_commits(states[transport.rank], transport, founding)
+        return synchronize_commits(states[transport.rank], transport, bootstrap)
 
     return world.run(call)
 
@@ -45,7 +45,7 @@ def everything(shared: CommittedState) -> Any:
 def test_at_the_start_everybody_gets_the_state_of_rank_0() -> None:
     states = [trained(seed, 0) for seed in (1, 2, 3)]
     wanted = everything(states[0])
-    sync_all(states, ThreadWorld(3), founding=True)
+    sync_all(states, ThreadWorld(3), bootstrap=True)
     assert [everything(state) for state in states] == [wanted] * 3
 
 

@@ -32,5 +32,5 @@ def test_objects_are_named_in_the_order_of_the_first_rank_and_those_that_it_lack
 
 
 def test_it_names_the_object_and_the_ranks() -> None:
-    found = Divergence(12, "model.0.weight", 3, (1, 2), 0, is_large=True)
+    found = Divergence(12, "model.0.weight", 3, (1, 2), 0, is_trained=True)
     assert str(found) == "at step 12 model.0.weight and 2 more of ranks 1, 2 differed from that of rank 0"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from farandole.checkpoint.values import from_json, to_json
+from farandole.checkpoint.json_values import from_json, to_json
 from farandole.errors import ConfigError
 from farandole.state.handlers import OptimizerStateHandler
 from farandole.state.optimizer_state import OptimizerState, outline

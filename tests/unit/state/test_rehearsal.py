@@ -86,7 +86,7 @@ def test_a_worker_that_joins_copies_what_the_rehearsal_has_found() -> None:
     rehearsal.look()
     rehearsal.end()
     state.capture()
-    newcomer.load_small(state.copy_of_small())
+    newcomer.load_metadata(state.copy_of_metadata())
     assert newcomer.watched().changing[0] == ("teacher.weight",)
 
 
@@ -134,7 +134,7 @@ def test_a_step_whose_callback_raises_is_applied_once_and_counted() -> None:
     assert (state.step, state.loader.cursor) == (1, 4)
     state.after_step.clear()
     assert len(next(iter(state.loader))[0]) == 4
-    assert state.loader.ticket.start == 4
+    assert state.loader.global_batch.start == 4
 
 
 def test_a_grad_scaler_counts_steps_and_not_micro_batches() -> None:

@@ -70,7 +70,7 @@ def test_the_coordinator_is_asked_when_the_file_is_whole_and_before_it_counts(tm
     counting.commit()
     assert counting.save_once(lambda path: path.write_text("whole"), tmp_path / "model.npy")
     assert seen == [(True, "whole")]
-    assert coordinator.asked == [(Progress(lineage=1, step=1), str(tmp_path / "model.npy"))]
+    assert coordinator.asked == [(Progress(run_id=1, step=1), str(tmp_path / "model.npy"))]
 
 
 def test_without_a_path_the_coordinator_is_asked_first() -> None:

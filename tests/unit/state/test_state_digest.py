@@ -1,4 +1,4 @@
-"""What is hashed of a state: everything within a turn, but for what each rank computes from its own share."""
+"""What is hashed of a state: everything within a turn, but for what each rank computes from its own local batch."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ def test_a_tensor_that_differs_again_a_step_later_is_hashed_no_more() -> None:
 def test_samples_see_the_beginning_of_all_tensors() -> None:
     state = state_of_all_kinds()
     for name, tensor in names(state).items():
-        is_large = not name.startswith(("model.queue", "ema.queue", "average", "kept"))
-        before = [digest_of_sample(state, large_only) for large_only in (True, False)]
+        is_trained = not name.startswith(("model.queue", "ema.queue", "average", "kept"))
+        before = [digest_of_sample(state, trained_only) for trained_only in (True, False)]
         with torch.no_grad():
             tensor[(0,) * tensor.dim()] += 1
-        after = [digest_of_sample(state, large_only) for large_only in (True, False)]
-        assert [one != other for one, other in zip(before, after, strict=True)] == [is_large, True]
+        after = [digest_of_sample(state, trained_only) for trained_only in (True, False)]
+        assert [one != other for one, other in zip(before, after, strict=True)] == [is_trained, True]
 
 
-def digest_of_sample(state: Any, large_only: bool) -> int:
-    return int(state.digests.of_sample(7, large_only))
+def digest_of_sample(state: Any, trained_only: bool) -> int:
+    return int(state.digests.of_sample(7, trained_only))

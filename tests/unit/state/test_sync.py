@@ -24,8 +24,8 @@ class Position:
     def __init__(self) -> None:
         self.epoch = self.cursor = 0
 
-    def commit(self, ticket: Any) -> None:
-        self.cursor = ticket.stop
+    def commit(self, global_batch: Any) -> None:
+        self.cursor = global_batch.stop
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "cursor": self.cursor}
@@ -62,11 +62,11 @@ def trained_state(seed: int, steps: int) -> TorchState:
 
 def content(state: TorchState) -> Any:
     """Everything of a state, as comparable values."""
-    large = state.large()
+    tensors = state.tensors()
     return (
         state.progress,
-        digest_of(list(large["parameters"]["model"].values())),
-        {i: {k: torch.as_tensor(v).tolist() for k, v in e.items()} for i, e in large["optimizer"].items()},
+        digest_of(list(tensors["parameters"]["model"].values())),
+        {i: {k: torch.as_tensor(v).tolist() for k, v in e.items()} for i, e in tensors["optimizer"].items()},
         {name: buffer.tolist() for name, buffer in state.model.named_buffers()},
         [group["lr"] for group in state.optimizer.param_groups],
         state.scheduler.state_dict(),
@@ -74,12 +74,12 @@ def content(state: TorchState) -> Any:
     )
 
 
-def sync_all(states: list[TorchState], world: ThreadWorld, founding: bool, compares_all: bool = False) -> list[Any]:
+def sync_all(states: list[TorchState], world: ThreadWorld, bootstrap: bool, compares_all: bool = False) -> list[Any]:
     for state in states:
         state.capture()
 
     def call(transport: ThreadTransport) -> Any:
-        return synchronize(states[transport.rank], transport, founding, compares_all)
+        return synchronize(states[transport.rank], transport, bootstrap, compares_all)
 
     return world.run(call)
 
@@ -87,7 +87,7 @@ def sync_all(states: list[TorchState], world: ThreadWorld, founding: bool, compa
 def test_at_the_start_everybody_gets_the_state_of_rank_0() -> None:
     states = [trained_state(seed, 0) for seed in range(3)]
     wanted = content(states[0])
-    reports = sync_all(states, ThreadWorld(3), founding=True)
+    reports = sync_all(states, ThreadWorld(3), bootstrap=True)
     assert [content(state) for state in states] == [wanted] * 3
     assert [report.source for report in reports] == [0, 0, 0]
     assert all(state.is_holder for state in states)
@@ -97,7 +97,7 @@ def test_the_highest_progress_wins_and_a_newcomer_is_never_the_source() -> None:
     newcomer, behind, ahead = trained_state(1, 0), trained_state(2, 3), trained_state(3, 4)
     behind.is_holder = ahead.is_holder = True
     wanted = content(ahead)
-    reports = sync_all([newcomer, behind, ahead], ThreadWorld(3), founding=False)
+    reports = sync_all([newcomer, behind, ahead], ThreadWorld(3), bootstrap=False)
     assert [content(state) for state in (newcomer, behind, ahead)] == [wanted] * 3
     assert reports[0].source == 2
     assert reports[0].behind == (0, 1)
@@ -110,7 +110,7 @@ def test_equal_workers_copy_only_the_small_state() -> None:
     for state in states:
         state.is_holder = True
     wanted = content(states[0])
-    reports = sync_all(states, ThreadWorld(2), founding=False)
+    reports = sync_all(states, ThreadWorld(2), bootstrap=False)
     assert reports[0].behind == ()
     assert content(states[1]) == wanted
 
@@ -127,7 +127,7 @@ def two_that_differ_in_one_weight() -> list[TorchState]:
 def test_survivors_at_the_same_step_with_different_weights_are_noticed_named_and_made_the_same() -> None:
     states = two_that_differ_in_one_weight()
     wanted = content(states[0])
-    reports = sync_all(states, ThreadWorld(2), founding=False)
+    reports = sync_all(states, ThreadWorld(2), bootstrap=False)
     assert reports[0].behind == (1,)
     assert reports[0].divergence == reports[1].divergence == Divergence(2, "model.0.weight", 1, (1,), 0, True)
     assert content(states[1]) == wanted
@@ -140,7 +140,7 @@ def test_the_majority_is_right_and_not_the_lowest_rank() -> None:
     with torch.no_grad():
         states[0].optimizer.state[states[0].model[2].bias]["exp_avg"] += 1e-3
     wanted = content(states[1])
-    reports = sync_all([*states, trained_state(6, 0)], ThreadWorld(4), founding=False)
+    reports = sync_all([*states, trained_state(6, 0)], ThreadWorld(4), bootstrap=False)
     assert reports[0].source == 1
     assert reports[0].behind == (0, 3)
     assert reports[0].divergence == Divergence(2, "optimizer.5.exp_avg", 1, (0,), 1, True)
@@ -157,7 +157,7 @@ def test_a_difference_that_no_sample_shows_is_found_when_somebody_copies(monkeyp
         states[0].model[2].weight[0, 0] += 1e-3
     wanted = content(states[1])
     newcomer = trained_state(6, 0)
-    reports = sync_all([*states, newcomer], ThreadWorld(4), founding=False)
+    reports = sync_all([*states, newcomer], ThreadWorld(4), bootstrap=False)
     assert reports[0].divergence == Divergence(2, "model.2.weight", 1, (0,), 1, True)
     assert [content(state) for state in (*states, newcomer)] == [wanted] * 4
 
@@ -165,9 +165,9 @@ def test_a_difference_that_no_sample_shows_is_found_when_somebody_copies(monkeyp
 def test_a_header_that_differed_has_the_next_sync_read_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateDigest, "of_sample", lambda *_, **__: 1)
     states = two_that_differ_in_one_weight()
-    assert sync_all(states, ThreadWorld(2), founding=False)[0].divergence is None
+    assert sync_all(states, ThreadWorld(2), bootstrap=False)[0].divergence is None
     states[1].digests.is_suspicious = True
-    assert sync_all(states, ThreadWorld(2), founding=False)[0].behind == (1,)
+    assert sync_all(states, ThreadWorld(2), bootstrap=False)[0].behind == (1,)
     assert not states[1].digests.is_suspicious
 
 
@@ -177,25 +177,25 @@ def test_buffers_and_tracked_tensors_are_compared_where_all_are_at_the_same_boun
         state.is_holder = True
         state.model[0].register_buffer("queue", torch.zeros(4))
     states[1].model[0].queue[2] = 1.0
-    reports = sync_all(states, ThreadWorld(2), founding=False, compares_all=True)
+    reports = sync_all(states, ThreadWorld(2), bootstrap=False, compares_all=True)
     assert reports[0].divergence == Divergence(2, "model.0.queue", 1, (1,), 0, False)
     assert reports[0].behind == ()
     assert states[1].model[0].queue.tolist() == [0.0] * 4
     for _ in range(STRIKES):
         assert reports[0].local == ()
-        states[0].model[0].queue[1] += 2.0  # computed from its own share, as it seems
-        reports = sync_all(states, ThreadWorld(2), founding=False, compares_all=True)
+        states[0].model[0].queue[1] += 2.0  # computed from its own local batch, as it seems
+        reports = sync_all(states, ThreadWorld(2), bootstrap=False, compares_all=True)
     assert (reports[0].divergence, reports[0].local) == (None, ("model.0.queue",))
     newcomer = trained_state(5, 0)
     newcomer.model[0].register_buffer("queue", torch.ones(4))
-    sync_all([*states, newcomer], ThreadWorld(3), founding=False)
+    sync_all([*states, newcomer], ThreadWorld(3), bootstrap=False)
     assert newcomer.digests.local == states[0].digests.local == {"model.0.queue"}
 
 
 def test_different_weights_are_noticed_when_somebody_copies() -> None:
     states = [*two_that_differ_in_one_weight(), trained_state(6, 0)]
     wanted = content(states[0])
-    reports = sync_all(states, ThreadWorld(3), founding=False)
+    reports = sync_all(states, ThreadWorld(3), bootstrap=False)
     assert [report.behind for report in reports] == [(1, 2)] * 3
     assert [content(state) for state in states] == [wanted] * 3
 
@@ -207,7 +207,7 @@ def test_a_loss_reads_a_sample_of_the_weights_and_no_more(monkeypatch: pytest.Mo
         state.is_holder = True
     read = list[int]()
     monkeypatch.setattr(sync, "digest_of", lambda tensors: read.append(len(tensors)) or 1)
-    reports = sync_all(states, ThreadWorld(2), founding=False)
+    reports = sync_all(states, ThreadWorld(2), bootstrap=False)
     assert (reports[0].behind, reports[0].divergence) == ((), None)
     assert not read
 
@@ -227,7 +227,7 @@ def test_a_copy_that_is_not_what_the_source_has_is_refused() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "broadcast_all", and_change)
-        results = sync_all([source, newcomer], ThreadWorld(2), founding=False)
+        results = sync_all([source, newcomer], ThreadWorld(2), bootstrap=False)
     assert isinstance(results[1], FatalError)
     assert "another thread" in str(results[1])
     assert content(newcomer) == before
@@ -242,13 +242,13 @@ def test_a_source_that_dies_in_the_middle_leaves_the_others_as_they_were(collect
     world = ThreadWorld(3)
     world.kill(rank=0, before=collective)
     before, target = content(behind), content(ahead)
-    results = sync_all([ahead, behind, newcomer], world, founding=False)
+    results = sync_all([ahead, behind, newcomer], world, bootstrap=False)
     if collective < 6:
         assert isinstance(results[1], PeerLost)
         assert content(behind) == before
         assert behind.is_holder
         assert not newcomer.is_holder
-        again = sync_all([behind, newcomer], ThreadWorld(2), founding=False)
+        again = sync_all([behind, newcomer], ThreadWorld(2), bootstrap=False)
         assert again[0].source == 0
         assert content(newcomer) == content(behind) == before
     else:  # a sync has no seventh collective: it was through
@@ -258,7 +258,7 @@ def test_a_source_that_dies_in_the_middle_leaves_the_others_as_they_were(collect
 def test_a_different_model_is_refused_by_name_and_nothing_changes() -> None:
     first, second = trained_state(1, 0), trained_state(2, 0)
     second.model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
-    results = sync_all([first, second], ThreadWorld(2), founding=True)
+    results = sync_all([first, second], ThreadWorld(2), bootstrap=True)
     assert "model.0.weight" in str(results[1])
 
 
@@ -267,14 +267,14 @@ def standing(step: int, is_holder: bool = True, epoch: int = 0) -> Standing:
 
 
 def test_the_source_is_the_lowest_rank_among_the_highest() -> None:
-    assert choose_source([standing(3), standing(4), standing(4)], founding=False) == 1
-    assert choose_source([standing(4), standing(4, epoch=1)], founding=False) == 1
-    assert choose_source([standing(9, is_holder=False), standing(1)], founding=False) == 1
+    assert choose_source([standing(3), standing(4), standing(4)], bootstrap=False) == 1
+    assert choose_source([standing(4), standing(4, epoch=1)], bootstrap=False) == 1
+    assert choose_source([standing(9, is_holder=False), standing(1)], bootstrap=False) == 1
 
 
 def test_without_a_holder_nothing_starts_over_silently() -> None:
     with pytest.raises(FatalError, match="no worker holds the state"):
-        choose_source([standing(0, is_holder=False)] * 2, founding=False)
+        choose_source([standing(0, is_holder=False)] * 2, bootstrap=False)
 
 
 def test_many_tensors_of_odd_sizes_pass_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from farandole.collectives import world
 from farandole.errors import ConfigError, StepError
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.commit_sync import CommittedState
 from farandole.state.handlers import (
     ModelStateHandler,
@@ -76,9 +76,9 @@ class RunLoop:
 
 @pytest.fixture
 def elastic() -> Iterator[None]:
-    boundary.install(RunLoop())  # type: ignore[arg-type]
+    loop_hooks.install(RunLoop())  # type: ignore[arg-type]
     yield
-    boundary.install(None)
+    loop_hooks.install(None)
     world.refuse_collectives(None)
 
 
@@ -223,10 +223,10 @@ def test_a_value_assigned_to_a_handled_name_is_handled_from_then_on() -> None:
 
 
 def test_names_of_the_step_rule_are_free_under_the_commit_rule() -> None:
-    state = TorchState(step=3, progress=0.5, large=[1], lineage="x", boundary=None)
+    state = TorchState(step=3, progress=0.5, tensors=[1], run_id="x", boundary=None)
     state.step = 4
     state.restore()
-    assert (state.step, state.progress, state.large, state.lineage, state.boundary) == (3, 0.5, [1], "x", None)
+    assert (state.step, state.progress, state.tensors, state.run_id, state.boundary) == (3, 0.5, [1], "x", None)
 
 
 def test_torchs_own_loader_does_not_make_it_a_state_of_the_step_rule() -> None:
@@ -305,7 +305,7 @@ class Position:
 
     epoch = cursor = 0
 
-    def commit(self, ticket: object) -> None: ...
+    def commit(self, global_batch: object) -> None: ...
     def set_world(self, rank: int, size: int) -> None: ...
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -143,7 +143,7 @@ def test_writes_that_no_version_counts_are_found_within_some_steps_and_put_back_
     assert torch.equal(averages["ema.3"], before)
 
 
-def test_probes_find_nothing_where_only_the_step_changes_anything() -> None:
+def test_sampled_elements_find_nothing_where_only_the_step_changes_anything() -> None:
     weight, average = torch.zeros(4), torch.full((4,), float("nan"))
     watched = WatchedTensors()
     watched.track({"weight": weight, "average": average}, owned={"weight"})

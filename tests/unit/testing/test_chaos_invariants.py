@@ -12,7 +12,7 @@ from farandole.testing.proof import Proof
 from tests.chaos import invariants
 from tests.chaos.case import case_of
 from tests.chaos.disturbed_job import Outcome
-from tests.chaos.report import storms, summary
+from tests.chaos.report import soaks, summary
 from tests.chaos.run import as_line
 from tests.pure_order import global_batches
 from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED, STEPS
@@ -113,12 +113,12 @@ def test_results_are_added_up() -> None:
     assert said.endswith(f"seed 7: {case.plan}\n- too bad")
 
 
-def test_storms_with_the_same_flags_are_added_up() -> None:
-    storm = {"every_s": 3.0, "flags": ["--spares=1"], "minutes": 5.0, "kills": 97, "ratio": 1.027}
-    storm |= {"longest_stall_s": 0.125, "violations": []}
-    other = {**storm, "minutes": 10.0, "kills": 190, "ratio": 0.912, "longest_stall_s": 0.3}
-    rare = {**storm, "every_s": 15.0, "flags": [], "kills": 19, "violations": ["too bad"]}
-    assert storms([storm, rare, other]).splitlines()[2:] == [
+def test_soak_runs_with_the_same_flags_are_added_up() -> None:
+    soak = {"every_s": 3.0, "flags": ["--spares=1"], "minutes": 5.0, "kills": 97, "ratio": 1.027}
+    soak |= {"longest_stall_s": 0.125, "violations": []}
+    other = {**soak, "minutes": 10.0, "kills": 190, "ratio": 0.912, "longest_stall_s": 0.3}
+    rare = {**soak, "every_s": 15.0, "flags": [], "kills": 19, "violations": ["too bad"]}
+    assert soaks([soak, rare, other]).splitlines()[2:] == [
         "| 15 s |  | 1 | 5 | 19 | 103 % | 0.12 s | 1 |",
         "| 3 s | --spares=1 | 2 | 15 | 287 | 91 to 103 % | 0.30 s | 0 |",
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from farandole.testing.faults import Fault, Plan, parse
 from farandole.testing.faults.drawing import MOST_WORKERS, Shape, draw
-from farandole.testing.faults.plan import (
+from farandole.testing.faults.fault_plan import (
     AddWorker,
     After,
     AtLastStepOf,
@@ -61,9 +61,9 @@ def test_what_is_printed_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kill rank 0", "fault 1, 'kill rank 0': it takes a moment, a colon, and what is done"),
-        ("at step 1: kill any; at noon: kill any", "fault 2, 'at noon: kill any': 'at noon' is no moment; there are"),
-        ("during lunch: kill any", "'during lunch' is no moment; .*'during' 'start', 'join', 'regroup', 'sync'"),
+        ("kill rank 0", "fault 1, 'kill rank 0': it takes a trigger, a colon, and what is done"),
+        ("at step 1: kill any; at noon: kill any", "fault 2, 'at noon: kill any': 'at noon' is no trigger; there are"),
+        ("during lunch: kill any", "'during lunch' is no trigger; .*'during' 'start', 'join', 'regroup', 'sync'"),
         ("at step 1: tickle any", "'tickle any' is nothing that can be done; .*'segfault'"),
         ("at step 1: kill everybody", "'kill everybody' is nothing that can be done; .*'all but one'"),
         ("at step 1: kill rank -1", "nothing that can be done"),
@@ -101,7 +101,7 @@ def test_the_same_seed_draws_the_same_plan_and_it_can_be_read_back(shape: Shape)
         plan = draw(random.Random(seed), shape)
         assert plan == draw(random.Random(seed), shape) == parse(str(plan))
         assert len(plan.faults) >= 2
-        assert all(fault.moment.step < 450 for fault in plan.faults if isinstance(fault.moment, AtStep))
+        assert all(fault.trigger.step < 450 for fault in plan.faults if isinstance(fault.trigger, AtStep))
 
 
 @pytest.mark.parametrize("shape", [shape for shape in shapes() if not shape.replaces])
@@ -110,12 +110,12 @@ def test_a_drawn_plan_leaves_a_worker_where_nobody_is_replaced(shape: Shape) -> 
     for seed in range(300):
         size, faults = shape.workers, draw(random.Random(seed), shape).faults
         for fault, following in zip(faults, [*faults[1:], None], strict=True):
-            deed = fault.deed
-            if isinstance(deed, AddWorker):
+            action = fault.action
+            if isinstance(action, AddWorker):
                 size += 1
-            elif isinstance(deed, ToWorkers) and deed.action not in ("continue", "hold"):
-                goes_on = following is not None and str(following.deed) == "continue the same"
-                size -= 0 if goes_on else {"two": 2, "all but one": size - 1}.get(str(deed.whom), 1)
+            elif isinstance(action, ToWorkers) and action.verb not in ("continue", "hold"):
+                goes_on = following is not None and str(following.action) == "continue the same"
+                size -= 0 if goes_on else {"two": 2, "all but one": size - 1}.get(str(action.whom), 1)
             assert 1 <= size <= MOST_WORKERS, (seed, str(fault))
 
 

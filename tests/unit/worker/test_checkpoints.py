@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def newest(folder: Path) -> dict[str, Any]:
     manifests = [json.loads(path.read_text()) for path in folder.glob("*/manifest.json")]
-    return max(manifests, key=lambda each: (each["lineage"], each["step"], each["boundary"]))
+    return max(manifests, key=lambda each: (each["run_id"], each["step"], each["boundary"]))
 
 
 def object_state(**values: Any) -> ObjectState:
@@ -73,7 +73,7 @@ def test_an_object_state_goes_on_from_its_newest_commit_that_was_saved(folder: P
     assert first == list(range(1, 401))
     assert second == list(range(saved + 1, 501))
     assert (state.batch, state.seen, state.pair) == (500, {"set of": {1}}, (500, float("inf")))
-    assert (newest(folder)["step"], newest(folder)["lineage"]) == (500, 2)
+    assert (newest(folder)["step"], newest(folder)["run_id"]) == (500, 2)
     assert count_to(500)[0] == [], "there was nothing left to do"
 
 
@@ -148,7 +148,7 @@ def test_a_state_that_only_knows_itself_is_refused_with_what_to_do() -> None:
 
 
 def test_a_value_that_no_checkpoint_can_hold_is_named_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"small\.values\.when is a .*Path"):
+    with pytest.raises(ConfigError, match=r"metadata\.values\.when is a .*Path"):
         run(lambda _: None)(object_state(when=Path()))
 
 

@@ -10,11 +10,11 @@ import torch
 
 import farandole as fd
 from farandole.errors import CollectiveMismatch, HorovodInternalError, HostsUpdatedInterrupt
-from farandole.state import boundary
+from farandole.state import loop_hooks
 from farandole.state.host_updates import HostUpdateResult
 from farandole.state.object_state import ObjectState, State
 from farandole.state.torch_state import TorchState
-from farandole.worker.host_updates import notification_manager
+from farandole.worker.host_update_listeners import notification_manager
 from farandole.worker.run_fn import run_fn
 from farandole.worker.run_loop import run
 
@@ -53,7 +53,7 @@ def test_a_fault_takes_the_function_back_to_the_last_commit(make: Any) -> None:
     assert train(state, 10, more=1) == 51
     assert entered == [0, 2]
     assert state.trail == [1, 2, 3, 4, 5]
-    assert not boundary.hears_of_updates()
+    assert not loop_hooks.hears_of_updates()
 
 
 def test_an_interrupt_keeps_what_is_live() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.data.boundary import SoloBoundary
+from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.errors import GenerationEnded
 from farandole.state.packing import unpack
 
@@ -68,7 +68,7 @@ def test_what_was_done_once_is_not_done_again_when_the_function_is_entered_again
         train(state)
     state.capture()
     taken_over = make()
-    taken_over.load_small(unpack(state.captured()))
+    taken_over.load_metadata(unpack(state.captured()))
     train(taken_over)
     assert ran == [True] * 4 + [False] * 2
     assert taken_over.history == [0, 0, 1, -1]
@@ -128,13 +128,13 @@ def test_an_epoch_that_break_has_ended_does_not_go_on_when_its_end_is_handed_out
         state.optimizer.step()
         break
 
-    class Interrupted(SoloBoundary):
+    class Interrupted(NoLoaderHooks):
         def reach_epoch_end(self) -> bool:
             return False
 
-    state.loader.boundary, kept = Interrupted(), state.loader.boundary
+    state.loader.hooks, kept = Interrupted(), state.loader.hooks
     assert next(epochs) == 0
     assert list(state.loader) == []
-    state.loader.boundary = kept
+    state.loader.hooks = kept
     assert next(epochs) == 1
     assert len(list(zip(range(1), state.loader, strict=False))) == 1

@@ -53,9 +53,9 @@ class OneLeft(AloneTransport):
     def _by_rank(self, payload: bytes) -> list[bytes]:
         return [payload if rank == self.place else self.others(payload) for rank in range(self.of)]
 
-    def all_reduce(self, tensor: torch.Tensor, note: bytes = b"", op: Any = None) -> list[bytes]:
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Any = None) -> list[bytes]:
         self._raise_if_ended("all_reduce")
-        return self._by_rank(note)
+        return self._by_rank(trailer)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         self._raise_if_ended("all_gather")
@@ -141,7 +141,7 @@ class Orders:
         assert number > world.current().id.number, "no order has come"
         placement = Placement(self.place, self.of, self.place, self.of, 0, 1)
         alone = Peer("w0", self.place, Address("", 0))
-        return Start(GenerationId(1, 1, number, "test"), placement, alone, alone, founding=False)
+        return Start(GenerationId(1, 1, number, "test"), placement, alone, alone, bootstrap=False)
 
     def build(self, start: Start) -> OneLeft:
         number = start.id.number
@@ -290,6 +290,21 @@ def test_the_first_step_behind_a_fault_is_reported_with_what_was_done_again(orde
     train(orders, state, body)
     [first] = [said for said in orders.link.sent if isinstance(said, FirstStep)]
     assert (first.number, first.steps_redone, first.samples_redone, first.began_at) == (2, 1, GLOBAL_BATCH, 1)
+
+
+def test_what_is_written_before_the_rehearsal_is_put_back_however_it_is_written(second_of_two: Orders) -> None:
+    """In the first batch of a job nothing is known yet of what its loop body changes."""
+    state, bodies = make_state(), []
+    state.is_holder, state.has_rehearsed = True, False
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append(parameters_of(state))
+        state.model.weight.data.mul_(0.5)
+        if len(bodies) == 1:
+            second_of_two.lose_a_worker()
+
+    train(second_of_two, state, body)
+    assert torch.equal(bodies[0], bodies[1])
 
 
 # Planned changes -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Finding and ending the connections of a Gloo group, whose own abort() does nothing. transport.py uses it.
+"""Finding and ending the connections of a Gloo group, whose own abort() does nothing. gloo_transport.py uses it.
 
 They are known by the ports that the group's ranks listen on. A listing of descriptors before and after a group is
 built would be simpler, but other threads open sockets meanwhile.

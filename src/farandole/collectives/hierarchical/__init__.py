@@ -1,1 +1,2 @@
-"""Collectives among several hosts: shared memory within each, rings across. transport.py is what others import."""
+"""Collectives among several hosts: shared memory within each, rings across. hierarchical_transport.py is what others
+import."""

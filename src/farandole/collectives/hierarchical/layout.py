@@ -52,15 +52,15 @@ def layout(hosts: Sequence[Hashable], rank: int) -> Layout:
     return Layout(ranks, list(members).index(hosts[rank]), members[hosts[rank]].index(rank))
 
 
-def pack_notes(notes: Sequence[bytes], most: int) -> bytes:
-    """The notes of one host, all of one length, as long as those of a host with `most` ranks."""
-    return b"".join(notes) + bytes((most - len(notes)) * len(notes[0]))
+def pack_trailers(trailers: Sequence[bytes], most: int) -> bytes:
+    """The trailers of one host, all of one length, as long as those of a host with `most` ranks."""
+    return b"".join(trailers) + bytes((most - len(trailers)) * len(trailers[0]))
 
 
-def unpack_notes(packed: Sequence[bytes], hosts: Sequence[Sequence[int]], note_bytes: int) -> list[bytes]:
-    """From what pack_notes() made on each host: the notes of all ranks, by rank."""
-    notes = [b""] * sum(map(len, hosts))
+def unpack_trailers(packed: Sequence[bytes], hosts: Sequence[Sequence[int]], trailer_bytes: int) -> list[bytes]:
+    """From what pack_trailers() made on each host: the trailers of all ranks, by rank."""
+    trailers = [b""] * sum(map(len, hosts))
     for ranks, text in zip(hosts, packed, strict=True):
         for place, rank in enumerate(ranks):
-            notes[rank] = text[place * note_bytes : (place + 1) * note_bytes]
-    return notes
+            trailers[rank] = text[place * trailer_bytes : (place + 1) * trailer_bytes]
+    return trailers

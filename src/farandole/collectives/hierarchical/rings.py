@@ -1,4 +1,4 @@
-"""The rings that one rank of a hierarchical transport is in. They end together; transport.py uses them."""
+"""The rings that one rank of a hierarchical transport is in. They end together; hierarchical_transport.py uses them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from farandole.collectives.duplex import Broken, Called, Interruption
+from farandole.collectives.connection_pair import Broken, Interruption, PeerCalled
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header
 
@@ -56,7 +56,7 @@ class Rings:
         operation. Raises CollectiveMismatch if one of them says so."""
         broken = self._local.interruption() if self._local is not None else None
         called = self.whole.interruption()
-        return broken or (called if isinstance(called, Called) else None)
+        return broken or (called if isinstance(called, PeerCalled) else None)
 
     def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
         """Raises what follows from it."""

@@ -33,8 +33,8 @@ from farandole.collectives.named.building import (
     splits_of,
 )
 from farandole.collectives.named.handles import Handle
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.requests import Kind
 from farandole.collectives.reduction import Reduction
 from farandole.errors import HorovodInternalError
 

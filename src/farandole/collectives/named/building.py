@@ -15,8 +15,8 @@ from farandole.collectives.named import adasum
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.handles import ExchangeHandle, Handle
 from farandole.collectives.named.operation import Operation
+from farandole.collectives.named.operation_requests import CPU, GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.process_sets import ProcessSet, engine
-from farandole.collectives.named.requests import CPU, GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.reduction import Reduction
 from farandole.errors import HorovodInternalError
 

@@ -1,7 +1,7 @@
 """The named collectives of one generation: a thread that matches what all ranks submitted, and carries it out.
 
 Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has
-something to say or another rank has begun a round; then all ranks exchange their words (rounds.py), decide alike
+something to say or another rank has begun a round; then all ranks exchange their payloads (rounds.py), decide alike
 what to do (negotiation.py) and do it in the same order (execution.py). A world of one does all this in the
 calling thread.
 """
@@ -21,7 +21,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.execution import Execution
 from farandole.collectives.named.negotiation import Negotiation
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import (
+from farandole.collectives.named.operation_requests import (
     GLOBAL_SET,
     AllJoined,
     Decision,
@@ -29,7 +29,7 @@ from farandole.collectives.named.requests import (
     Fail,
     Key,
     Kind,
-    Said,
+    RoundPayload,
     SetAdded,
     SetRemoved,
 )
@@ -179,7 +179,7 @@ class NamedCollectives:
                 return False
             if self._looks_for_stalls():
                 return True
-            was_called = transport.wait_until_called(wake.descriptor)
+            was_called = transport.wait_for_peer(wake.descriptor)
             if was_called or (was_called is False and not wake.is_set and self._is_over_for_all()):
                 return True
         return True
@@ -205,19 +205,19 @@ class NamedCollectives:
         return bool(self._expired)
 
     def _round(self) -> None:
-        """Exchange words with all ranks, and do what follows from them. Raises what the transport raises."""
-        unsaid = self._submitted.take_unsaid()
-        said = self._negotiation.words(self._rank, [operation.request for operation in unsaid], self._expired)
+        """Exchange payloads with all ranks, and do what follows from them. Raises what the transport raises."""
+        unsent = self._submitted.take_unsaid()
+        payload = self._negotiation.make_payload(self._rank, [operation.request for operation in unsent], self._expired)
         self._expired = ()
-        heard = self._rounds.exchange(said)
+        received = self._rounds.exchange(payload)
         if self._timeline.is_on:
-            self._tell_timeline(heard)
-        for decision in self._negotiation.round(heard):
+            self._tell_timeline(received)
+        for decision in self._negotiation.round(received):
             self._carry_out(decision)
 
-    def _tell_timeline(self, heard: Sequence[Said]) -> None:
+    def _tell_timeline(self, received: Sequence[RoundPayload]) -> None:
         self._timeline.cycle()
-        for rank, key in self._negotiation.heard(heard):
+        for rank, key in self._negotiation.requested(received):
             self._timeline.negotiate_start(key.name, key.kind)
             self._timeline.rank_ready(key.name, rank)
 

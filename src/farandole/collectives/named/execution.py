@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from farandole.collectives.named import moving, reducing
+from farandole.collectives.named import data_movement, reductions
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import Agreed, Kind
+from farandole.collectives.named.operation_requests import Agreed, Kind
 from farandole.collectives.named.timeline import Timeline
 from farandole.collectives.transport import Transport
 
 _ONE: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
-    Kind.ALLGATHER: moving.all_gather,
-    Kind.BROADCAST: moving.broadcast,
-    Kind.ALLTOALL: moving.all_to_all,
-    Kind.REDUCESCATTER: reducing.reduce_scatter,
+    Kind.ALLGATHER: data_movement.all_gather,
+    Kind.BROADCAST: data_movement.broadcast,
+    Kind.ALLTOALL: data_movement.all_to_all,
+    Kind.REDUCESCATTER: reductions.reduce_scatter,
 }
 
 
@@ -25,7 +25,7 @@ class Execution:
     """For one thread; keeps the flat buffers of one generation."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._buffers = reducing.FusionBuffers()
+        self._buffers = reductions.FusionBuffers()
         self._timeline = timeline
 
     def carry_out(self, agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport) -> None:
@@ -39,9 +39,9 @@ class Execution:
         first, kind = agreed[0], agreed[0].key.kind
         with torch.no_grad(), self._shown(agreed):
             if len(agreed) > 1:
-                reducing.all_reduce_fused(agreed, mine, transport, self._buffers)
+                reductions.all_reduce_fused(agreed, mine, transport, self._buffers)
             elif kind is Kind.ALLREDUCE:
-                reducing.all_reduce(first, mine[0], transport)
+                reductions.all_reduce(first, mine[0], transport)
             elif kind is Kind.BARRIER:
                 if mine[0] is not None:  # That all ranks have said it is all there is to it.
                     mine[0].finish(None)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from farandole.collectives.named.members import Members
-from farandole.collectives.named.requests import Agreed, Execute, Kind, Request
+from farandole.collectives.named.operation_requests import Agreed, Execute, Kind, Request
+from farandole.collectives.named.process_set_members import Members
 from farandole.collectives.reduction import Reduction
 
 Likeness: TypeAlias = tuple[object, ...]

@@ -13,8 +13,8 @@ from farandole.collectives.named import autograd
 from farandole.collectives.named.asynchronous import reduction, submit_gathering, submit_reduction
 from farandole.collectives.named.building import Call
 from farandole.collectives.named.compression import Compression, Compressor
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.requests import Kind
 from farandole.collectives.reduction import Reduction
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from farandole.collectives import world
-from farandole.whereabouts import Waiting
+from farandole.status_reporting import WaitingForPeers
 
 
 class Handle:
@@ -62,7 +62,7 @@ class Handle:
         if self._until_done.acquire(blocking=False):
             self._until_done.release()
             return
-        with Waiting(), self._until_done:
+        with WaitingForPeers(), self._until_done:
             pass
 
     def take(self) -> Any:

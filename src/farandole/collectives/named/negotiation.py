@@ -1,4 +1,4 @@
-"""Decides what is done, from what all ranks say: each rank hears everybody's words, and decides alike. Pure.
+"""Decides what is done, from the payloads of all ranks: each rank receives all of them, and decides alike. Pure.
 
 engine.py feeds it one round after another. Nothing depends on the order in which one rank alone submitted its
 operations, so that ranks may submit in different orders and over different rounds.
@@ -10,14 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from farandole.collectives.named.dependent_failures import fail_group, fail_strangers, fail_tangled, give_up
 from farandole.collectives.named.disagreement import ranks_in_words
-from farandole.collectives.named.failures import fail_group, fail_strangers, fail_tangled, give_up
 from farandole.collectives.named.fusion import Matched, fuse
-from farandole.collectives.named.members import Members, ProcessSets
-from farandole.collectives.named.outstanding import Outstanding
-from farandole.collectives.named.pending import Pending
-from farandole.collectives.named.plans import Plan, Plans
-from farandole.collectives.named.requests import (
+from farandole.collectives.named.operation_requests import (
     GLOBAL_SET,
     Agreed,
     AllJoined,
@@ -27,10 +23,14 @@ from farandole.collectives.named.requests import (
     Key,
     Kind,
     Request,
-    Said,
+    RoundPayload,
     SetAdded,
     SetRemoved,
 )
+from farandole.collectives.named.outstanding import Outstanding
+from farandole.collectives.named.pending import Pending
+from farandole.collectives.named.process_set_members import Members, ProcessSets
+from farandole.collectives.named.repeated_rounds import RepeatedRound, RepeatedRounds
 from farandole.collectives.named.response_cache import ResponseCache
 from farandole.collectives.named.validation import why_invalid
 from farandole.errors import ProtocolError
@@ -40,7 +40,7 @@ _CACHED = set(Kind) - _SET_CHANGES - {Kind.JOIN, Kind.BARRIER}
 
 
 @dataclass(frozen=True)
-class Waiting:
+class UnmatchedOperation:
     """An operation that waits for ranks.
 
     submitted_by  global ranks
@@ -56,7 +56,7 @@ class Waiting:
 
 class Negotiation:
     """One rank's copy of what all ranks know of each other's operations; they stay equal as long as they are fed
-    the same words. Of one thread.
+    the same payloads. For one thread.
 
     size            how many ranks there are
     cache_capacity  how many operations are remembered, so that repeating a request costs a number; 0 for none
@@ -69,10 +69,10 @@ class Negotiation:
         self._sets = ProcessSets(size)
         self._outstanding = Outstanding()
         self._cache = ResponseCache(cache_capacity)
-        self._plans = Plans()
+        self._repeated_rounds = RepeatedRounds()
         self._joined = 0  # ranks that wait in a join(), over all process sets
 
-    def words(self, rank: int, requests: Iterable[Request], expired: Iterable[Key] = ()) -> Said:
+    def make_payload(self, rank: int, requests: Iterable[Request], expired: Iterable[Key] = ()) -> RoundPayload:
         """What a rank has to say in the next round. To be used for that very round.
 
         expired  keys of operations that are to be given up: all who have submitted them get an error
@@ -86,45 +86,45 @@ class Negotiation:
                 new.append(request)
             else:
                 repeated.append(place)
-        return Said(tuple(new), tuple(repeated), tuple(expired))
+        return RoundPayload(tuple(new), tuple(repeated), tuple(expired))
 
-    def round(self, said: Sequence[Said]) -> list[Decision]:
-        """What follows from everybody's words, by rank. To be carried out in this order, by all ranks.
+    def round(self, payloads: Sequence[RoundPayload]) -> list[Decision]:
+        """Decide from the payloads of all ranks, by rank. To be carried out in this order, by all ranks.
 
-        Raises ProtocolError, on all ranks, for words that no rank can mean; the negotiation is over then.
+        Raises ProtocolError, on all ranks, for a payload that no rank can mean; the negotiation is over then.
         """
         is_plain = (
-            not self._joined and not self._outstanding and not any(each.requests or each.expired for each in said)
+            not self._joined and not self._outstanding and not any(each.requests or each.expired for each in payloads)
         )
-        repeated = tuple([each.repeated for each in said]) if is_plain else ()
-        if is_plain and (plan := self._plans.get(repeated)) is not None:
+        repeated = tuple([each.repeated for each in payloads]) if is_plain else ()
+        if is_plain and (plan := self._repeated_rounds.get(repeated)) is not None:
             self._cache.touch(plan.places)
             return list(plan.decisions)
-        decisions = self._decide(said)
+        decisions = self._decide(payloads)
         if is_plain and not self._outstanding:
             self._remember(repeated, decisions)
         return decisions
 
-    def heard(self, said: Sequence[Said]) -> Iterator[tuple[int, Key]]:
+    def requested(self, payloads: Sequence[RoundPayload]) -> Iterator[tuple[int, Key]]:
         """Which rank submits what in a round that is yet to be decided: for the timeline."""
-        for rank, words in enumerate(said):
-            for place in words.repeated:
+        for rank, payload in enumerate(payloads):
+            for place in payload.repeated:
                 yield rank, self._cache[place].agreed.key
-            for request in words.requests:
+            for request in payload.requests:
                 yield rank, request.key
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[UnmatchedOperation]:
         """All operations that wait for ranks, oldest first: for reports of stalls. Joins are not among them."""
         pendings = self._outstanding.all()
         return [
-            Waiting(pending.key, tuple(pending.submitted_by()), tuple(awaited), pending.number)
+            UnmatchedOperation(pending.key, tuple(pending.submitted_by()), tuple(awaited), pending.number)
             for pending, awaited in zip(pendings, self._outstanding.all_awaited(pendings), strict=True)
         ]
 
     # One round -------------------------------------------------------------------------------------------
 
-    def _decide(self, said: Sequence[Said]) -> list[Decision]:
-        fails = self._hear(said)
+    def _decide(self, payloads: Sequence[RoundPayload]) -> list[Decision]:
+        fails = self._receive(payloads)
         matched: list[Matched] = []
         executes: list[Execute] = []
         changes: list[Pending] = []
@@ -145,21 +145,21 @@ class Negotiation:
             if not bad:
                 matched += good
                 executes += fuse(good, math.inf)
-        fails += self._give_up(said)
+        fails += self._give_up(payloads)
         for cluster in self._outstanding.take_tangled():
             fails += fail_tangled(cluster)
         self._use(matched)
         return [*fails, *executes, *self._all_joined(), *self._change_sets(changes)]
 
-    def _hear(self, said: Sequence[Said]) -> list[Decision]:
+    def _receive(self, payloads: Sequence[RoundPayload]) -> list[Decision]:
         """Everything submitted, then all joins. Returns the failures of what is submitted to unknown process sets."""
-        if len(said) != self._size:
-            raise ProtocolError(f"a round has the words of {self._size} ranks, got those of {len(said)}")
-        hear, cache, get = self._outstanding.hear, self._cache, self._sets.get
+        if len(payloads) != self._size:
+            raise ProtocolError(f"a round has the payloads of {self._size} ranks, got those of {len(payloads)}")
+        add, cache, get = self._outstanding.add, self._cache, self._sets.get
         unknown: dict[Key, None] = {}
         joins: list[tuple[Members, int, Key]] = []
-        for rank, words in enumerate(said):
-            for place in words.repeated:
+        for rank, payload in enumerate(payloads):
+            for place in payload.repeated:
                 matched = _at(cache, place, rank)
                 request = matched.part_of(rank)
                 if request is None:
@@ -167,15 +167,15 @@ class Negotiation:
                 if get(request.key.process_set) is None:
                     unknown[request.key] = None
                 else:
-                    hear(matched.members, rank, request, matched)
-            for request in words.requests:
+                    add(matched.members, rank, request, matched)
+            for request in payload.requests:
                 members = get(request.key.process_set)
                 if members is None or (request.key.kind is Kind.JOIN and rank not in members.places):
                     unknown[request.key] = None
                 elif request.key.kind is Kind.JOIN:
                     joins.append((members, rank, request.key))
                 else:
-                    hear(members, rank, request, None)
+                    add(members, rank, request, None)
         for members, rank, key in joins:
             if rank in members.joined:
                 raise ProtocolError(f"rank {rank} joins twice")
@@ -197,8 +197,8 @@ class Negotiation:
             return Fail(key, problem)
         return Matched(members, Agreed(key, members.ranks, tuple(pending.parts)))
 
-    def _give_up(self, said: Sequence[Said]) -> list[Decision]:
-        expired = dict.fromkeys(key for words in said for key in words.expired)
+    def _give_up(self, payloads: Sequence[RoundPayload]) -> list[Decision]:
+        expired = dict.fromkeys(key for payload in payloads for key in payload.expired)
         fails: list[Decision] = []
         for key in expired:
             if (pending := self._outstanding.get(key)) is not None:
@@ -244,7 +244,7 @@ class Negotiation:
         keys = dict.fromkeys([*(each.key for each in left), *members.joined.values()])
         self._joined -= len(members.joined)
         self._sets.remove(number)
-        self._plans.clear()
+        self._repeated_rounds.clear()
         return [*(Fail(each, self._why_unknown(each)) for each in keys), SetRemoved(key, number)]
 
     # What is remembered ------------------------------------------------------------------------------------
@@ -256,14 +256,14 @@ class Negotiation:
             if agreed.key.kind in _CACHED and None not in agreed.parts:
                 changed = self._cache.use(each)
                 if changed is not None:
-                    self._plans.forget_place(changed)
+                    self._repeated_rounds.forget_place(changed)
 
     def _remember(self, repeated: tuple[tuple[int, ...], ...], decisions: list[Decision]) -> None:
         """When all ranks say just this again, the same follows."""
         executes = [each for each in decisions if isinstance(each, Execute)]
         if len(executes) == len(decisions):
             keys = [agreed.key for execute in executes for agreed in execute.operations]
-            self._plans.add(repeated, Plan(tuple(executes), self._cache.places(keys)))
+            self._repeated_rounds.add(repeated, RepeatedRound(tuple(executes), self._cache.places(keys)))
 
     # In words ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farandole.collectives.named.handles import Handle
-from farandole.collectives.named.requests import Key, Request
+from farandole.collectives.named.operation_requests import Key, Request
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class Operation:
     tensor    the user's, on any device, contiguous or not; None where there is none
     in_place  whether the result goes into `tensor`
     handle    told of the end, for its part number `part`
-    was_said  whether the other ranks have heard of it
+    was_sent  whether the other ranks have received it
     """
 
     request: Request
@@ -28,7 +28,7 @@ class Operation:
     in_place: bool = False
     handle: Handle = field(default_factory=Handle)
     part: int = 0
-    was_said: bool = field(init=False, default=False)
+    was_sent: bool = field(init=False, default=False)
     has_ended: bool = field(init=False, default=False)
     stream: Any = field(init=False, default=None)
 

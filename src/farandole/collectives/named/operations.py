@@ -34,8 +34,8 @@ from farandole.collectives.named.grouped import (
     grouped_reducescatter,
 )
 from farandole.collectives.named.handles import poll, synchronize
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.requests import Kind
 from farandole.collectives.named.sparse import sparse_allreduce_async
 from farandole.collectives.reduction import Reduction
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from farandole.collectives.named.fusion import Matched
-from farandole.collectives.named.members import Members
-from farandole.collectives.named.pending import Group, Label, Pending
-from farandole.collectives.named.requests import Key, Kind, Request
+from farandole.collectives.named.operation_requests import Key, Kind, Request
+from farandole.collectives.named.pending import Label, OperationGroup, Pending
+from farandole.collectives.named.process_set_members import Members
 from farandole.errors import ProtocolError
 
 _PREFIXES = {
@@ -28,12 +28,12 @@ class Outstanding:
 
     def __init__(self) -> None:
         self._by_key: dict[Key, Pending] = {}
-        self._groups: dict[Label, Group] = {}
+        self._groups: dict[Label, OperationGroup] = {}
         self._by_name: dict[Label, list[Pending]] = {}  # by bare name, without those that came in this round
-        self._groups_by_name: dict[Label, list[Group]] = {}
+        self._groups_by_name: dict[Label, list[OperationGroup]] = {}
         self._fresh: list[Pending] = []
         self._complete: list[Pending] = []
-        self._touched: dict[Label, Group] = {}
+        self._touched: dict[Label, OperationGroup] = {}
         self._was_split = False  # a group has left: what hung together by it may be several clusters now
         self._count = 0
 
@@ -46,7 +46,7 @@ class Outstanding:
     def get(self, key: Key) -> Pending | None:
         return self._by_key.get(key)
 
-    def hear(self, members: Members, rank: int, request: Request, matched: Matched | None) -> None:
+    def add(self, members: Members, rank: int, request: Request, matched: Matched | None) -> None:
         """A rank has submitted an operation. `matched` if that is what it said when they were agreed on last."""
         key = request.key
         pending = self._by_key.get(key)
@@ -180,11 +180,11 @@ class Outstanding:
             group = self._groups.get(label)
             if group is None:
                 bare = _bare(pending.key, request.group)
-                group = self._groups[label] = Group(label, pending.members, bare)
+                group = self._groups[label] = OperationGroup(label, pending.members, bare)
                 if bare is not None:
                     self._groups_by_name.setdefault(bare, []).append(group)
             group.pendings[pending.key] = pending
-            group.said[rank] = group.said.get(rank, 0) + 1
+            group.submitted[rank] = group.submitted.get(rank, 0) + 1
             group.sizes[rank] = max(group.sizes.get(rank, 1), request.group_size)
             self._touched[label] = group
         if pending.is_mixed:
@@ -192,7 +192,7 @@ class Outstanding:
                 group.is_mixed = True
                 self._touched[group.label] = group
 
-    def _groups_of(self, pending: Pending) -> list[Group]:
+    def _groups_of(self, pending: Pending) -> list[OperationGroup]:
         if not pending.group and not pending.is_mixed:
             return []
         number = pending.key.process_set
@@ -218,7 +218,7 @@ class Outstanding:
         place = cluster[0].members.places[rank]
         mine = [pending for pending in cluster if pending.parts[place] is not None]
         groups = {group.label: group for pending in mine for group in self._groups_of(pending)}
-        return bool(mine) and all(group.is_whole_from(rank) for group in groups.values() if rank in group.said)
+        return bool(mine) and all(group.is_whole_from(rank) for group in groups.values() if rank in group.submitted)
 
     def _forget_names(self, decided: Sequence[Pending]) -> None:
         if self._by_name:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from farandole.collectives.named.fusion import Matched
-from farandole.collectives.named.members import Members
-from farandole.collectives.named.requests import Key, Request
+from farandole.collectives.named.operation_requests import Key, Request
+from farandole.collectives.named.process_set_members import Members
 
 Label: TypeAlias = tuple[int, str]
 """A process set, and the name of a group or of an operation."""
@@ -42,27 +42,27 @@ class Pending:
         return [rank for rank in self.members.active() if self.parts[self.members.places[rank]] is None]
 
 
-class Group:
+class OperationGroup:
     """Operations that at least one rank wants to be carried out together.
 
-    said      how many of its operations each rank has submitted
+    submitted      how many of its operations each rank has submitted
     sizes     how many each rank says that there are
     is_mixed  whether some rank submitted one of its operations outside it
     bare      what the user called it
     """
 
-    __slots__ = ("bare", "is_mixed", "label", "members", "pendings", "said", "sizes")
+    __slots__ = ("bare", "is_mixed", "label", "members", "pendings", "sizes", "submitted")
 
     def __init__(self, label: Label, members: Members, bare: Label | None) -> None:
         self.label, self.members, self.bare = label, members, bare
         self.pendings: dict[Key, Pending] = {}
-        self.said: dict[int, int] = {}
+        self.submitted: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self.is_mixed = False
 
     def is_whole_from(self, rank: int) -> bool:
         """Whether this rank has submitted all of it."""
-        return self.said.get(rank, 0) >= self.sizes.get(rank, 1)
+        return self.submitted.get(rank, 0) >= self.sizes.get(rank, 1)
 
     def is_whole(self) -> bool:
         """Whether every member that has not joined has submitted all of it."""

@@ -11,7 +11,7 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import GLOBAL_SET, Key, Kind, Request
+from farandole.collectives.named.operation_requests import GLOBAL_SET, Key, Kind, Request
 from farandole.errors import CollectiveMismatch, HorovodInternalError
 
 if TYPE_CHECKING:

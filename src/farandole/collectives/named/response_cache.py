@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from farandole.collectives.named.fusion import Matched
-from farandole.collectives.named.requests import Key, Request
+from farandole.collectives.named.operation_requests import Key, Request
 
 
 class ResponseCache:

@@ -1,7 +1,8 @@
-"""One round of talk: every rank's words to every rank. engine.py calls it whenever somebody has something to say.
+"""One round: the payload of every rank is exchanged with every rank. engine.py starts one when a rank has something
+new.
 
-Words travel in a note of fixed length, which takes one trip around the ring and no agreement on lengths before.
-Only when some rank's words do not fit is there a second exchange.
+Payloads travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths before.
+Only when some rank's payload does not fit is there a second exchange.
 """
 
 from __future__ import annotations
@@ -11,39 +12,39 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from farandole.collectives.named.requests import Said
+from farandole.collectives.named.operation_requests import RoundPayload
 from farandole.collectives.transport import Transport
 
-NOTE_BYTES = 64
+TRAILER_BYTES = 64
 
 _TOO_LONG = 0xFF
-_SILENCE = Said()
+_NOTHING_NEW = RoundPayload()
 
-_encode: Callable[[Said], bytes] = msgspec.msgpack.Encoder().encode
-_decode: Callable[[bytes], Said] = msgspec.msgpack.Decoder(Said).decode
+_encode: Callable[[RoundPayload], bytes] = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], RoundPayload] = msgspec.msgpack.Decoder(RoundPayload).decode
 
 
 class Rounds:
-    """Exchanges words over one transport. For one thread."""
+    """Exchanges payloads over one transport. For one thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._nothing = torch.empty(0)
 
-    def exchange(self, said: Said) -> list[Said]:
-        """What every rank says in this round, by rank. Raises what the transport raises."""
-        words = b"" if said == _SILENCE else _encode(said)
-        notes = self._transport.all_reduce(self._nothing, _note(words))
-        if all(note[0] != _TOO_LONG for note in notes):
-            return [_heard(note[1 : 1 + note[0]]) for note in notes]
-        return [_heard(each) for each in self._transport.all_gather(words)]
+    def exchange(self, payload: RoundPayload) -> list[RoundPayload]:
+        """Return the payload of every rank, by rank. Raises what the transport raises."""
+        encoded = b"" if payload == _NOTHING_NEW else _encode(payload)
+        trailers = self._transport.all_reduce(self._nothing, _trailer(encoded))
+        if all(trailer[0] != _TOO_LONG for trailer in trailers):
+            return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
+        return [_received(each) for each in self._transport.all_gather(encoded)]
 
 
-def _note(words: bytes) -> bytes:
-    if len(words) >= NOTE_BYTES:
-        return bytes([_TOO_LONG]).ljust(NOTE_BYTES, b"\0")
-    return (bytes([len(words)]) + words).ljust(NOTE_BYTES, b"\0")
+def _trailer(encoded: bytes) -> bytes:
+    if len(encoded) >= TRAILER_BYTES:
+        return bytes([_TOO_LONG]).ljust(TRAILER_BYTES, b"\0")
+    return (bytes([len(encoded)]) + encoded).ljust(TRAILER_BYTES, b"\0")
 
 
-def _heard(words: bytes) -> Said:
-    return _decode(words) if words else _SILENCE
+def _received(encoded: bytes) -> RoundPayload:
+    return _decode(encoded) if encoded else _NOTHING_NEW

@@ -10,8 +10,8 @@ from farandole.collectives.named.asynchronous import submit_gathering
 from farandole.collectives.named.building import Call
 from farandole.collectives.named.constants import Average
 from farandole.collectives.named.handles import synchronize
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.requests import Kind
 
 
 def sparse_allreduce_async(

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farandole.collectives.named.disagreement import ranks_in_words
-from farandole.collectives.named.negotiation import Waiting
-from farandole.collectives.named.requests import Key
+from farandole.collectives.named.negotiation import UnmatchedOperation
+from farandole.collectives.named.operation_requests import Key
 
 _LISTED = 5  # of operations that wait for the same ranks, a warning names only so many
 
@@ -50,14 +50,14 @@ class StallWatch:
         """Whether it has to be asked at all."""
         return self._warning_s > 0 or self._abort_s > 0
 
-    def check(self, now_s: float, waiting: Sequence[Waiting]) -> StallReport:
+    def check(self, now_s: float, waiting: Sequence[UnmatchedOperation]) -> StallReport:
         """What is to be said of the operations that wait now, all of them."""
         if not self.is_on or (not waiting and not self._since_s):
             return _NOTHING
         by_id = {(each.key, each.number): each for each in waiting}
         self._since_s = {which: self._since_s.get(which, now_s) for which in by_id}
         self._warned = {which: times for which, times in self._warned.items() if which in by_id}
-        late: list[tuple[Waiting, float]] = []
+        late: list[tuple[UnmatchedOperation, float]] = []
         expired: list[Key] = []
         for which, since_s in self._since_s.items():
             waited_s = now_s - since_s
@@ -69,9 +69,9 @@ class StallWatch:
         return StallReport(_warnings(late), tuple(expired))
 
 
-def _warnings(late: Sequence[tuple[Waiting, float]]) -> tuple[str, ...]:
+def _warnings(late: Sequence[tuple[UnmatchedOperation, float]]) -> tuple[str, ...]:
     """A sentence for each set of ranks that is waited for."""
-    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Waiting, float]]] = {}
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[UnmatchedOperation, float]]] = {}
     for each in late:
         alike.setdefault((each[0].submitted_by, each[0].missing), []).append(each)
     sentences = []

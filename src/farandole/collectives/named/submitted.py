@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.requests import Key
+from farandole.collectives.named.operation_requests import Key
 from farandole.collectives.named.wake import Wake
 
 
@@ -71,15 +71,15 @@ class Submitted:
         with self._lock:
             if self._wake is not None:
                 self._wake.clear()
-            unsaid, self._unsaid = self._unsaid, []
-        for operation in unsaid:
-            operation.was_said = True
-        return unsaid
+            unsent, self._unsaid = self._unsaid, []
+        for operation in unsent:
+            operation.was_sent = True
+        return unsent
 
     def find(self, key: Key) -> Operation | None:
         """What was submitted as `key`, if the other ranks have heard of it."""
         operation = self._in_flight.get(key)
-        return operation if operation is not None and operation.was_said else None
+        return operation if operation is not None and operation.was_sent else None
 
     def in_flight(self) -> list[Operation]:
         with self._lock:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 
 from farandole.clock import now_ns, wall_time_s
-from farandole.collectives.named.requests import Kind
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.timeline_writer import BEGIN, CYCLE, END, INSTANT, Record, TimelineWriter
 
 logger = logging.getLogger("farandole")

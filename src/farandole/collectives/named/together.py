@@ -13,8 +13,8 @@ import torch
 from farandole.collectives.named.building import Call, check_reduction, check_same_device, check_tensor
 from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.operation import Operation
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, engine, global_process_set
-from farandole.collectives.named.requests import Kind
 from farandole.collectives.reduction import Reduction
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
-from farandole.collectives.named.requests import CPU, Key, Kind, Request
+from farandole.collectives.named.operation_requests import CPU, Key, Kind, Request
 from farandole.collectives.reduction import Reduction
 
 Voices: TypeAlias = Sequence[tuple[int, Request]]

@@ -1,4 +1,5 @@
-"""Memory that one process writes and others of the same host read. The pages and tensors of this package are in it.
+"""Memory that one process writes and others of the same host read. The control blocks and tensors of this package are
+in it.
 
 A segment has no name in any file system, so nothing is left behind however a process ends, and the size of
 /dev/shm does not matter. Whoever shall read it is told where it is, and opens it through /proc, for reading only:
@@ -20,10 +21,10 @@ import numpy.typing as npt
 
 _LAYOUT = struct.Struct("=5Q")
 
-PLACE_BYTES = _LAYOUT.size
+SEGMENT_REF_BYTES = _LAYOUT.size
 
 
-class Place(NamedTuple):
+class SegmentRef(NamedTuple):
     """Where a segment is, for other processes of this host.
 
     device, inode  of the memory, so that a descriptor used anew is not taken for it
@@ -40,8 +41,8 @@ class Place(NamedTuple):
         return _LAYOUT.pack(*self)
 
     @staticmethod
-    def unpack(packed: bytes | memoryview) -> Place:
-        return Place(*_LAYOUT.unpack(packed))
+    def unpack(packed: bytes | memoryview) -> SegmentRef:
+        return SegmentRef(*_LAYOUT.unpack(packed))
 
 
 class OwnSegment(NamedTuple):
@@ -51,7 +52,7 @@ class OwnSegment(NamedTuple):
     """
 
     memory: memoryview
-    place: Place
+    ref: SegmentRef
     hide: Callable[[], object]
 
 
@@ -69,19 +70,19 @@ def create_segment(nbytes: int) -> OwnSegment:
         raise
     hide = weakref.finalize(mapped, os.close, descriptor)
     hide.atexit = False
-    place = Place(os.getpid(), descriptor, status.st_dev, status.st_ino, nbytes)
-    return OwnSegment(memoryview(mapped), place, hide)  # type: ignore[arg-type]
+    ref = SegmentRef(os.getpid(), descriptor, status.st_dev, status.st_ino, nbytes)
+    return OwnSegment(memoryview(mapped), ref, hide)  # type: ignore[arg-type]
 
 
-def open_segment(place: Place) -> memoryview:
+def open_segment(ref: SegmentRef) -> memoryview:
     """Return the memory of another process's segment, read-only. Raises OSError when it is not there any more, or not
     for us: another user's, or in another namespace of process ids."""
-    descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(f"/proc/{ref.process}/fd/{ref.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
-        if (status.st_dev, status.st_ino) != (place.device, place.inode) or status.st_size < place.nbytes:
-            raise FileNotFoundError(f"process {place.process} has another file in the place of its segment")
-        mapped = _map(descriptor, place.nbytes, mmap.PROT_READ)
+        if (status.st_dev, status.st_ino) != (ref.device, ref.inode) or status.st_size < ref.nbytes:
+            raise FileNotFoundError(f"process {ref.process} has another file in the place of its segment")
+        mapped = _map(descriptor, ref.nbytes, mmap.PROT_READ)
     finally:
         os.close(descriptor)
     return memoryview(mapped).toreadonly()  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from farandole.collectives.shared_memory import futex
-from farandole.collectives.shared_memory.segment import Place, create_segment, open_segment
+from farandole.collectives.shared_memory.segment import SegmentRef, create_segment, open_segment
 
 # Below this a segment of its own costs more than the copies that it saves.
 _LEAST_BYTES = 64 * 1024
@@ -20,7 +20,7 @@ _LEAST_BYTES = 64 * 1024
 # More than the buckets and staging areas of all ranks of a host. What nobody needs any more goes in time.
 _MOST_OPENED = 64
 
-_places: dict[int, Place] = {}
+_segment_refs: dict[int, SegmentRef] = {}
 """By the address of a storage: all that were made here and are alive."""
 
 
@@ -48,13 +48,13 @@ def create_tensor(nbytes: int) -> torch.Tensor:
     reserved = _reserved.pop(nbytes, None)
     if reserved is not None:
         return reserved
-    memory, place, _ = create_segment(nbytes)
+    memory, ref, _ = create_segment(nbytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     address = tensor.data_ptr()
-    _places[address] = place
+    _segment_refs[address] = ref
     # Of the array, which is freed before its memory is unmapped. A memoryview tells of its end only behind that, when
     # another thread may have been given the same address.
-    weakref.finalize(memory.obj, _places.pop, address, None).atexit = False
+    weakref.finalize(memory.obj, _segment_refs.pop, address, None).atexit = False
     return tensor
 
 
@@ -66,11 +66,11 @@ def reserve_zeros(numel: int, dtype: torch.dtype) -> None:
             _reserved[nbytes] = create_tensor(nbytes).zero_()
 
 
-def whereabouts(flat: torch.Tensor) -> tuple[Place, int] | None:
+def find_segment(flat: torch.Tensor) -> tuple[SegmentRef, int] | None:
     """The segment that a contiguous tensor is in, and at which byte; None if others cannot read it."""
     address = flat.untyped_storage().data_ptr()
-    place = _places.get(address)
-    return None if place is None else (place, flat.data_ptr() - address)
+    ref = _segment_refs.get(address)
+    return None if ref is None else (ref, flat.data_ptr() - address)
 
 
 def readable(memory: memoryview) -> torch.Tensor:
@@ -86,14 +86,14 @@ class OtherTensors:
     def __init__(self) -> None:
         self._opened: dict[tuple[int, int], torch.Tensor] = {}
 
-    def find(self, place: Place) -> torch.Tensor:
+    def find(self, ref: SegmentRef) -> torch.Tensor:
         """The whole segment, as bytes, to be read only. Raises OSError when it is not there any more."""
-        key = place.device, place.inode
+        key = ref.device, ref.inode
         whole = self._opened.get(key)
         if whole is None:
             if len(self._opened) == _MOST_OPENED:
                 del self._opened[next(iter(self._opened))]
-            whole = self._opened[key] = readable(open_segment(place))
+            whole = self._opened[key] = readable(open_segment(ref))
         return whole
 
     def close(self) -> None:

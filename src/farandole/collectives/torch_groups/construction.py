@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class Construction(Generic[T]):
         """In rounds around the ring, until all are through, or one has a problem, which is returned. A round begins
         when any rank has to speak: its neighbours hear that it has begun."""
         while True:
-            if not self.store.has_to_speak and self._ring.wait_until_called(self.store.descriptor) is None:
+            if not self.store.has_to_speak and self._ring.wait_for_peer(self.store.descriptor) is None:
                 continue
             untold = self.store.take_untold()  # first, or an end between the two would never be told
             mine = _Said(untold, self._is_through, self._problem)

@@ -1,4 +1,5 @@
-"""Gradients of the micro-batches of a ticket that are through: each weighed, and kept until the last one is reduced."""
+"""Gradients of the micro-batches of a global batch that are through: each weighed, and kept until the last one is
+reduced."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Accumulated:
         self._closed: set[int] = set()  # parameters whose optimizer has stepped in this loop body
 
     def forget(self) -> None:
-        """The next ticket."""
+        """The next global batch."""
         self._sums.clear()
         self._body.clear()
         self._closed.clear()
@@ -32,7 +33,7 @@ class Accumulated:
         """Add `factor` times its `.grad`, which is None afterwards: nobody shall clip or add to a part."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None or not factor or id(parameter) in self._closed:
-            return  # not multiplied: a ghost's inf times 0 would be NaN
+            return  # not multiplied: a dummy batch's inf times 0 would be NaN
         _add(self._body if may_be_dropped else self._sums, id(parameter), gradient.detach().mul_(factor))
 
     def drop_body(self, keys: Collection[int]) -> None:

@@ -14,9 +14,9 @@ from farandole.optim.ddp.ddp_path import DdpPath
 from farandole.optim.ddp.module import follow_world, path_of, refuse_static_graph
 from farandole.optim.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.optim.ddp.user_hook import registered_hook
+from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.parameters import check_devices
-from farandole.optim.wrapping import WrappedOptimizer
-from farandole.process_group.group import BACKEND, FarandoleGroup
+from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
 
 
 def adopt(
@@ -94,7 +94,7 @@ def _refuse(ddp: DistributedDataParallel) -> None:
     if ddp._delay_all_reduce_params:
         raise ConfigError(
             "DistributedDataParallel(delay_all_reduce_named_params=...) reduces past its buckets, where "
-            "gradients are not weighed by the workers' shares; leave it out"
+            "gradients are not weighed by the workers' local batches; leave it out"
         )
     if ddp.mixed_precision is not None:
         raise ConfigError(

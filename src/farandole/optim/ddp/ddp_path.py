@@ -1,6 +1,6 @@
 """From gradient to step with a DistributedDataParallel and a loader of ours: which backward pass counts for what.
 
-What native_path.py is for a DistributedOptimizer. The module asks before each forward pass, the reducer inside of it
+What loader_path.py is for a DistributedOptimizer. The module asks before each forward pass, the reducer inside of it
 with each bucket, and the optimizers (stepping.py) when they are called.
 """
 
@@ -15,13 +15,13 @@ from torch.futures import Future
 from farandole.collectives import world
 from farandole.errors import StepError
 from farandole.optim.ddp.accumulated import Accumulated
-from farandole.optim.ddp.passes import DroppedPass, Pass, PlainPass, StepPass
+from farandole.optim.ddp.ddp_passes import DroppedPass, Pass, PlainPass, StepPass
 from farandole.optim.ddp.user_hook import UserHook
 from farandole.optim.parameters import digest
 from farandole.optim.step_agreement import header_of
 from farandole.optim.weighting import Weights
 from farandole.state import step
-from farandole.state.ticket import Batch
+from farandole.state.global_batch import Batch
 
 
 class DdpPath:
@@ -53,7 +53,7 @@ class DdpPath:
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing has happened for the ticket."""
+        """Nothing has happened for the global batch."""
         self.is_reduced = False
         self._stepped: set[int] = set()
         self._reduced: list[torch.Tensor | None] | None = None  # kept while loop bodies run that do not count
@@ -85,7 +85,7 @@ class DdpPath:
         last, self.batch = self.batch, batch
         if batch is last:
             return
-        if batch.index == 0 or last is None or batch.ticket is not last.ticket:
+        if batch.index == 0 or last is None or batch.global_batch is not last.global_batch:
             self._forget()
             step.take_part(self)
             if self._has_stale:
@@ -120,12 +120,12 @@ class DdpPath:
         self._notice(batch)
         if step.state() == "aborted" or (self._owned and self._owned <= self._stepped):
             return DroppedPass()
-        if self.is_reduced and batch.ticket.micro_batches > 1:
+        if self.is_reduced and batch.global_batch.micro_batches > 1:
             raise StepError(
                 "a second backward pass for the same batch before optimizer.step(), with micro-batches: its gradients "
                 "are reduced already. Add the losses and call backward() once"
             )
-        factor = self._weights.note(batch)
+        factor = self._weights.record(batch)
         header = header_of(batch, self._digest, self._weights.said())
         return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed)
 
@@ -151,13 +151,13 @@ class DdpPath:
                 self._restored_in = batch
                 torch.autograd.Variable._execution_engine.queue_callback(self._restore)
         else:
-            self._accumulated.take(parameter, self._weights.note(batch), may_be_dropped=step.is_shared())
+            self._accumulated.take(parameter, self._weights.record(batch), may_be_dropped=step.is_shared())
 
     def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
         """Before the reducer copies it into its bucket, while it is hot in the cache."""
-        factor = self._weights.note(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
+        factor = self._weights.record(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
         gradient = parameter.grad
-        if gradient is not None and factor:  # a ghost's inf times 0 would be NaN: its buckets are zeroed
+        if gradient is not None and factor:  # a dummy batch's inf times 0 would be NaN: its buckets are zeroed
             self._weighed.add(id(parameter))
             if factor != 1.0:
                 (gradient.detach() if gradient.requires_grad else gradient).mul_(factor)
@@ -176,7 +176,7 @@ class DdpPath:
             else:
                 parameter.grad.copy_(gradient)
 
-    def end_flight(self, reason: str) -> None:
+    def end_overlap(self, reason: str) -> None:
         """The step ends undecided. Nothing is on its way between two calls."""
         self._has_stale = True
 
@@ -194,7 +194,7 @@ class DdpPath:
         """step() of an optimizer of the parameters `keys`. Whether their gradients are those of the global batch."""
         self._notice(batch)
         if not batch.is_last:
-            self._weights.note(batch)
+            self._weights.record(batch)
             self._accumulated.close_body(keys)
             return False
         if batch.is_padding and self._restored_in is not batch:
@@ -205,7 +205,7 @@ class DdpPath:
     def begin_zeroing(self, batch: Batch, keys: Collection[int]) -> bool:
         """Whether zero_grad() may go on: not while the micro-batches of a global batch are being accumulated."""
         self._notice(batch)
-        if step.state() == "aborted" or (batch.ticket.micro_batches == 1 and not batch.is_padding):
+        if step.state() == "aborted" or (batch.global_batch.micro_batches == 1 and not batch.is_padding):
             return True
         if batch.is_padding:
             return False

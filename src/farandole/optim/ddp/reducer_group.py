@@ -10,8 +10,8 @@ from torch.distributed import ReduceOp
 
 from farandole.errors import RecoverableError
 from farandole.optim.step_agreement import absorb
-from farandole.process_group.group import FarandoleGroup
-from farandole.process_group.members import Everybody
+from farandole.process_group.c10d_group import FarandoleGroup
+from farandole.process_group.c10d_members import Everybody
 from farandole.process_group.works import Done
 from farandole.state import step
 

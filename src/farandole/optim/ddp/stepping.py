@@ -13,7 +13,7 @@ from farandole.optim.ddp.ddp_path import DdpPath
 from farandole.optim.own_methods import OwnMethods, overriding_methods, protect
 from farandole.optim.scaled_step import STEPPED_TWICE, as_schedulers_patch_it, call_dropped, refuse_closure, zeroing
 from farandole.state import step
-from farandole.state.ticket import Batch, Ticket
+from farandole.state.global_batch import Batch, GlobalBatch
 
 _OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: they take a while to import
 
@@ -24,12 +24,12 @@ class SteppingOptimizer(OwnMethods):
     farandole_attributes = OwnMethods.farandole_attributes | {
         "_farandole_paths",
         "_farandole_reduced",
-        "_farandole_ticket",
+        "_farandole_global_batch",
     }
 
     _farandole_paths: Sequence[DdpPath]
     _farandole_reduced: frozenset[int]  # parameters, by id
-    _farandole_ticket: Ticket | None  # the one that it has applied
+    _farandole_global_batch: GlobalBatch | None  # the one that it has applied
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """As torch's. With a batch of a DataLoader of Farandole: True if the step was applied, by all workers; False
@@ -73,14 +73,14 @@ class SteppingOptimizer(OwnMethods):
 
     def _begin_step(self, batch: Batch) -> bool:
         """Whether the gradients are those of the global batch."""
-        if self._farandole_ticket is batch.ticket:
+        if self._farandole_global_batch is batch.global_batch:
             raise StepError(STEPPED_TWICE)
         keys = self._keys()
         are_reduced = [path.begin_step(batch, keys) for path in self._farandole_paths]
         return all(are_reduced)
 
     def _end_step(self, batch: Batch) -> None:
-        self._farandole_ticket = batch.ticket
+        self._farandole_global_batch = batch.global_batch
         for path in self._farandole_paths:
             path.stepped(self._keys())
         step.stepped(self)
@@ -91,7 +91,7 @@ class SteppingOptimizer(OwnMethods):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. It does nothing while the micro-batches of a global batch are being accumulated."""
         batch = step.batch()
-        if batch is not None and step.is_undecided() and self._farandole_ticket is not batch.ticket:
+        if batch is not None and step.is_undecided() and self._farandole_global_batch is not batch.global_batch:
             keys = self._keys()
             may_zero = [path.begin_zeroing(batch, keys) for path in self._farandole_paths]
             if not all(may_zero):
@@ -133,7 +133,7 @@ def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) ->
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
     optimizer._base_scales = bool(scales)
     optimizer._farandole_paths, optimizer._farandole_reduced = list(paths), reduced
-    optimizer._farandole_ticket = None
+    optimizer._farandole_global_batch = None
     if "step" in optimizer.__dict__:
         as_schedulers_patch_it(optimizer)
     for path in paths:

@@ -1,4 +1,4 @@
-"""Brings a plan's faults about in a running job: waits for each moment, chooses the victims, and does it."""
+"""Brings a plan's faults about in a running job: waits for each trigger, chooses the victims, and does it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from farandole.testing.faults.grounds import Ground, Worker
-from farandole.testing.faults.moments import Latest, Moments, farthest, progress
-from farandole.testing.faults.orders import give
-from farandole.testing.faults.plan import (
+from farandole.testing.faults.backends import Backend, Worker
+from farandole.testing.faults.fault_plan import (
     DEADLY,
+    Action,
     AddWorker,
     After,
-    Deed,
     Fault,
     OneWay,
     Plan,
     ToHost,
     ToWorkers,
 )
+from farandole.testing.faults.fault_triggers import Latest, Triggers, farthest, progress
+from farandole.testing.faults.orders import give
 from farandole.testing.running_job import RunningJob
 
 _POLL_S = 0.001
@@ -85,8 +85,8 @@ class Bringer:
         self,
         plan: Plan,
         job: RunningJob,
-        ground: Ground,
-        moments: Moments,
+        backend: Backend,
+        triggers: Triggers,
         pace: Pace,
         *,
         workers: int,
@@ -95,7 +95,7 @@ class Bringer:
         chance: random.Random,
         deadline_s: float,
     ) -> None:
-        self._plan, self._job, self._ground, self._moments, self._pace = plan, job, ground, moments, pace
+        self._plan, self._job, self._backend, self._triggers, self._pace = plan, job, backend, triggers, pace
         self._replaces, self._budget_s, self._chance, self._deadline_s = replaces, budget_s, chance, deadline_s
         self.wanted = self._slots = workers
         self.gone: set[Worker] = set()
@@ -104,14 +104,14 @@ class Bringer:
         self._last: list[Worker] = []
 
     def run(self) -> None:
-        """All faults of the plan. Raises TimeoutError, which says which one's moment did not come."""
+        """All faults of the plan. Raises TimeoutError, which says which one was not triggered."""
         faults = self._plan.faults
         for index, fault in enumerate(faults):
             following = faults[index + 1] if index + 1 < len(faults) else None
             victims = self._wait_for(fault)
             self._pause(fault.late_ms / 1e3)
-            self._moments.begin()
-            self._bring(fault.deed, victims, lasts=not _is_undone(following, within_s=self._budget_s))
+            self._triggers.begin()
+            self._bring(fault.action, victims, lasts=not _is_undone(following, within_s=self._budget_s))
             self.happened[fault.kind] += 1
         self._pace.full_speed()
 
@@ -132,16 +132,16 @@ class Bringer:
     def _wait_for(self, fault: Fault) -> list[Worker]:
         """Whom it hits."""
         deadline, has_come = time.monotonic() + self._deadline_s, False
-        step = self._moments.step_of(fault.moment)
+        step = self._triggers.step_of(fault.trigger)
         while time.monotonic() < deadline and self._job.process.poll() is None:
             latest = self._job.latest()
-            has_come = has_come or self._moments.has_come(fault.moment, latest)
-            victims = self._victims(fault.deed, latest)
+            has_come = has_come or self._triggers.has_come(fault.trigger, latest)
+            victims = self._victims(fault.action, latest)
             if has_come and victims is not None:
                 return victims
             self._pace.towards(step, farthest(latest), can_happen=victims is not None)
             time.sleep(_POLL_S)
-        come = "its moment came" if has_come else "its moment did not come"
+        come = "it was triggered" if has_come else "it was not triggered"
         raise TimeoutError(f"{str(fault)!r} could not be brought about: {come}; {self._situation(self._job.latest())}")
 
     def _situation(self, latest: Latest) -> str:
@@ -150,36 +150,36 @@ class Bringer:
             f"exit code {self._job.process.poll()}, gone {sorted(self.gone)}, worker, step, generation by rank: {steps}"
         )
 
-    def _victims(self, deed: Deed, latest: Latest) -> list[Worker] | None:
+    def _victims(self, action: Action, latest: Latest) -> list[Worker] | None:
         """None: not all whom it takes are there, or nobody would be left who holds the state."""
-        if isinstance(deed, AddWorker):
+        if isinstance(action, AddWorker):
             return []
         training = {rank: who for rank, record in sorted(latest.items()) if (who := _worker(record)) not in self.gone}
-        if isinstance(deed, ToHost | OneWay):
-            hit = _hosts_hit(deed)
+        if isinstance(action, ToHost | OneWay):
+            hit = _hosts_hit(action)
             there = [worker for worker in training.values() if worker[0] in hit]
-            if isinstance(deed, OneWay):  # one of the two ends is given up, not both
+            if isinstance(action, OneWay):  # one of the two ends is given up, not both
                 return there if len({host for host, _ in training.values()}) > 1 else None
             return there if not hit or len(there) < len(training) else None
-        if deed.whom == "the same":
+        if action.whom == "the same":
             return self._last
-        if deed.whom == "newcomer":
+        if action.whom == "newcomer":
             starting = sorted(self._starting())
             return [self._chance.choice(starting)] if starting and training else None
-        chosen = self._choose(deed, training, latest)
-        if not chosen or (deed.action != "hold" and len(chosen) >= len(training)):
+        chosen = self._choose(action, training, latest)
+        if not chosen or (action.verb != "hold" and len(chosen) >= len(training)):
             return None
         return chosen
 
-    def _choose(self, deed: ToWorkers, training: dict[int, Worker], latest: Latest) -> list[Worker]:
+    def _choose(self, action: ToWorkers, training: dict[int, Worker], latest: Latest) -> list[Worker]:
         everyone = list(training.values())
-        if isinstance(deed.whom, int):
-            return [training[deed.whom]] if deed.whom in training else []
+        if isinstance(action.whom, int):
+            return [training[action.whom]] if action.whom in training else []
         if not everyone:
             return []
-        if deed.whom == "source":
+        if action.whom == "source":
             return [training[min(training, key=lambda rank: (-progress(latest[rank]), rank))]]
-        count = {"any": 1, "two": 2, "all but one": max(1, len(everyone) - 1)}[deed.whom]
+        count = {"any": 1, "two": 2, "all but one": max(1, len(everyone) - 1)}[action.whom]
         return self._chance.sample(everyone, count) if count <= len(everyone) else []
 
     def _starting(self) -> set[Worker]:
@@ -199,38 +199,38 @@ class Bringer:
 
     # Doing -----------------------------------------------------------------------------------------------
 
-    def _bring(self, deed: Deed, victims: list[Worker], *, lasts: bool) -> None:
-        if isinstance(deed, ToHost | OneWay):
-            self._ground.disturb(deed)
+    def _bring(self, action: Action, victims: list[Worker], *, lasts: bool) -> None:
+        if isinstance(action, ToHost | OneWay):
+            self._backend.disturb(action)
             if lasts:
                 # Those that have just been started go, too, and cannot be counted.
-                self.deaths += sum(self._ground.slots_of(host) for host in _hosts_hit(deed))
-            if lasts and isinstance(deed, ToHost):  # of one way, either end may be given up
+                self.deaths += sum(self._backend.slots_of(host) for host in _hosts_hit(action))
+            if lasts and isinstance(action, ToHost):  # of one way, either end may be given up
                 self.gone.update(victims)
             return
-        if isinstance(deed, AddWorker):
+        if isinstance(action, AddWorker):
             self._slots += 1
             self.wanted += 1
-            self._ground.offer(self._slots)
+            self._backend.offer(self._slots)
             return
         for worker in victims:
-            self._do(deed.action, worker)
-            if deed.action == "leave":
+            self._do(action.verb, worker)
+            if action.verb == "leave":
                 self._lose(worker, replaced=False)
-            elif deed.action in DEADLY or (deed.action == "stop" and lasts):
+            elif action.verb in DEADLY or (action.verb == "stop" and lasts):
                 self.deaths += 1
                 self._lose(worker, replaced=self._replaces)
         self._last = victims
 
-    def _do(self, action: str, worker: Worker) -> None:
+    def _do(self, verb: str, worker: Worker) -> None:
         host, pid = worker
         with contextlib.suppress(ProcessLookupError, ConnectionError):  # it ended by itself meanwhile
-            if action in _SIGNALS:
-                self._ground.signal(worker, _SIGNALS[action])
-            elif action == "starve" and not self._ground.starve(worker):
-                self._ground.signal(worker, signal.SIGKILL)  # which is what the kernel does to it
+            if verb in _SIGNALS:
+                self._backend.signal(worker, _SIGNALS[verb])
+            elif verb == "starve" and not self._backend.starve(worker):
+                self._backend.signal(worker, signal.SIGKILL)  # which is what the kernel does to it
             else:
-                give(self._job.folder, pid, host, action)
+                give(self._job.folder, pid, host, verb)
 
     def _lose(self, worker: Worker, *, replaced: bool) -> None:
         self.gone.add(worker)
@@ -243,18 +243,18 @@ _ENDING = frozenset({"power off", "cut", "freeze", "kill agent of", "stop agent 
 
 def _is_undone(following: Fault | None, within_s: float) -> bool:
     """Whether a fault is over before it can be noticed, by the one that follows."""
-    if following is None or not isinstance(following.moment, After):
+    if following is None or not isinstance(following.trigger, After):
         return False
-    deed = following.deed
-    is_undoing = isinstance(deed, ToWorkers | ToHost) and deed.action in _UNDOING
-    return is_undoing and following.moment.delay_s < within_s
+    action = following.action
+    is_undoing = isinstance(action, ToWorkers | ToHost) and action.verb in _UNDOING
+    return is_undoing and following.trigger.delay_s < within_s
 
 
-def _hosts_hit(deed: ToHost | OneWay) -> set[str]:
+def _hosts_hit(action: ToHost | OneWay) -> set[str]:
     """Hosts that a fault may take out; a slow or a lossy cable takes out none."""
-    if isinstance(deed, OneWay):
-        return {f"host{deed.sender}", f"host{deed.receiver}"}
-    return {f"host{deed.host}"} if deed.action in _ENDING else set()
+    if isinstance(action, OneWay):
+        return {f"host{action.sender}", f"host{action.receiver}"}
+    return {f"host{action.host}"} if action.verb in _ENDING else set()
 
 
 def _worker(record: object) -> Worker:

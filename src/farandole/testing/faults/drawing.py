@@ -1,6 +1,6 @@
-"""Random fault plans for a job, from a seed alone: scenes, each of one or more faults that belong together.
+"""Random fault plans for a job, from a seed alone: scenarios, each of one or more faults that belong together.
 
-Each scene leaves somebody who holds the state, so that the job can always go on. Used by chaos runs.
+Each scenario leaves somebody who holds the state, so that the job can always go on. Used by chaos runs.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from farandole.testing.faults.plan import (
+from farandole.testing.faults.fault_plan import (
+    Action,
     AddWorker,
     After,
     AtLastStepOf,
     AtStep,
-    Deed,
     During,
     Fault,
+    FaultPhase,
     HostAction,
     OneWay,
-    Phase,
     Plan,
     ToHost,
     ToWorkers,
@@ -52,7 +52,7 @@ class Shape:
 
 
 def draw(chance: random.Random, shape: Shape) -> Plan:
-    """Two to four scenes, in the order of their steps."""
+    """Two to four scenarios, in the order of their steps."""
     return _Drawing(chance, shape).plan()
 
 
@@ -74,14 +74,14 @@ class _Drawing:
         faults: list[Fault] = []
         for step in steps:
             self._step = step
-            faults += self._scene()
+            faults += self._scenario()
         if self._chance.random() < 0.2 and not self._shape.hosts and self._size > 1:
             whom: Who = self._chance.choice(["any", "all but one"])
             faults.append(Fault(AtLastStepOf(self._shape.epochs - 1), ToWorkers("kill", whom), self._late(10)))
         return Plan(tuple(faults))
 
-    def _scene(self) -> Iterator[Fault]:
-        scenes: list[tuple[int, Callable[[], Iterator[Fault]]]] = [
+    def _scenario(self) -> Iterator[Fault]:
+        scenarios: list[tuple[int, Callable[[], Iterator[Fault]]]] = [
             (2, self._one),
             (3, self._two),
             (3, self._in_the_regroup),
@@ -91,22 +91,22 @@ class _Drawing:
             (2, self._hang),
         ]
         if self._shape.hosts:
-            host_scenes = [self._host_gone, self._silence, self._short_silence, self._one_way, self._slow_network]
-            scenes = [(2, scene) for scene in (*host_scenes, self._agent, self._in_a_phase)] + scenes[:4]
+            host_scenarios = [self._host_gone, self._silence, self._short_silence, self._one_way, self._slow_network]
+            scenarios = [(2, scenario) for scenario in (*host_scenarios, self._agent, self._in_a_phase)] + scenarios[:4]
         elif not self._shape.spares:
-            scenes += [(2, self._leave)]
-            scenes += [(1, self._join), (2, self._in_the_join)] if self._size < MOST_WORKERS else []
+            scenarios += [(2, self._leave)]
+            scenarios += [(1, self._join), (2, self._in_the_join)] if self._size < MOST_WORKERS else []
         if self._step < (self._shape.epochs - 1) * self._shape.steps:  # the last epoch ends with the job
-            scenes.append((2, self._last_step))
-        possible = [scene for need, scene in scenes if self._size >= need]
+            scenarios.append((2, self._last_step))
+        possible = [scenario for need, scenario in scenarios if self._size >= need]
         return self._chance.choice(possible)()
 
     # One host --------------------------------------------------------------------------------------------
 
     def _one(self) -> Iterator[Fault]:
-        action: WorkerAction = self._chance.choice(["kill", "segfault", "abort", "exit", "raise", "starve"])
+        verb: WorkerAction = self._chance.choice(["kill", "segfault", "abort", "exit", "raise", "starve"])
         whom: int | Who = self._chance.choice([0, "source", "any", "any"])
-        yield self._now(ToWorkers(action, whom))
+        yield self._now(ToWorkers(verb, whom))
         self._lose(1)
 
     def _two(self) -> Iterator[Fault]:
@@ -143,8 +143,8 @@ class _Drawing:
         yield Fault(After(SHORT * self._shape.budget_s), ToWorkers("continue", "the same"))
 
     def _hang(self) -> Iterator[Fault]:
-        action: WorkerAction = self._chance.choice(["stop", "hang"])
-        yield self._now(ToWorkers(action, self._whom()))
+        verb: WorkerAction = self._chance.choice(["stop", "hang"])
+        yield self._now(ToWorkers(verb, self._whom()))
         self._lose(1)
 
     def _leave(self) -> Iterator[Fault]:
@@ -174,7 +174,7 @@ class _Drawing:
 
     def _in_a_phase(self) -> Iterator[Fault]:
         """A worker is killed, and while the others get over it, or take in who replaces it, they lose a host."""
-        phases: list[Phase] = ["regroup", "sync", "start", "join"]
+        phases: list[FaultPhase] = ["regroup", "sync", "start", "join"]
         pairs: list[tuple[HostAction, HostAction]] = [("power off", "boot"), ("cut", "heal"), ("freeze", "thaw")]
         (first, last), host = self._chance.choice(pairs), self._host()
         yield self._now(ToWorkers("kill", self._whom()))
@@ -213,11 +213,11 @@ class _Drawing:
 
     # Helpers ---------------------------------------------------------------------------------------------
 
-    def _now(self, deed: Deed) -> Fault:
-        return Fault(AtStep(self._step), deed, self._late(4))
+    def _now(self, action: Action) -> Fault:
+        return Fault(AtStep(self._step), action, self._late(4))
 
-    def _later(self, deed: Deed) -> Fault:
-        return Fault(After(LONG * self._shape.budget_s), deed)
+    def _later(self, action: Action) -> Fault:
+        return Fault(After(LONG * self._shape.budget_s), action)
 
     def _late(self, most_ms: float) -> float:
         return round(self._chance.uniform(0, most_ms), 1)

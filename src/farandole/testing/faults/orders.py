@@ -16,8 +16,8 @@ HOLD_S = 1
 class Orders:
     """Made first of all in a script: who may be killed while it starts has to be known from its start.
 
-    In `folder` there is then an empty file worker-PID-HOST.jsonl, which records (records.py) go into, and a named pipe
-    order-PID-HOST, which is read in a thread of its own.
+    In `folder` there is then an empty file worker-PID-HOST.jsonl, which records (step_records.py) go into, and a named
+    pipe order-PID-HOST, which is read in a thread of its own.
     """
 
     def __init__(self, folder: str | Path) -> None:

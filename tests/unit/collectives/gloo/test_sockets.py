@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from farandole.collectives.gloo.sockets import listens_at, shut_down
-from farandole.collectives.torch_groups.store import ExchangedStore
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.collectives.hierarchical.layout import Layout, layout, pack_notes, unpack_notes
+from farandole.collectives.hierarchical.layout import Layout, layout, pack_trailers, unpack_trailers
 
 
 def test_the_ranks_of_a_host_need_not_follow_each_other() -> None:
@@ -27,11 +27,11 @@ def test_each_rank_is_found_on_its_host() -> None:
 
 def test_notes_come_back_by_rank_whatever_the_hosts() -> None:
     hosts = layout("abcab", 0).hosts
-    packed = [pack_notes([b"note%d" % rank for rank in ranks], most=2) for ranks in hosts]
+    packed = [pack_trailers([b"trailer%d" % rank for rank in ranks], most=2) for ranks in hosts]
     assert len({len(each) for each in packed}) == 1
-    assert unpack_notes(packed, hosts, 5) == [b"note%d" % rank for rank in range(5)]
+    assert unpack_trailers(packed, hosts, 8) == [b"trailer%d" % rank for rank in range(5)]
 
 
 def test_empty_notes_stay_empty() -> None:
-    assert pack_notes([b"", b""], most=3) == b""
-    assert unpack_notes([b"", b""], ((0, 1), (2,)), 0) == [b"", b"", b""]
+    assert pack_trailers([b"", b""], most=3) == b""
+    assert unpack_trailers([b"", b""], ((0, 1), (2,)), 0) == [b"", b"", b""]

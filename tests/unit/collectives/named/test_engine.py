@@ -14,7 +14,7 @@ import torch
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.handles import poll, synchronize
-from farandole.collectives.named.requests import GLOBAL_SET, Kind
+from farandole.collectives.named.operation_requests import GLOBAL_SET, Kind
 from farandole.errors import CollectiveMismatch, GenerationEnded, HorovodInternalError, PeerLost
 from farandole.membership import Placement
 from farandole.testing.thread_world import ThreadTransport, ThreadWorld

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.requests import (
+from farandole.collectives.named.operation_requests import (
     AllJoined,
     Execute,
     Fail,
     Key,
     Kind,
     Request,
-    Said,
+    RoundPayload,
     SetAdded,
     SetRemoved,
 )
@@ -128,11 +128,11 @@ def test_a_process_set_that_was_never_added_is_an_error_at_once() -> None:
 def test_words_that_nobody_can_mean_are_an_error() -> None:
     negotiation = Negotiation(2)
     with pytest.raises(ProtocolError, match="place 3 of the cache"):
-        negotiation.round([Said(repeated=(3,)), Said()])
+        negotiation.round([RoundPayload(repeated=(3,)), RoundPayload()])
     with pytest.raises(ProtocolError, match="twice"):
-        negotiation.round([Said((allreduce(), allreduce())), Said()])
-    with pytest.raises(ProtocolError, match="words of 2 ranks"):
-        negotiation.round([Said()])
+        negotiation.round([RoundPayload((allreduce(), allreduce())), RoundPayload()])
+    with pytest.raises(ProtocolError, match="payloads of 2 ranks"):
+        negotiation.round([RoundPayload()])
 
 
 # Groups -----------------------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def test_a_repeated_request_is_said_with_a_number() -> None:
     ranks = Ranks(2)
     ranks.everybody(allreduce("a"), allreduce("b"))
     ranks.everybody(allreduce("b"), allreduce("a"))
-    assert ranks.said == [Said(repeated=(1, 0))] * 2
+    assert ranks.payloads == [RoundPayload(repeated=(1, 0))] * 2
 
 
 def test_a_changed_request_is_said_in_full_by_the_rank_where_it_changed() -> None:
@@ -400,32 +400,32 @@ def test_a_changed_request_is_said_in_full_by_the_rank_where_it_changed() -> Non
     first, second = request(Kind.ALLGATHER, shape=(60, 2)), request(Kind.ALLGATHER, shape=(5, 2))
     ranks.everybody(first)
     ranks.round([first], [second])
-    assert ranks.said == [Said(repeated=(0,)), Said(requests=(second,))]
+    assert ranks.payloads == [RoundPayload(repeated=(0,)), RoundPayload(requests=(second,))]
     ranks.round([first], [second])
-    assert ranks.said == [Said(repeated=(0,))] * 2
+    assert ranks.payloads == [RoundPayload(repeated=(0,))] * 2
 
 
 def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
     ranks = Ranks(2, cache_capacity=2)
     for name in ("a", "b", "a", "c", "a"):
         ranks.everybody(allreduce(name))
-    assert ranks.said == [Said(repeated=(0,))] * 2
+    assert ranks.payloads == [RoundPayload(repeated=(0,))] * 2
     ranks.everybody(allreduce("b"))
-    assert ranks.said == [Said((allreduce("b"),))] * 2
+    assert ranks.payloads == [RoundPayload((allreduce("b"),))] * 2
 
 
 def test_a_failed_operation_is_not_remembered() -> None:
     ranks = Ranks(2)
     ranks.round([allreduce()], [allreduce(dtype="int64")])
     ranks.everybody(allreduce())
-    assert ranks.said == [Said((allreduce(),))] * 2
+    assert ranks.payloads == [RoundPayload((allreduce(),))] * 2
 
 
 def test_without_a_cache_everything_is_said_in_full() -> None:
     ranks = Ranks(2, cache_capacity=0)
     for _ in range(3):
         ranks.everybody(allreduce())
-        assert ranks.said == [Said((allreduce(),))] * 2
+        assert ranks.payloads == [RoundPayload((allreduce(),))] * 2
 
 
 def test_a_round_seen_before_has_the_same_outcome_until_something_changes() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from farandole.clock import now_s
-from farandole.collectives.named.requests import Kind
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.timeline import Timeline
 from farandole.collectives.named.timeline_writer import BEGIN, END, TimelineWriter
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
-from farandole.collectives.named.requests import Kind
+from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.validation import why_invalid
 from tests.negotiating import request
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.collectives.shared_memory.segment import Place, create_segment, open_segment
-from farandole.collectives.shared_memory.tensors import OtherTensors, create_tensor, shareable_zeros, whereabouts
+from farandole.collectives.shared_memory.segment import SegmentRef, create_segment, open_segment
+from farandole.collectives.shared_memory.tensors import OtherTensors, create_tensor, find_segment, shareable_zeros
 
 
 def test_another_process_reads_what_is_written_and_cannot_write() -> None:
-    memory, place, _ = create_segment(4096)
+    memory, ref, _ = create_segment(4096)
     memory[:5] = b"hello"
     script = f"""
-from farandole.collectives.shared_memory.segment import Place, open_segment
-theirs = open_segment(Place{tuple(place)})
+from farandole.collectives.shared_memory.segment import SegmentRef, open_segment
+theirs = open_segment(SegmentRef{tuple(ref)})
 print(bytes(theirs[:5]).decode())
 try:
     theirs[0] = 1
@@ -33,24 +33,24 @@ except TypeError as error:
 
 
 def test_a_place_survives_packing() -> None:
-    place = create_segment(1).place
-    assert Place.unpack(place.pack()) == place
+    ref = create_segment(1).ref
+    assert SegmentRef.unpack(ref.pack()) == ref
 
 
 def test_a_descriptor_that_is_another_file_by_now_is_not_taken_for_the_segment(tmp_path: Path) -> None:
     segment = create_segment(1)
     with (tmp_path / "other").open("wb") as other, pytest.raises(FileNotFoundError, match="another file"):
-        open_segment(segment.place._replace(descriptor=other.fileno()))
+        open_segment(segment.ref._replace(descriptor=other.fileno()))
 
 
 def test_where_no_segment_can_be_had_tensors_are_ordinary_ones() -> None:
     script = """
 import resource, torch
 from farandole.collectives.shared_memory.segment import create_segment
-from farandole.collectives.shared_memory.tensors import shareable_zeros, whereabouts
+from farandole.collectives.shared_memory.tensors import shareable_zeros, find_segment
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 tensor = shareable_zeros(1 << 20, torch.float32)
-print(tensor.numel(), whereabouts(tensor))
+print(tensor.numel(), find_segment(tensor))
 try:
     create_segment(4 << 20)
 except OSError as error:
@@ -65,7 +65,7 @@ def test_a_tensor_takes_its_memory_and_its_descriptor_with_it() -> None:
     for _ in range(20):
         tensor = shareable_zeros(100_000, torch.float32)
         view = tensor[10:20]
-        assert whereabouts(view) == (whereabouts(tensor)[0], 40)  # type: ignore[index]
+        assert find_segment(view) == (find_segment(tensor)[0], 40)  # type: ignore[index]
         del tensor, view
         gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -75,13 +75,13 @@ def test_a_mapping_keeps_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     own = create_segment(4096)
     assert len(os.listdir("/proc/self/fd")) == before + 1, "its own, by which others open it"
-    theirs = open_segment(own.place)
+    theirs = open_segment(own.ref)
     own.hide()
     assert len(os.listdir("/proc/self/fd")) == before
     own.memory[:5] = b"hello"
     assert bytes(theirs[:5]) == b"hello"
     with pytest.raises(FileNotFoundError):
-        open_segment(own.place)
+        open_segment(own.ref)
 
 
 def test_memory_is_unmapped_with_the_last_view_of_it() -> None:
@@ -89,7 +89,7 @@ def test_memory_is_unmapped_with_the_last_view_of_it() -> None:
         return Path("/proc/self/maps").read_text().count("memfd:farandole ")
 
     before, own = mapped(), create_segment(1 << 20)
-    theirs = open_segment(own.place)
+    theirs = open_segment(own.ref)
     part = theirs[10:20]
     assert mapped() == before + 2
     del own
@@ -104,15 +104,15 @@ def test_memory_is_unmapped_with_the_last_view_of_it() -> None:
 
 
 def test_small_tensors_are_ordinary_ones() -> None:
-    assert whereabouts(shareable_zeros(10, torch.float32)) is None
-    assert whereabouts(torch.zeros(1_000_000)) is None
+    assert find_segment(shareable_zeros(10, torch.float32)) is None
+    assert find_segment(torch.zeros(1_000_000)) is None
 
 
 def test_others_tensors_are_opened_once_and_forgotten_in_time() -> None:
     others, kept = OtherTensors(), [create_tensor(4096) for _ in range(70)]
     for each in kept:
-        place, _ = whereabouts(each) or pytest.fail("not shared")
+        ref, _ = find_segment(each) or pytest.fail("not shared")
         each.fill_(7)
-        assert others.find(place) is others.find(place)
-        assert bool((others.find(place) == 7).all())
+        assert others.find(ref) is others.find(ref)
+        assert bool((others.find(ref) == 7).all())
     assert len(others._opened) == 64

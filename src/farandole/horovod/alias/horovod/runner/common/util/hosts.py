@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farandole.launch import hosts as farandole_hosts
+from farandole.launch import host_list as farandole_hosts
 
 
 @dataclass(frozen=True)

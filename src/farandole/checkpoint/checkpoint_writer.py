@@ -1,0 +1,148 @@
+"""Writes snapshots into a folder, in a thread of its own: training goes on. worker/checkpoints.py hands them over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from farandole.checkpoint.file_format import write_files
+from farandole.checkpoint.folder import CheckpointFolder
+from farandole.checkpoint.manifest import FORMAT, Manifest
+from farandole.checkpoint.snapshot import Snapshot
+from farandole.clock import now_s, wall_time_s
+from farandole.errors import ConfigError, FarandoleError
+from farandole.membership import Progress
+from farandole.state.digest import digest_of
+
+Ask = Callable[[str, Progress], str]
+"""ask(name, progress): whether the checkpoint may be published; "", or why not."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """How it went. `error` is empty when the checkpoint is published."""
+
+    name: str
+    step: int
+    took_s: float
+    error: str = ""
+
+
+class Writer:
+    """One checkpoint at a time.
+
+    ask   who decides whether it counts
+    tell  hears of each one's end, in the thread that wrote it
+    keep  how many checkpoints the folder should have
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        rule: Literal["step", "commit"],
+        keep: int,
+        ask: Ask,
+        tell: Callable[[Written], None],
+    ) -> None:
+        self._folder, self._rule, self._keep, self._ask, self._tell = folder, rule, keep, ask, tell
+        self._thread: threading.Thread | None = None
+        self._is_given_up = False
+        self.published: Progress | None = None
+        """How far the last checkpoint is that this worker has published."""
+
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(
+        self, take: Callable[[], Snapshot], finish_copy: Callable[[], None], step: int, generation: int, workers: int
+    ) -> None:
+        """Take a snapshot here, and write it from now on; `finish_copy` is called first, there. Not while is_busy()."""
+        begun_s = now_s()
+        try:
+            snapshot = take()
+        except _CANNOT_BE_TAKEN as failure:
+            self._tell(Written("", step, now_s() - begun_s, str(failure)))
+            return
+
+        def work() -> None:
+            self._write(lambda: snapshot, finish_copy, step, generation, workers)
+
+        # No daemon: one inside of torch would take the process down at its end. give_up() ends it in time.
+        self._thread = threading.Thread(target=work, name="farandole-checkpoint")
+        self._thread.start()
+
+    def write(self, take: Callable[[], Snapshot], step: int, generation: int, workers: int) -> None:
+        """Take a snapshot and write it, here and now."""
+        self._write(take, lambda: None, step, generation, workers)
+
+    def wait(self) -> None:
+        """Until what was begun has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def give_up(self) -> None:
+        """End what was begun, soon, and leave nothing of it behind; unless it is published just now."""
+        self._is_given_up = True
+        self.wait()
+        self._is_given_up = False
+
+    def _write(
+        self, take: Callable[[], Snapshot], finish_copy: Callable[[], None], step: int, generation: int, workers: int
+    ) -> None:
+        begun_s = now_s()
+        name = error = ""
+        try:
+            finish_copy()
+            name = self._write_one(take(), generation, workers)
+        except _GivenUp:
+            return
+        except OSError as failure:
+            error = f"{failure.strerror or failure} ({self._folder.store.place})"
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it is told, and training goes on
+            error = str(failure) if isinstance(failure, FarandoleError) else f"{type(failure).__name__}: {failure}"
+        self._tell(Written(name, step, now_s() - begun_s, error))
+
+    def _write_one(self, snapshot: Snapshot, generation: int, workers: int) -> str:
+        name = self._folder.begin(snapshot.progress.step)
+        try:
+            files = write_files(self._folder.store, name, snapshot.plain, snapshot.tensors, self._check)
+            if refusal := self._ask(name, snapshot.progress):
+                self._check()
+                raise FarandoleError(f"it was not published: {refusal}")
+            at = snapshot.progress
+            manifest = Manifest(
+                format=FORMAT,
+                rule=self._rule,
+                run_id=at.run_id,
+                step=at.step,
+                epoch=at.epoch,
+                cursor=at.cursor,
+                boundary=at.boundary,
+                generation=generation,
+                workers=workers,
+                written_s=wall_time_s(),
+                files=files,
+                digest=f"{digest_of(snapshot.tensors.values()):016x}",
+            )
+            self._folder.publish(name, manifest)
+        except BaseException:
+            self._folder.discard(name)
+            raise
+        self.published = snapshot.progress
+        self._folder.retain(self._keep)
+        return name
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise _GivenUp
+
+
+# A value that no checkpoint can hold, or no memory for a copy: a RuntimeError of torch's.
+_CANNOT_BE_TAKEN = (ConfigError, RuntimeError, MemoryError)
+
+
+class _GivenUp(Exception):
+    """give_up() was called."""

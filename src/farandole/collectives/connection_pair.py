@@ -1,0 +1,248 @@
+"""Bytes to the next rank and from the previous one, both at once, in the calling thread. ring.py uses it.
+
+Each of the two sockets carries data one way only. That makes endings simple: what a rank has sent arrives,
+however it goes, because the kernel discards data only on a socket whose owner left something unread. The
+other way carries at most one word: why the next rank stopped (`say_why`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple, TypeAlias
+
+from farandole.clock import now_s
+from farandole.collectives.ring_schedules import Outgoing, Schedule
+from farandole.errors import CollectiveMismatch
+from farandole.status_reporting import report_progress
+
+_SLICE_MS = 1000
+_BUFFERS_PER_SEND = 16
+_WORD_BYTES = 1024
+_SPINS = 100  # looks at both sockets, of 1 or 2 us each, before a wait sleeps
+_READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
+
+
+class Broken(NamedTuple):
+    """A connection failed before this rank had all it needs."""
+
+    direction: str  # "send": to the next rank; "receive": from the previous one
+    detail: str
+
+
+class PeerCalled(NamedTuple):
+    """The previous rank has sent something."""
+
+
+Interruption: TypeAlias = Broken | PeerCalled
+
+
+class ConnectionPair:
+    """Two connected sockets, which it owns. `move` is for one thread, `shut_down` for any.
+
+    check     called at least once a second while nothing moves; what it raises ends the operation
+    may_spin  `move` may look for a moment before it sleeps. In the main thread only: beside it, the interpreter is its
+    """
+
+    def __init__(
+        self,
+        to_next: socket.socket,
+        from_previous: socket.socket,
+        check: Callable[[], None] | None,
+        may_spin: bool = False,
+    ) -> None:
+        self._to_next, self._from_previous = to_next, from_previous
+        self._next_fd, self._previous_fd = to_next.fileno(), from_previous.fileno()
+        self._check, self._slice_ms = check, _SLICE_MS
+        self._may_spin = may_spin
+        self._poll = select.poll()
+        self._cannot_send: str | None = None
+        self._has_lost_previous = False
+        self.still_since_s: float | None = None
+        """Since when `move` waits and nothing has moved; None while something does. Other threads read it."""
+        to_next.setblocking(False)
+        from_previous.setblocking(False)
+
+    @property
+    def cannot_send(self) -> str | None:
+        """Why the next rank cannot be reached any more; None while it can."""
+        return self._cannot_send
+
+    def look_around(self, check: Callable[[], None], every_s: float) -> None:
+        """Have `check` called more often, instead of the one that there was."""
+        self._check, self._slice_ms = check, max(1, int(every_s * 1000))
+
+    def peek(self, nbytes: int) -> bytes:
+        """What the previous rank has sent and nobody has taken yet; not more than `nbytes`, maybe less."""
+        with contextlib.suppress(OSError):
+            return self._from_previous.recv(nbytes, socket.MSG_PEEK)
+        return b""
+
+    @property
+    def host(self) -> str:
+        """The address of this end of the connection to the next rank."""
+        return str(self._to_next.getsockname()[0])
+
+    def move(self, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool) -> Broken | None:
+        """Run a schedule to its end: None, or what failed.
+
+        With `is_done_when_received` a rank that has received everything has its result, whatever became of
+        the next rank: completion beats failure, and the next operation will notice. Raises what the schedule
+        or `check` raises, and CollectiveMismatch when the next rank says so.
+        """
+        try:
+            return self._move(outgoing, schedule, is_done_when_received)
+        finally:
+            self.still_since_s = None
+
+    def _move(self, outgoing: Outgoing, schedule: Schedule, is_done_when_received: bool) -> Broken | None:
+        wanted = _next_buffer(schedule)
+        spins = left = _SPINS if self._may_spin and threading.current_thread() is threading.main_thread() else 0
+        while True:
+            moved = bool(outgoing) and self._send(outgoing)
+            if wanted is not None:
+                received = self._receive(wanted)
+                if isinstance(received, str):
+                    self._hear_why()
+                    return Broken("receive", received)
+                moved = moved or received > 0
+                wanted = wanted[received:] or _next_buffer(schedule)
+            if wanted is None and (not outgoing or (is_done_when_received and self._cannot_send)):
+                return None
+            if moved:
+                self.still_since_s, left = None, spins
+            elif outgoing and self._cannot_send:
+                return Broken("send", self._cannot_send)
+            elif left:
+                left -= 1
+            else:
+                if self.still_since_s is None:
+                    self.still_since_s = now_s()
+                self._wait(wants_to_send=bool(outgoing), wants_to_receive=wanted is not None)
+
+    def wait_for_data(self, wake: int) -> bool | None:
+        """Between operations: wait for bytes from the previous rank (True), for something to read from `wake`, or
+        for a neighbour to go (False); None when a second has passed. Once a neighbour has gone, only `wake` counts.
+        Raises what `check` raises, and CollectiveMismatch when the next rank says so."""
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        if not (self._has_lost_previous or self._cannot_send):
+            poll.register(self._previous_fd, select.POLLIN)
+            poll.register(self._next_fd, select.POLLIN)
+        events = dict(poll.poll(_SLICE_MS))
+        if not events:
+            if self._check is not None:
+                self._check()
+            return None
+        if self._next_fd in events:
+            self._hear_why()
+        return self._previous_fd in events and self._has_data()
+
+    def interruption(self) -> Interruption | None:
+        """Without waiting: what a rank that waits for something else should know. Raises as wait_for_data()."""
+        if self._cannot_send:
+            return Broken("send", self._cannot_send)
+        poll = select.poll()
+        poll.register(self._previous_fd, select.POLLIN)
+        poll.register(self._next_fd, select.POLLIN)
+        events = dict(poll.poll(0))
+        if self._next_fd in events:
+            self._hear_why()
+        if self._cannot_send:
+            return Broken("send", self._cannot_send)
+        if self._previous_fd in events:
+            return PeerCalled() if self._has_data() else Broken("receive", "end of file")
+        return None
+
+    def _has_data(self) -> bool:
+        """Whether the previous rank has sent something; otherwise it has gone."""
+        if self.peek(1):
+            return True
+        self._has_lost_previous = True
+        return False
+
+    def say_why(self, text: str) -> None:
+        """Tell the previous rank, best effort, why this one stops; it raises CollectiveMismatch with it."""
+        with contextlib.suppress(OSError):
+            self._from_previous.send(text.encode()[:_WORD_BYTES])
+
+    def shut_down(self) -> None:
+        """From any thread: end the transfer in flight at both ends, and every later one."""
+        for sock in (self._to_next, self._from_previous):
+            with contextlib.suppress(OSError):  # not connected any more, or closed
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release both sockets. Data on its way to the next rank is still delivered."""
+        self._to_next.close()
+        self._from_previous.close()
+
+    def _send(self, outgoing: Outgoing) -> bool:
+        """Whether anything went out."""
+        if self._cannot_send:
+            return False
+        try:
+            sent = self._to_next.sendmsg(islice(outgoing, _BUFFERS_PER_SEND))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._hear_why()
+            self._cannot_send = self._cannot_send or str(error)
+            return False
+        while outgoing and sent >= len(outgoing[0]):
+            sent -= len(outgoing.popleft())
+        if sent:
+            outgoing[0] = outgoing[0][sent:]
+        return True
+
+    def _receive(self, wanted: memoryview) -> int | str:
+        """How many bytes came, 0 for none yet; or why none will come."""
+        try:
+            return self._from_previous.recv_into(wanted) or "end of file"
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            return str(error)
+
+    def _wait(self, *, wants_to_send: bool, wants_to_receive: bool) -> None:
+        """Until something can move, or the next rank says why it stopped."""
+        if wants_to_receive:
+            self._poll.register(self._previous_fd, select.POLLIN)
+        else:
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(self._previous_fd)
+        if self._cannot_send:
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(self._next_fd)
+        else:
+            self._poll.register(self._next_fd, select.POLLIN | (select.POLLOUT if wants_to_send else 0))
+        events = self._poll.poll(self._slice_ms)
+        if events:
+            report_progress()  # however slowly
+        elif self._check is not None:
+            self._check()
+        for descriptor, event in events:
+            if descriptor == self._next_fd and event & _READABLE:
+                self._hear_why()
+
+    def _hear_why(self) -> None:
+        """The next rank stopped, or a word of it may wait: end-of-file is a failure, a word a mismatch."""
+        try:
+            word = self._to_next.recv(_WORD_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._cannot_send = str(error)
+            return
+        if word:
+            raise CollectiveMismatch(word.decode(errors="replace"))
+        self._cannot_send = "end of file"
+
+
+def _next_buffer(schedule: Iterator[memoryview]) -> memoryview | None:
+    """The next buffer with room; a schedule may yield empty ones."""
+    return next((buffer for buffer in schedule if len(buffer)), None)

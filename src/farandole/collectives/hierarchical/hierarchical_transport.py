@@ -1,0 +1,160 @@
+"""All collectives among several hosts, with several ranks on some of them. hierarchical_builder.py makes it.
+
+A tensor is reduced over the ranks of a host in their shared memory (shared_memory/shared_memory_group.py), then over
+the hosts by rings, then copied by the others from shared memory. Each ring takes a part: the first one is that of the
+leaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from farandole.collectives.hierarchical.layout import Layout, pack_trailers, unpack_trailers
+from farandole.collectives.hierarchical.rings import Rings
+from farandole.collectives.reduction import Reduction
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
+from farandole.collectives.ring_schedules import Combine
+from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock, MessageSlot
+from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
+from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
+
+# All hosts cut alike, whatever each has to copy: a ring's operation is about one piece.
+_PIECE_BYTES = 4 << 20
+
+
+class HierarchicalTransport:
+    """A Transport (transport.py). close() closes the rings.
+
+    control_blocks   the control blocks of the ranks of this host; new ones for each generation
+    """
+
+    # The group must not know the transport: memory that only a cycle holds is not given back with the generation.
+    def __init__(self, rings: Rings, layout: Layout, control_blocks: Sequence[ControlBlock]) -> None:
+        self._rings, self._layout = rings, layout
+        self._group = SharedMemoryGroup(
+            layout.place,
+            layout.mates,
+            control_blocks,
+            rings.interruption,
+            rings.end_by,
+            _PIECE_BYTES,
+            is_always_in_pieces=True,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._rings.whole.rank
+
+    @property
+    def size(self) -> int:
+        return self._rings.whole.size
+
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        flat, combine = flat_view(tensor), combiner(op)
+        trailers_bytes = len(trailer) * self.size
+        if flat.numel() == 0 or len(trailer) > MAX_PAYLOAD_BYTES or trailers_bytes > DATA_BYTES:
+            with self._rings.together():
+                return self._rings.whole.all_reduce(flat, trailer, op)
+        nbytes = flat.numel() * flat.element_size()
+        header = Header(
+            Operation.ALL_REDUCE, self._rings.whole.next_sequence, dtype_code(flat.dtype), op, nbytes, len(trailer)
+        )
+        with self._rings.running(header):
+            if nbytes + trailers_bytes <= DATA_BYTES:
+                return self._reduce_small(header, trailer, flat, combine)
+            return self._reduce(header, trailer, flat, combine)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if not 0 <= source < self.size:
+            raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
+        flat = flat_view(tensor)
+        if flat.numel() == 0:
+            with self._rings.together():
+                self._rings.whole.broadcast(flat, source)
+            return
+        nbytes = flat.numel() * flat.element_size()
+        header = Header(Operation.BROADCAST, self._rings.whole.next_sequence, dtype_code(flat.dtype), source, nbytes)
+        host, place = self._layout.find(source)
+        is_here, is_alone = host == self._layout.host, self._group.size == 1
+        with self._rings.running(header):
+            if is_here and not is_alone:
+                self._group.broadcast(header, flat, place)
+            if self._layout.place == 0:
+                self._leaders.broadcast_as(header, flat, host)
+            if not is_here and not is_alone:
+                self._group.broadcast(header, flat, 0)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        with self._rings.together():
+            return self._rings.whole.all_gather(payload)
+
+    def barrier(self) -> None:
+        with self._rings.together():
+            self._rings.whole.barrier()
+
+    def wait_for_peer(self, wake: int) -> bool | None:
+        with self._rings.together():
+            return self._rings.whole.wait_for_peer(wake)
+
+    def abort(self, reason: str) -> None:
+        self._rings.abort(reason)
+        self._group.wake()
+
+    def close(self) -> None:
+        """Only while no collective runs. Later calls raise GenerationEnded."""
+        self._rings.close()
+        self._group.close()
+
+    # Tensors -----------------------------------------------------------------------------------------------
+
+    @property
+    def _leaders(self) -> RingTransport:
+        assert self._rings.across is not None, "every host has a leader"
+        return self._rings.across
+
+    def _reduce_small(self, header: Header, trailer: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
+        """The leader reduces all tensors of its host, then over the hosts; the others copy what it has then."""
+        message_slots = self._group.post(header, trailer, flat)
+        data = message_slots[0].data
+        nbytes = flat.numel() * flat.element_size()
+        if self._layout.place == 0:
+            combine_data(flat, message_slots, combine)
+            data[nbytes:][: len(trailer) * self.size] = self._across_leaders(header, flat, message_slots, combine)
+            data[:nbytes].view(flat.dtype).copy_(flat)
+        self._group.meet(header)
+        if self._layout.place:
+            flat.copy_(data[:nbytes].view(flat.dtype))
+        return self._trailers(data[nbytes:], len(trailer))
+
+    def _reduce(self, header: Header, trailer: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
+        """The first ranks of each host each reduce a part, over the host and over all hosts. The trailers of all go
+        with the leaders' first part, and wait in the leader's message slot for the others."""
+
+        def finish(part: torch.Tensor, number: int, message_slots: list[MessageSlot]) -> None:
+            if number == 0 and self._layout.place == 0:
+                message_slots[0].data[: len(trailer) * self.size] = self._across_leaders(
+                    header, part, message_slots, combine
+                )
+            elif self._rings.across is not None:
+                self._rings.across.reduce_as(header, part, b"", combine)
+
+        message_slots = self._group.reduce(header, trailer, flat, combine, self._layout.rings, finish)
+        return self._trailers(message_slots[0].data, len(trailer))
+
+    def _across_leaders(
+        self, header: Header, part: torch.Tensor, message_slots: list[MessageSlot], combine: Combine
+    ) -> torch.Tensor:
+        """Reduce the leaders' part over the hosts; returns the trailers of all ranks, one after the other, as bytes."""
+        mine = [bytes(message_slot.payload[HEADER_BYTES:][: header.trailer_bytes]) for message_slot in message_slots]
+        packed = self._leaders.reduce_as(header, part, pack_trailers(mine, self._layout.most_mates), combine)
+        trailers = b"".join(unpack_trailers(packed, self._layout.hosts, header.trailer_bytes))
+        return (
+            torch.frombuffer(bytearray(trailers), dtype=torch.uint8) if trailers else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def _trailers(self, data: torch.Tensor, trailer_bytes: int) -> list[bytes]:
+        joined = bytes(byte_view(data[: trailer_bytes * self.size]))
+        return [joined[rank * trailer_bytes :][:trailer_bytes] for rank in range(self.size)]

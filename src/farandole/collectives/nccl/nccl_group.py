@@ -1,0 +1,144 @@
+"""One process group of NCCL's, and its end: a TorchGroup (torch_groups/operations.py).
+
+What happens when (a step is decided only after the host has seen that its reduction has ended well):
+- Everything that this group queues runs in a stream of its own, behind what the caller's current stream was given
+  before. Should NCCL hang, no stream of the script's waits for it.
+- NCCL works on a private copy. The host asks an event behind its operation whether that has ended; meanwhile it looks
+  at the ring. Only after all ranks have their result, it is copied into the caller's tensor, and waited for.
+- So whoever aborts need not wait for NCCL, whose abort may take long: the caller's tensor is none of NCCL's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole.collectives.reduction import Reduction
+from farandole.collectives.torch_groups.group_operations import NO_LIMIT_S, OPS
+from farandole.collectives.torch_groups.ring_store import ExchangedStore
+
+_ABORT_S = 30.0
+
+logger = logging.getLogger("farandole")
+
+
+class NcclGroup:
+    """
+    store   by which the ranks find each other; kept, since torch may ask it later
+    device  of all tensors
+    """
+
+    name = "NCCL"
+    look_every_s = 0.0001  # nobody calls when an operation has ended
+
+    def __init__(self, store: ExchangedStore, rank: int, size: int, device: torch.device) -> None:
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in every torch
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=NO_LIMIT_S)
+        # So that a rank which waits for others to connect can be aborted.
+        options.config.blocking = 0
+        self._group = nccl(store, rank, size, options)
+        self._store, self._device = store, device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._lock = threading.Lock()
+        self._aborting: threading.Thread | None = None
+
+    def connect(self) -> None:
+        """Return when the group can be used: the communicator is made in the first operation. Raises RuntimeError
+        when it cannot be made, or after shut_down()."""
+        begun = self.all_reduce(self.take(torch.ones(1, device=self._device), torch.float32, True), Reduction.SUM)
+        pause = threading.Event()
+        while not begun.is_completed():
+            if self._aborting is not None:
+                raise RuntimeError("it was aborted before it was connected")
+            pause.wait(self.look_every_s)
+        begun.wait()
+
+    def take(self, flat: torch.Tensor, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
+        nbytes = flat.numel() * dtype.itemsize
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if self._memory.numel() < nbytes:
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            copy = self._memory[:nbytes].view(dtype)
+            return copy.copy_(flat) if is_read else copy
+
+    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None] | None = None) -> _Begun:
+        options = dist.AllreduceOptions()
+        options.reduceOp = OPS[op]  # type: ignore[assignment]
+        return self._begun(lambda: self._group.allreduce([copy], options))
+
+    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None] | None = None) -> _Begun:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self._begun(lambda: self._group.broadcast([copy], options))
+
+    def give(self, copy: torch.Tensor, flat: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            flat.copy_(copy)
+        self._stream.synchronize()
+
+    def shut_down(self) -> None:
+        """NCCL's abort may take long, or for ever, so somebody else calls it."""
+        with self._lock:
+            if self._aborting is None and self._group is not None:
+                # A daemon: should it never return, the process can end all the same. release() waits for it.
+                self._aborting = threading.Thread(target=self._group.abort, name="farandole-nccl-abort", daemon=True)
+                self._aborting.start()
+
+    def release(self) -> None:
+        """In the background: what NCCL may still use is kept until its abort has ended."""
+        self.shut_down()
+        with self._lock:
+            kept, self._group = (self._group, self._store, self._memory), None
+        if kept[0] is not None and self._aborting is not None:
+            # No daemon, as in construction.py.
+            threading.Thread(target=_release, args=(kept, self._aborting), name="farandole-nccl-release").start()
+
+    def _begun(self, begin: Callable[[], Any]) -> _Begun:
+        group = self._group
+        with torch.cuda.stream(self._stream):
+            begin().wait()  # the stream does, behind NCCL's own one; not this thread
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _Begun(event, lambda: _failure(group))
+
+
+class _Begun:
+    """One operation. Not torch's Work: asking that takes a lock which an abort holds for as long as it takes."""
+
+    def __init__(self, event: Any, failure: Callable[[], str]) -> None:
+        self._event, self._failure = event, failure
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query() or self._failure())
+
+    def wait(self) -> None:
+        if not self._event.query():
+            raise RuntimeError(self._failure())
+
+
+def _failure(group: Any) -> str:
+    """What torch's watchdog has found out since, such as a broken connection between hosts; empty if nothing."""
+    if not hasattr(group, "get_error"):  # in older versions
+        return ""
+    name = str(group.get_error().name)
+    return "" if name == "SUCCESS" else f"its watchdog says {name}"
+
+
+def _release(kept: tuple[Any, ...], aborting: threading.Thread) -> None:
+    """Returns when the group is gone, or cannot be got rid of."""
+    aborting.join(_ABORT_S)
+    if aborting.is_alive():
+        logger.warning("NCCL's abort has not ended within %g s; the memory of a generation is not released", _ABORT_S)
+        _stuck.append(kept)
+
+
+_stuck: list[tuple[Any, ...]] = []

@@ -1,0 +1,66 @@
+"""Wait until all ranks have arrived: spin for a moment, then sleep. shared_memory_transport.py is built of such
+barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from farandole.collectives.shared_memory.control_block import ControlBlock
+from farandole.collectives.worker_cores import may_spin
+from farandole.status_reporting import WaitingForPeers
+
+TroubleT = TypeVar("TroubleT")
+
+# Looking once takes some 0.1 us. Sleeping and being woken takes 10 to 50 us, of a core that others could use.
+_SPINS = 300
+_SLEEP_S = 0.002  # between two looks around; an abort wakes at once, except in the moment before falling asleep
+
+
+class MemoryBarrier(Generic[TroubleT]):
+    """`control_blocks` of all ranks, by rank. For one thread; wake() is for any.
+
+    look_around  asked every few milliseconds while this rank sleeps: why it should not wait any longer, or None
+    """
+
+    def __init__(
+        self, rank: int, control_blocks: Sequence[ControlBlock], look_around: Callable[[], TroubleT | None]
+    ) -> None:
+        self._mine = control_blocks[rank]
+        self._others = [control_block for other, control_block in enumerate(control_blocks) if other != rank]
+        self._look_around = look_around
+        self._spins = _SPINS if may_spin(len(control_blocks)) else 0
+        self._times = 0
+
+    def arrive(self) -> None:
+        """Tell the others that what this rank has stored so far is there."""
+        self._times += 1
+        self._mine.arrive()
+
+    def wait(self) -> TroubleT | None:
+        """Until all have arrived as often as this rank: None, or what came between. Who has arrived has arrived: what
+        is complete counts, whatever has happened since."""
+        for control_block in self._others:
+            for _ in range(self._spins):
+                if control_block.has_arrived(self._times):
+                    break
+            if not control_block.has_arrived(self._times):
+                with WaitingForPeers():
+                    trouble = self._sleep_until_arrival(control_block)
+                if trouble is not None:
+                    return trouble
+        return None
+
+    def _sleep_until_arrival(self, control_block: ControlBlock) -> TroubleT | None:
+        while not control_block.has_arrived(self._times):
+            trouble = self._look_around()
+            # Looked at anew: its arrival may have been the last thing that it did before it went.
+            if trouble is not None and not control_block.has_arrived(self._times):
+                return trouble
+            control_block.wait(self._times, _SLEEP_S)
+        return None
+
+    def wake(self) -> None:
+        """From any thread: have this rank look around now. The others do so, too, and sleep on."""
+        for control_block in self._others:
+            control_block.wake()

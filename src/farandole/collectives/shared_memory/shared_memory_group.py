@@ -1,0 +1,225 @@
+"""The ranks of one host, and what they do through their memory: exchange messages, reduce, broadcast. The transports
+that move tensors this way are made of it.
+
+Each rank reads the tensors of the others where they are, or in a staging area where the owner had to copy them to,
+and writes its own only. A rank reduces its part of the tensor over all ranks, then copies the other parts from
+those who have reduced them. Between the two, and at the end, all ranks meet (memory_barrier.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event
+from typing import NoReturn, TypeVar
+
+import torch
+
+from farandole.clock import now_s
+from farandole.collectives.chunks import blocks, chunk_bounds
+from farandole.collectives.connection_pair import Interruption
+from farandole.collectives.ring_header import HEADER_BYTES, Header
+from farandole.collectives.ring_schedules import Agreement, Combine
+from farandole.collectives.shared_memory.control_block import DATA_BYTES, PAYLOAD_BYTES, ControlBlock, MessageSlot
+from farandole.collectives.shared_memory.memory_barrier import MemoryBarrier
+from farandole.collectives.shared_memory.tensor_ref import TENSOR_REF_BYTES, Stage, TensorRef
+from farandole.collectives.shared_memory.tensors import OtherTensors
+
+MAX_PAYLOAD_BYTES = PAYLOAD_BYTES - HEADER_BYTES - TENSOR_REF_BYTES
+"""Beside a tensor."""
+
+# A block is combined with those of all ranks before the next one: it stays in the cache between.
+_BLOCK_BYTES = 256 * 1024
+
+_LOSS_S = 5.0  # from the loss of a rank's memory to the end of its connections: both are its kernel's business
+_LOOK_AGAIN_S = 0.002
+
+T = TypeVar("T")
+
+Finish = Callable[[torch.Tensor, int, list[MessageSlot]], None]
+"""finish(this rank's part of a piece, reduced over the group; the number of the piece; the message slots of all ranks):
+what else has to be done with it, in place, before the others copy it"""
+
+
+class SharedMemoryGroup:
+    """For one thread; wake() is for any. All ranks call the same methods in the same order; an error leaves the group
+    useless. Ranks are places among the `size` ranks of this host.
+
+    place           of this rank
+    names           what the ranks are called in error messages
+    control_blocks           the control blocks of all; new ones for each generation
+    look_around     asked every few milliseconds while this rank waits: why it should not, or None; may raise
+    end_by          raises what follows from that
+    piece_bytes     tensors that others cannot read where they are move in pieces of this size; all, if
+                    `is_always_in_pieces`
+    """
+
+    def __init__(
+        self,
+        place: int,
+        names: Sequence[int],
+        control_blocks: Sequence[ControlBlock],
+        look_around: Callable[[], Interruption | None],
+        end_by: Callable[[Interruption, Header], NoReturn],
+        piece_bytes: int,
+        is_always_in_pieces: bool = False,
+    ) -> None:
+        self.place, self.size = place, len(control_blocks)
+        self._names, self._control_blocks = names, control_blocks
+        self._look_around, self._end_by = look_around, end_by
+        self._barrier: MemoryBarrier[Interruption] | None = MemoryBarrier(
+            place, control_blocks, look_around
+        )  # None: closed
+        self._others = OtherTensors()
+        self._stage = Stage(piece_bytes)
+        self._piece_bytes, self._is_always_in_pieces = piece_bytes, is_always_in_pieces
+        self._turn = 0
+
+    def post(self, header: Header, payload: bytes, data: torch.Tensor | None = None) -> list[MessageSlot]:
+        """Return the message slots of all ranks, once all have posted the header of their operation; the same on all,
+        or CollectiveMismatch. Message slots are valid until the operation after the next one."""
+        agreement = Agreement(header, self.place, self._names)
+        message_slots = [control_block.message_slot(self._turn) for control_block in self._control_blocks]
+        self._turn += 1
+        mine = message_slots[self.place]
+        mine.payload[: HEADER_BYTES + len(payload)] = agreement.packed + payload
+        if data is not None:
+            mine.data[: data.numel() * data.element_size()].view(data.dtype).copy_(data)
+        self.meet(header)
+        for back in range(1, self.size):
+            agreement.check(message_slots[self.place - back].payload[:HEADER_BYTES], back)
+        return message_slots
+
+    def meet(self, header: Header) -> None:
+        """Return when all ranks have come here, too; what they stored before is there then."""
+        barrier = self._barrier
+        assert barrier is not None, "nothing can be posted in a closed group"
+        barrier.arrive()
+        interruption = barrier.wait()
+        if interruption is not None:
+            self._end_by(interruption, header)
+
+    def reduce(
+        self,
+        header: Header,
+        trailer: bytes,
+        flat: torch.Tensor,
+        combine: Combine,
+        owners: int,
+        finish: Finish | None = None,
+    ) -> list[MessageSlot]:
+        """Return the message slots of all ranks, with the trailer. Piece by piece: all have theirs where others read
+        it, and meet; each of the first `owners` ranks reduces its part of it, and all meet; each copies the parts of
+        the others."""
+        mine, ready = self._make_ref(flat)
+        message_slots = self.post(header, trailer + mine.pack())
+        tensor_refs = self._from_mine(
+            [TensorRef.unpack(message_slot.payload[HEADER_BYTES + len(trailer) :]) for message_slot in message_slots]
+        )
+        for number, (start, stop) in enumerate(
+            self._pieces(flat, any(tensor_ref.is_staged for tensor_ref in tensor_refs))
+        ):
+            piece = flat[start:stop]
+            if number:
+                ready = self._stage.put(mine, piece)
+                self.meet(header)
+            regions = [
+                ready[: stop - start],
+                *(self._read(header, each, number, start, piece) for each in tensor_refs[1:]),
+            ]
+            parts = self._from_mine([*chunk_bounds(stop - start, owners), *[(0, 0)] * (self.size - owners)])
+            for low, high in blocks(*parts[0], _BLOCK_BYTES // flat.element_size()):
+                reduced = regions[0][low:high]
+                for region in regions[1:]:
+                    combine(reduced, region[low:high], out=reduced)
+            if finish is not None and self.place < owners:
+                finish(regions[0][slice(*parts[0])], number, message_slots)
+            self.meet(header)
+            for (low, high), region in zip(parts, regions, strict=True):
+                if region is not regions[0] or mine.is_staged:
+                    piece[low:high].copy_(region[low:high])
+        if not all(tensor_ref.is_staged for tensor_ref in tensor_refs):
+            self.meet(header)  # nobody reads any more what its owner is about to change
+        return message_slots
+
+    def broadcast(self, header: Header, flat: torch.Tensor, source: int) -> None:
+        """The tensor of the rank at place `source` into everybody's."""
+        nbytes = flat.numel() * flat.element_size()
+        if nbytes <= DATA_BYTES:
+            message_slots = self.post(header, b"", flat if source == self.place else None)
+            flat.copy_(message_slots[source].data[:nbytes].view(flat.dtype))
+        else:
+            self._pass_on(header, flat, source)
+
+    def wake(self) -> None:
+        """From any thread: have this rank look around now, if it waits."""
+        barrier = self._barrier  # held here: close() in another thread must not unmap what is being woken
+        if barrier is not None:
+            barrier.wake()
+
+    def close(self) -> None:
+        """Only while nobody is in an operation. Releases the control blocks, whoever still holds the group.
+        Idempotent."""
+        self._control_blocks, self._barrier = (), None
+        self._others.close()
+        self._stage.close()
+
+    def _pass_on(self, header: Header, flat: torch.Tensor, source: int) -> None:
+        """The source's tensor, piece by piece: all meet when it is there, and the others copy it."""
+        is_source = self.place == source
+        mine = self._make_ref(flat)[0] if is_source else None
+        message_slots = self.post(header, b"" if mine is None else mine.pack())
+        tensor_ref = TensorRef.unpack(message_slots[source].payload[HEADER_BYTES:])
+        for number, (start, stop) in enumerate(self._pieces(flat, tensor_ref.is_staged)):
+            piece = flat[start:stop]
+            if number:
+                if is_source:
+                    self._stage.put(tensor_ref, piece)
+                self.meet(header)
+            if not is_source:
+                piece.copy_(self._read(header, tensor_ref, number, start, piece))
+        self.meet(header)  # as in reduce(); nor does the source go before all have opened its memory
+
+    def _make_ref(self, flat: torch.Tensor) -> tuple[TensorRef, torch.Tensor]:
+        """What others read of this tensor, and the memory of its first piece, or of all if it need not be staged."""
+        tensor_ref = self._stage.make_ref(flat, is_read=self.size > 1)
+        if not tensor_ref.is_staged:
+            return tensor_ref, flat
+        return tensor_ref, self._stage.put(tensor_ref, flat[: self._piece_bytes // flat.element_size()])
+
+    def _read(self, header: Header, tensor_ref: TensorRef, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
+        """Piece `number` of another rank, which begins at element `start` and has the length and dtype of `like`."""
+        item_bytes = like.element_size()
+        where = tensor_ref.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
+        try:
+            whole = self._others.find(tensor_ref.segment)
+        except OSError:
+            self._end_by_loss(header)
+            raise
+        return whole[where].view(like.dtype)
+
+    def _end_by_loss(self, header: Header) -> None:
+        """Memory that is not there any more is that of a rank which is gone, as will be known in a moment."""
+        deadline_s = now_s() + _LOSS_S
+        while now_s() < deadline_s:
+            interruption = self._look_around()
+            if interruption is not None:
+                self._end_by(interruption, header)
+            Event().wait(_LOOK_AGAIN_S)
+
+    def _pieces(self, flat: torch.Tensor, is_staged: bool) -> Iterator[tuple[int, int]]:
+        """Elements [start, stop) of each."""
+        in_pieces = is_staged or self._is_always_in_pieces
+        return blocks(0, flat.numel(), self._piece_bytes // flat.element_size() if in_pieces else flat.numel())
+
+    def _from_mine(self, by_place: list[T]) -> list[T]:
+        """The same in the order of this rank, the next one, ...: ranks read from different ones at a time."""
+        return by_place[self.place :] + by_place[: self.place]
+
+
+def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine) -> None:
+    """Reduce the tensors in the data of all message slots into `flat`, in the order of the ranks, as whoever does
+    it."""
+    nbytes = flat.numel() * flat.element_size()
+    first, *others = (message_slot.data[:nbytes].view(flat.dtype) for message_slot in message_slots)
+    for number, other in enumerate(others):
+        combine(flat if number else first, other, out=flat)

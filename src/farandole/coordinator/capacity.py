@@ -1,0 +1,84 @@
+"""Where workers could be: the slots of the hosts that may be used. Pure; slots.py fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from farandole.coordinator.assignment import placements
+from farandole.coordinator.job import Job, Slot, Worker
+from farandole.membership import Placement
+
+
+@dataclass(frozen=True, order=True)
+class SlotCandidate:
+    """A slot that a worker could get, sorted as ranks are assigned at the start. `slot` is None until the agent of the
+    host has joined."""
+
+    order: int
+    index: int
+    host: str
+    slot: Slot | None = None
+
+
+def slot_candidates(job: Job) -> list[SlotCandidate]:
+    """Return a candidate for each usable slot, host by host, the oldest host first.
+
+    Until the first generation they include slots of hosts that were offered and whose agents have not joined yet:
+    their place in the order is reserved.
+    """
+    candidates = [
+        SlotCandidate(agent.order, index, agent.host, Slot(agent.name, index))
+        for agent in job.agents.values()
+        if agent.is_connected and not agent.is_draining and not job.is_banned(agent.host)
+        for index in range(agent.slots)
+    ]
+    if job.generation is None:
+        joined = {agent.host for agent in job.agents.values() if agent.is_connected or agent.is_draining}
+        candidates += [
+            SlotCandidate(offer.order, index, host)
+            for host, offer in (job.offers or {}).items()
+            if host not in joined and not job.is_banned(host)
+            for index in range(offer.slots)
+        ]
+    return sorted(
+        (each for each in candidates if not _is_given_up(job, each)), key=lambda each: (each.order, each.index)
+    )
+
+
+def worker_capacity(job: Job) -> int:
+    """How many workers there is room for, also where no agent has joined yet."""
+    if job.offers is None:
+        return len(slot_candidates(job))
+    left = {agent.host for agent in job.agents.values() if agent.is_draining}
+    offered = sum(offer.slots for host, offer in job.offers.items() if host not in left and not job.is_banned(host))
+    given_up = [
+        slot
+        for slot, use in job.slots.items()
+        if use.is_given_up and job.host(slot) not in left and not job.is_banned(job.host(slot))
+    ]
+    return offered - len(given_up)
+
+
+def expected_placement(job: Job, worker: Worker) -> Placement:
+    """The place that a new worker will most likely get: by the order of the slots at the start, later behind the
+    members that stay."""
+    if job.generation is None:
+        opened = {slot for slot, use in job.slots.items() if use.is_open}
+        candidates = [each for each in slot_candidates(job) if each.slot is None or each.slot in opened][
+            : max(job.target, 1)
+        ]
+        place = next((place for place, each in enumerate(candidates) if each.slot == worker.slot), len(candidates))
+        hosts = [each.host for each in candidates]
+        if place == len(candidates):
+            hosts.append(job.host_of(worker))
+        expected = placements(hosts)[place]
+        return msgspec.structs.replace(expected, size=max(len(hosts), job.target))
+    staying = [member for member in job.survivors() if not member.is_leaving]
+    coming = sorted(job.newcomers(), key=job.slot_order)
+    return placements([job.host_of(each) for each in (*staying, *coming)])[len(staying) + coming.index(worker)]
+
+
+def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:
+    return candidate.slot is not None and candidate.slot in job.slots and job.slots[candidate.slot].is_given_up

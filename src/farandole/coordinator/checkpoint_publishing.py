@@ -1,0 +1,39 @@
+"""Which checkpoints count: a worker asks before it publishes one, and who was cut off is not heard, or told no."""
+
+from __future__ import annotations
+
+from farandole.coordinator.job import Job, Worker
+from farandole.coordinator.transition import Transition
+from farandole.events import CheckpointFailed, CheckpointSaved
+from farandole.messages import CheckpointEnded, MayPublish, PublishAnswer
+
+
+def may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> None:
+    """Answer. Whatever a living member has captured, also before the last regroup, all members have in their past:
+    the source rank was never behind it. So its generation does not matter, only that it is a member now."""
+    refusal = _why_not(transition.job, worker, asked)
+    if not refusal:
+        transition.change(published={**transition.job.published, asked.file: asked.progress})
+        if not asked.file:
+            # From now on there may be one, whether its writer lives to say so or not.
+            transition.change(has_checkpoint=transition.job.saves)
+    transition.tell([worker.name], PublishAnswer(asked.name, refusal))
+
+
+def ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
+    """Tell people."""
+    if message.error:
+        transition.log(CheckpointFailed(worker.name, message.step, message.error))
+    else:
+        transition.log(CheckpointSaved(worker.name, message.step, message.name, message.took_s))
+
+
+def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
+    if not job.is_member(worker.name):
+        return "this worker is no member of the current generation"
+    if not worker.synced:
+        return "this worker has not confirmed that it holds the state"
+    newest = job.published.get(asked.file)
+    if newest is not None and asked.progress < newest:
+        return f"a newer one, of step {newest.step}, is published already"
+    return ""

@@ -1,0 +1,177 @@
+"""The coordinator's one decision: `decide(job, input, now_s)` gives the next job and what to do. Pure.
+
+Each theme has a file. What happens when a worker dies is worker_failure.py, then regroup.py.
+
+    bootstrap.py         the time before generation 1
+    regroup.py           the change from one generation to the next
+    worker_messages.py   messages of workers
+    worker_failure.py    a worker, or an agent with all its workers, is lost
+    slots.py             which slots get a worker
+    slot_backoff.py      slots whose workers fail repeatedly stay empty for a while
+    deferred_restart.py  a replacement is started when the survivors train again
+    spares.py            workers that wait for a loss
+    hosts.py             hosts are added and removed
+    quarantine.py        hosts that are excluded after failures
+    link_failures.py     reports of failed connections
+    link_probes.py       which links are proved to be broken
+    hang_response.py     no worker makes progress any more
+    recovery.py          durations and costs of a regroup
+    completion.py        from the first Finished to the release of all members
+    shutdown.py          from the decision to end the job to the last exit
+
+An input first changes what is known (`_apply_input`); then `_settle` draws the conclusions from what is known now.
+So no rule depends on which input came last, and old, repeated or contradictory ones change nothing.
+"""
+
+from __future__ import annotations
+
+from farandole.coordinator import (
+    bootstrap,
+    completion,
+    deferred_restart,
+    hang_response,
+    hosts,
+    link_failures,
+    quarantine,
+    recovery,
+    regroup,
+    shutdown,
+    slot_backoff,
+    slots,
+    spares,
+    worker_failure,
+    worker_messages,
+)
+from farandole.coordinator.actions import Action
+from farandole.coordinator.inputs import (
+    AgentConnected,
+    AgentLost,
+    AgentTold,
+    DrainRequested,
+    HostsOffered,
+    Input,
+    ScaleRequested,
+    StepsSeen,
+    StepsStalled,
+    StopRequested,
+    Tick,
+    UndrainRequested,
+)
+from farandole.coordinator.job import Job
+from farandole.coordinator.transition import Transition
+from farandole.events import WorkerStacks
+from farandole.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerDying, WorkerExited
+
+
+def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
+    """The job after `input`, and what has to be done, in order. `now_s`: a monotonic clock, in seconds."""
+    if job.ending is not None and job.ending.is_done:
+        return job, []
+    transition = Transition(job, now_s)
+    if job.ending is not None:
+        shutdown.record(transition, input)
+    else:
+        _apply_input(transition, input)
+    _settle(transition)
+    return transition.job, transition.actions
+
+
+def next_deadline(job: Job) -> float | None:
+    """When `decide` wants a Tick if nothing happens before, by the clock of `now_s`; None: never."""
+    if job.ending is not None:
+        return None if job.ending.is_done else job.ending.deadline_s
+    of_regroup = (
+        link_failures.deadline(job),
+        regroup.shortage_deadline(job),
+        regroup.newcomers_deadline(job),
+        regroup.lease_deadline(job),
+    )
+    deadlines = [
+        job.start_deadline_s,
+        *(() if regroup.awaits_exits(job) else of_regroup),
+        quarantine.deadline(job),
+        slot_backoff.deadline(job),
+        job.restart_deferred_until_s,
+        *(worker.kill_at_s for worker in job.workers.values()),
+    ]
+    return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+
+def _apply_input(transition: Transition, input: Input) -> None:
+    match input:
+        case HostsOffered():
+            hosts.hosts_offered(transition, input)
+        case AgentConnected():
+            hosts.agent_connected(transition, input)
+        case AgentLost():
+            worker_failure.agent_lost(transition, input)
+        case AgentTold(agent, message):
+            _agent_told(transition, agent, message)
+        case StopRequested():
+            shutdown.stop_requested(transition, input)
+        case ScaleRequested(size):
+            slots.scale_requested(transition, size)
+        case DrainRequested(host, reason):
+            hosts.drain(transition, host, reason)
+        case UndrainRequested(host):
+            hosts.undrain(transition, host)
+        case StepsStalled():
+            hang_response.steps_stalled(transition, input)
+        case StepsSeen(step):
+            transition.change(steps_seen=max(step, transition.job.steps_seen))
+        case Tick():
+            pass  # Only the time has changed.
+
+
+def _agent_told(transition: Transition, agent: str, message: AgentMessage) -> None:
+    match message:
+        case FromWorker(name, payload):
+            worker = transition.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                worker_messages.handle(transition, worker, payload)
+        case WorkerDying(name):
+            worker = transition.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                worker_failure.worker_dying(transition, worker)
+        case WorkerExited() | SpawnFailed():
+            if isinstance(message, WorkerExited) and message.stacks:
+                transition.log(WorkerStacks(message.worker, message.stacks))
+            worker = transition.job.workers.get(message.worker)
+            if worker is not None and worker.slot.agent == agent:
+                worker_failure.worker_gone(transition, worker, message)
+        case AgentLeaving(reason):
+            hosts.agent_leaves(transition, agent, reason)
+        case _:
+            pass  # An AgentHello comes as AgentConnected, and heartbeats are the shell's business.
+
+
+def _settle(transition: Transition) -> None:
+    if transition.job.ending is None:
+        worker_messages.kill_overdue(transition)
+        quarantine.let_back(transition)
+        slot_backoff.let_back(transition)
+        deferred_restart.end_in_time(transition)
+        hosts.dismiss_idle(transition)
+        recovery.tell_when_over(transition)
+        slots.follow_hosts(transition)
+        slots.fill(transition)
+        spares.warn_of_missing(transition)
+        if transition.job.generation is None:
+            bootstrap.advance(transition)
+        elif transition.job.is_released:
+            completion.advance(transition)
+        elif transition.job.is_elastic:
+            _settle_elastic(transition)
+    if transition.job.ending is None:
+        slots.warn_of_missing(transition)
+    else:
+        shutdown.advance(transition)
+
+
+def _settle_elastic(transition: Transition) -> None:
+    if regroup.awaits_exits(transition.job):
+        return
+    for rule in (regroup.end_if_hopeless, link_failures.judge, completion.release_if_all_finished, regroup.advance):
+        rule(transition)
+        if transition.job.ending is not None or transition.job.is_released:
+            return

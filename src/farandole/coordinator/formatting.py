@@ -1,0 +1,62 @@
+"""The coordinator's sentences for people. Pure; used in log lines and in the reasons why a job ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+from farandole.coordinator.job import Job, Slot, Worker
+
+
+def format_exit(exit_code: int) -> str:
+    """What follows "it" when a process has ended. `exit_code`: negative for a signal, as in subprocess."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+    return f"was killed by {name} (signal {-exit_code})"
+
+
+def listed(names: Iterable[str]) -> str:
+    """ "w0", "w0 and w1", "w0, w1 and w2"; "none" of nothing."""
+    *most, last = [*names] or ["none"]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def slot_name(job: Job, slot: Slot) -> str:
+    """The slot, with its host where there is more than one."""
+    return f"slot {slot.index}" + (f" on {job.agents[slot.agent].host}" if len(job.agents) > 1 else "")
+
+
+def worker_name(job: Job, worker: Worker) -> str:
+    return f"{worker.name} ({slot_name(job, worker.slot)})"
+
+
+def why_not_refilled(job: Job) -> str:
+    """One clause for each reason why the job has fewer workers than it wants."""
+    occupied = {worker.slot for worker in job.workers.values()}
+    empty = [slot for slot, use in job.slots.items() if use.is_open and slot not in occupied]
+    spent = [slot for slot in empty if job.slots[slot].restarts >= job.config.restarts]
+    starting = [worker_name(job, worker) for worker in job.newcomers() if not worker.is_elastic]
+    clauses = []
+    if spent and job.config.on_failure == "slot":
+        names = listed(slot_name(job, slot) for slot in spent)
+        clauses.append(f"the restart budget of {names} is used up (--restarts {job.config.restarts})")
+    if starting:
+        clauses.append(f"{listed(starting)} did not enter the elastic function")
+    banned = [host for host in job.bans if job.is_banned(host)]
+    if banned:
+        clauses.append(f"{listed(banned)} {'is' if len(banned) == 1 else 'are'} out after failures")
+    if job.target < job.config.min_np and not job.config.fills_slots:
+        clauses.append("workers that were asked to leave are not replaced")
+    open_slots = sum(use.is_open for use in job.slots.values())
+    needed = max(job.target, job.config.num_proc if job.generation is None else job.config.min_np)
+    if open_slots < needed:
+        clauses.append(f"the agents offer only {counted(open_slots, 'slot')} for {needed} workers")
+    return "; ".join(clauses) or "no worker took their place"

@@ -1,0 +1,81 @@
+"""Whether anybody gets on, from what agents see of their workers. Pure; server.py keeps one, hang_response.py judges.
+
+A step needs all members: while one of them hangs, each of the others comes to wait for it. So it is enough to watch
+for the moment from which on nothing moves anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from farandole.coordinator.inputs import StepsStalled
+from farandole.coordinator.job import Job
+from farandole.worker_status import LONGEST_BETWEEN_S, Phase, WorkerStatus
+
+_FRESH_S = 1.25 * LONGEST_BETWEEN_S
+
+NOTICE_S = 60.0
+"""Without a step timeout: whoever is waited for so long is named, once in a generation."""
+
+
+class HangDetector:
+    """`step_timeout_s`: how long nothing may move; None: for ever, but a person hears of it."""
+
+    def __init__(self, step_timeout_s: float | None) -> None:
+        self._timeout_s = step_timeout_s
+        self._noticed: object = None  # the generation in which a person has heard of a stall
+        self._seen: dict[str, Mapping[str, WorkerStatus]] = {}  # by agent
+        self._heard_s: dict[str, float] = {}
+        self._state: object = None
+        self._since_s = 0.0
+
+    def record(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
+        """What an agent sees now of all its workers."""
+        self._seen[agent], self._heard_s[agent] = workers, now_s
+
+    def forget(self, agent: str) -> None:
+        self._seen.pop(agent, None)
+        self._heard_s.pop(agent, None)
+
+    def steps(self) -> dict[str, int]:
+        """By worker: how many steps it has decided, when it was seen last."""
+        return {name: each.step for workers in self._seen.values() for name, each in workers.items()}
+
+    def look(self, job: Job, now_s: float) -> StepsStalled | None:
+        """That nothing has moved for too long, if so; then anew after the same time. To be called every now and then.
+
+        Nothing is known, and so nothing is stalled, while some member is not in its elastic function yet, or has not
+        been seen lately.
+        """
+        members = job.survivors()
+        if not members or job.is_released or job.ending is not None:
+            self._state = None
+            return None
+        statuses: dict[str, WorkerStatus] = {}
+        for member in members:
+            agent = member.slot.agent
+            status = self._seen.get(agent, {}).get(member.name)
+            if status is None or not member.is_elastic or now_s - self._heard_s[agent] > _FRESH_S:
+                self._state = None
+                return None
+            statuses[member.name] = status
+        state = (job.number, job.generation, statuses)
+        if state != self._state:
+            self._state, self._since_s = state, now_s
+        stalled_s = now_s - self._since_s
+        if stalled_s < (NOTICE_S if self._timeout_s is None else self._timeout_s):
+            return None
+        own_code = (Phase.USER, Phase.OUTSIDE)
+        waiting = tuple(name for name, status in statuses.items() if status.phase not in own_code)
+        if self._timeout_s is None:
+            if not waiting or self._noticed == job.number:  # long steps are no stall
+                return None
+            self._noticed = job.number
+        self._since_s = now_s
+        return StepsStalled(
+            number=job.number,
+            stalled_s=stalled_s,
+            step=max(status.step for status in statuses.values()),
+            in_own_code=tuple(name for name, status in statuses.items() if status.phase in own_code),
+            waiting=waiting,
+        )

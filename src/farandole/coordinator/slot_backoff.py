@@ -1,0 +1,60 @@
+"""Slots whose workers fail repeatedly stay empty for a while (backoff): a broken device must not cost the others a
+regroup every few seconds. Pure.
+
+A healthy worker is replaced at once, however often: one that lived for HEALTHY_S inside its elastic function, or that
+held the state and was killed by SIGKILL, which no code of its own does. The first one that is not is replaced at once,
+too; from the second one in a row on its slot stays empty for FIRST_S, then for twice as long with each further one, up
+to LONGEST_S.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from farandole.coordinator.job import Job, Worker
+from farandole.coordinator.transition import Transition
+from farandole.events import SlotBackoff
+
+HEALTHY_S = 1.0
+FIRST_S = 1.0
+LONGEST_S = 60.0
+
+
+def pause_s(failures: int) -> float:
+    """How long a slot stays empty after so many failures in a row."""
+    return 0.0 if failures < 2 else min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 2, 30))
+
+
+def worker_lost(transition: Transition, worker: Worker, exit_code: int | None) -> None:
+    """The slot's worker is gone, and nobody asked it to go. What its host did is not the slot's fault."""
+    job, slot = transition.job, worker.slot
+    use = job.slots.get(slot)
+    if use is None or not use.is_open or not job.agents[slot.agent].is_connected:
+        return
+    if _was_healthy(worker, exit_code, transition.now_s):
+        transition.change_slot(slot, failures=0)
+        return
+    failures = use.failures + 1
+    transition.change_slot(slot, failures=failures)
+    if (pause := pause_s(failures)) and use.restarts < job.config.restarts:
+        transition.change_slot(slot, backoff_until_s=transition.now_s + pause)
+        transition.log(SlotBackoff(slot.index, job.host(slot), failures, pause))
+
+
+def _was_healthy(worker: Worker, exit_code: int | None, now_s: float) -> bool:
+    if worker.elastic_s is None:
+        return False
+    was_killed = exit_code == -signal.SIGKILL and not worker.killed_for
+    return now_s - worker.elastic_s >= HEALTHY_S or (was_killed and worker.synced > 0)
+
+
+def let_back(transition: Transition) -> None:
+    """Slots whose time is over may be filled again."""
+    for slot, use in transition.job.slots.items():
+        if use.backoff_until_s is not None and transition.now_s >= use.backoff_until_s:
+            transition.change_slot(slot, backoff_until_s=None)
+
+
+def deadline(job: Job) -> float | None:
+    """When the next slot may be filled again."""
+    return min((use.backoff_until_s for use in job.slots.values() if use.backoff_until_s is not None), default=None)

@@ -1,0 +1,77 @@
+"""One decision in the making: the job so far, and what has to be done about it. Lives inside one `decide`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from farandole.coordinator.actions import Action, Log, SendAgent
+from farandole.coordinator.job import Ending, Job, Slot
+from farandole.events import Event, JobEnds
+from farandole.messages import Kill, Stop, TellWorkers, ToAgent, ToWorker
+
+# After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
+REAP_S = 5.0
+
+
+class Transition:
+    """Rules read `job`, replace what changes, and append to `actions`. Nothing else is ever touched."""
+
+    def __init__(self, job: Job, now_s: float) -> None:
+        self.job = job
+        self.now_s = now_s
+        self.actions: list[Action] = []
+
+    def change(self, **fields: Any) -> None:
+        """Replace fields of the job."""
+        self.job = replace(self.job, **fields)
+
+    def change_worker(self, name: str, **fields: Any) -> None:
+        """Replace fields of one worker."""
+        self.change(workers={**self.job.workers, name: replace(self.job.workers[name], **fields)})
+
+    def change_slot(self, slot: Slot, **fields: Any) -> None:
+        """Replace fields of one slot's use."""
+        self.change(slots={**self.job.slots, slot: replace(self.job.slots[slot], **fields)})
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These workers' processes are gone."""
+        gone = frozenset(names)
+        self.change(workers={name: worker for name, worker in self.job.workers.items() if name not in gone})
+
+    def send(self, agent: str, message: ToAgent) -> None:
+        self.actions.append(SendAgent(agent, message))
+
+    def tell(self, names: Iterable[str], message: ToWorker) -> None:
+        """Say the same to several workers, in one message for each agent."""
+        by_agent: defaultdict[str, list[str]] = defaultdict(list)
+        for name in names:
+            by_agent[self.job.workers[name].slot.agent].append(name)
+        for agent, workers in by_agent.items():
+            self.send(agent, TellWorkers(tuple(workers), message))
+
+    def kill(self, name: str, grace_s: float, reason: str, dumps_stacks: bool = False) -> None:
+        """Have a worker's process ended; its exit is reported like any other, with `dumps_stacks` also where its
+        threads were."""
+        self.send(self.job.workers[name].slot.agent, Kill(name, grace_s, reason, dumps_stacks))
+        self.change_worker(name, killed_for=reason, kill_at_s=None)
+
+    def log(self, event: Event) -> None:
+        self.actions.append(Log(event))
+
+    def end(self, exit_code: int, reason: str, grace_s: float | None = None, dumps_stacks: bool = False) -> None:
+        """End the job: stop what still runs; `shutdown.py` waits for the exits. The first reason counts."""
+        if self.job.ending is not None:
+            return
+        grace_s = self.job.config.grace_s if grace_s is None else grace_s
+        self.log(JobEnds(exit_code, reason))
+        self.change(ending=Ending(exit_code, reason, self.now_s + grace_s + REAP_S))
+        listening = [name for name, worker in self.job.workers.items() if worker.address]
+        emergency_writer = self.job.emergency_writer() if self.job.saves else None
+        self.tell((name for name in listening if name != emergency_writer), Stop(reason))
+        if emergency_writer is not None:
+            self.tell([emergency_writer], Stop(reason, saves=True))
+        for name in self.job.workers:
+            self.kill(name, grace_s, "the job ends", dumps_stacks)

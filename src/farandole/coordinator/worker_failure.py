@@ -1,0 +1,217 @@
+"""What happens when a worker dies, or an agent with all its workers. Then regroup.py makes a generation.
+
+before generation 1   killed by a signal: replaced, or its host is out; anything else ends the job
+a static script       exit code 0: one worker is done; anything else ends the job
+an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
+                      others: replaced, or they had left anyway;
+                      with --on-failure host the whole host is out (quarantine.py), in the same regroup
+after the release     exit code 0: done; anything else is reported and makes the job fail
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from farandole.coordinator import formatting, quarantine, recovery, regroup, slot_backoff, slots
+from farandole.coordinator.inputs import AgentLost
+from farandole.coordinator.job import Job, Loss, LostMember, Worker
+from farandole.coordinator.transition import Transition
+from farandole.events import AgentWasLost, WorkerEnded, WorkerLost
+from farandole.messages import SpawnFailed, WorkerExited
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """A worker whose process is gone. `how` follows "it"; no exit code: not started, or agent lost. `noticed` and
+    `silent_s`: as in LostMember."""
+
+    worker: Worker
+    how: str
+    exit_code: int | None = None
+    last_lines: tuple[str, ...] = ()
+    noticed: str = "its exit"
+    silent_s: float = 0.0
+
+    def sentence(self, job: Job) -> str:
+        raised = f", having raised {self.worker.raised}" if self.worker.raised else ""
+        return f"{formatting.worker_name(job, self.worker)} {self.how}{raised}"
+
+
+def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | SpawnFailed) -> None:
+    """One process is gone and reaped."""
+    if isinstance(message, SpawnFailed):
+        gone = ExitRecord(worker, f"could not be started: {message.error}")
+    else:
+        how = formatting.format_exit(message.exit_code)
+        gone = ExitRecord(worker, _with_reason(worker, how), message.exit_code, message.last_lines)
+    _gone(transition, [gone])
+
+
+def worker_dying(transition: Transition, worker: Worker) -> None:
+    """It will do nothing any more, though its exit is not known yet: members need not wait for that. What is said of
+    the loss, and what it costs, is decided at the exit."""
+    job = transition.job
+    is_needed = job.is_elastic and not job.is_released and job.is_member(worker.name)
+    if not is_needed or worker.has_left or worker.is_dying or job.config.on_failure == "host":
+        return
+    transition.change_worker(worker.name, is_dying=True)
+    loss = Loss(ExitRecord(worker, _with_reason(worker, "is dying")).sentence(job), worker.raised, worker.name)
+    transition.change(losses=(*transition.job.losses, loss))
+    recovery.record_lost_member(transition, LostMember(worker.name, "the end of its main thread"))
+    if worker.raised:
+        transition.change_slot(worker.slot, is_held_back=True)
+    regroup.abort(transition, loss.sentence)
+
+
+def _with_reason(worker: Worker, how: str) -> str:
+    return f"was stopped because {worker.killed_for}, and {how}" if worker.killed_for else how
+
+
+def agent_lost(transition: Transition, input: AgentLost) -> None:
+    """All workers of the agent are lost at once, in one regroup; their slots are gone with it."""
+    agent = transition.job.agents.get(input.agent)
+    if agent is None or not agent.is_connected:
+        return
+    transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_connected=False)})
+    if input.lease_end_s is not None:
+        transition.change(lease_end_s=max(input.lease_end_s, transition.job.lease_end_s or input.lease_end_s))
+    for slot in [slot for slot in transition.job.slots if slot.agent == agent.name]:
+        slots.close(transition, slot)
+        transition.change_slot(slot, is_given_up=False)
+    workers = [worker for worker in transition.job.workers.values() if worker.slot.agent == agent.name]
+    transition.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
+    how, noticed = f"was lost with agent {agent.name}", f"the silence of agent {agent.name}"
+    _gone(transition, [ExitRecord(worker, how, noticed=noticed, silent_s=input.silent_s) for worker in workers])
+    if not (transition.job.may_get_slots() or any(agent.is_connected for agent in transition.job.agents.values())):
+        transition.end(1, f"Agent {agent.name} was the last one and is lost: {input.reason}.")
+
+
+def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
+    transition.forget(one.worker.name for one in gone)
+    unexpected = []
+    for one in gone:
+        # A worker that left, or that was stopped before it became a member, ends as it likes.
+        was_member = transition.job.is_member(one.worker.name) or one.worker.is_dying
+        expected = one.worker.has_left or (one.worker.killed_for and not was_member)
+        if expected:
+            transition.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
+        else:
+            unexpected.append(one)
+            slot_backoff.worker_lost(transition, one.worker, one.exit_code)
+    if transition.job.generation is None:
+        _before_generation_1(transition, unexpected)
+    elif transition.job.is_released:
+        _after_release(transition, unexpected)
+    elif transition.job.is_elastic:
+        _elastic(transition, unexpected)
+    else:
+        _static(transition, unexpected)
+
+
+def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
+    losses = []
+    for one in gone:
+        _log_loss(transition, one)
+        if one.worker.is_dying:
+            _say_how(transition, one)
+        elif transition.job.is_member(one.worker.name):
+            losses.append(Loss(one.sentence(transition.job), one.worker.raised))
+            if one.worker.raised:
+                # If all raise the same, nobody is restarted: wait for the others to prove well (regroup.py).
+                transition.change_slot(one.worker.slot, is_held_back=True)
+    stopped = _take_hosts_out(transition, gone)
+    if losses or stopped:
+        transition.change(losses=(*transition.job.losses, *losses))
+        reasons = [*(loss.sentence for loss in losses), *stopped]
+        regroup.abort(transition, "; ".join(reasons))
+
+
+def _say_how(transition: Transition, one: ExitRecord) -> None:
+    """Its loss, if it counts still, was noted when it was dying; now more is known of it."""
+    told = [
+        replace(loss, sentence=one.sentence(transition.job), dying=None) if loss.dying == one.worker.name else loss
+        for loss in transition.job.losses
+    ]
+    transition.change(losses=tuple(told))
+
+
+def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]:
+    """One sentence for each host that is out now and had more members than those that are gone."""
+    if transition.job.config.on_failure != "host":
+        return []
+    stopped = {
+        host: quarantine.take_out(transition, host)
+        for host in {transition.job.host_of(one.worker): None for one in gone}
+    }
+    return [f"{formatting.listed(names)} on {host} had to go with it" for host, names in stopped.items() if names]
+
+
+def _static(transition: Transition, gone: list[ExitRecord]) -> None:
+    for one in gone:
+        if not transition.job.is_member(one.worker.name):
+            _log_loss(transition, one)
+        elif one.exit_code == 0:
+            _log_end(transition, one)
+            transition.change_slot(one.worker.slot, is_held_back=True)
+        else:
+            _log_loss(transition, one, may_be_replaced=False)
+            code = one.exit_code if one.exit_code and one.exit_code > 0 else 1
+            transition.end(
+                code,
+                f"{one.sentence(transition.job)}. No worker had entered an elastic function, so the "
+                "others cannot go on without it: wrap the training in an elastic function to survive this.",
+            )
+    if not transition.job.survivors():
+        transition.end(0, "All workers exited with code 0.")
+
+
+def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None:
+    for one in gone:
+        sentence, called = one.sentence(transition.job), one.worker.address is not None
+        if one.exit_code == 0 and not called:
+            _log_end(transition, one)
+            transition.change_slot(one.worker.slot, is_held_back=True)
+            transition.change(plain_exits=(*transition.job.plain_exits, one.worker.name))
+            continue
+        # What fails by itself at the start is not started again; what was killed is.
+        _log_loss(transition, one, may_be_replaced=one.exit_code is not None and one.exit_code < 0)
+        when = "while it waited in init() for the other workers" if called else "before it called init()"
+        if one.exit_code is not None and one.exit_code >= 0:
+            transition.end(one.exit_code or 1, f"{sentence} {when}; a start that fails is not repeated.")
+        elif one.exit_code is None and transition.job.agents[one.worker.slot.agent].is_connected:
+            transition.end(1, f"{sentence}.")
+        elif transition.job.config.on_failure == "host":
+            _take_hosts_out(transition, [one])
+        elif one.exit_code is not None and slots.restarts_left(transition.job, one.worker.slot) == 0:
+            transition.end(
+                1,
+                f"{sentence} {when}, and its slot's restart budget is used up "
+                f"(--restarts {transition.job.config.restarts}).",
+            )
+
+
+def _after_release(transition: Transition, gone: list[ExitRecord]) -> None:
+    for one in gone:
+        if one.worker.is_dying:
+            _log_loss(transition, one, may_be_replaced=False)
+        elif one.exit_code == 0 or not transition.job.is_member(one.worker.name):
+            _log_end(transition, one)
+        else:
+            _log_loss(transition, one, may_be_replaced=False)
+            transition.change(losses=(*transition.job.losses, Loss(one.sentence(transition.job), one.worker.raised)))
+
+
+def _log_loss(transition: Transition, one: ExitRecord, may_be_replaced: bool = True) -> None:
+    worker = one.worker
+    is_agent_there = transition.job.agents[worker.slot.agent].is_connected  # else its slot is gone, too
+    budget_counts = transition.job.config.on_failure == "slot" and is_agent_there and may_be_replaced
+    left = slots.restarts_left(transition.job, worker.slot) if budget_counts else None
+    transition.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
+    if worker.is_dying or transition.job.is_member(worker.name):
+        recovery.record_lost_member(
+            transition, LostMember(worker.name, one.noticed, one.silent_s, one.how, one.last_lines)
+        )
+
+
+def _log_end(transition: Transition, one: ExitRecord) -> None:
+    transition.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))

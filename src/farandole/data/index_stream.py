@@ -1,0 +1,121 @@
+"""Which samples to fetch next: an endless batch sampler that the loader may send elsewhere at any time.
+
+The position to fetch from runs ahead of the cursor as far as the prefetching likes; nothing that is saved or
+compared depends on it. Between two restarts one place and one world hold; `restart_id` numbers them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from farandole.data.orders.order import Lookup
+from farandole.data.partition import Layout, batches, delivered, make_global_batch
+from farandole.state.global_batch import Batch, GlobalBatch
+
+# Positions looked up in one call: few at first, for the next batch after a regroup waits for them; then more and
+# more, because a call takes about as long as 10,000 positions however few there are.
+_FIRST_BLOCK, _LARGEST_BLOCK = 1024, 32_768
+
+
+class IndexedBatch(msgspec.Struct, frozen=True):
+    """One batch on its way: `restart_id` numbers the restart it belongs to, `indices` are the samples to fetch."""
+
+    restart_id: int
+    batch: Batch
+    indices: list[int]
+
+
+class IndexStream:
+    """Yields the indices of one batch after the other, over the ends of epochs, for ever.
+
+    restart_id  number of the last restart
+    on_way      what was yielded and not yet taken by the loader, in order
+    """
+
+    def __init__(self, layout: Layout, order: Lookup) -> None:
+        self.restart_id = 0
+        self.on_way: deque[IndexedBatch] = deque()
+        self._layout, self._order = layout, order
+        self._rank, self._world = 0, 1
+        self._epoch, self._position = 0, 0
+        self._block = _FIRST_BLOCK
+        self._is_trial = False
+
+    def try_out(self) -> None:
+        """Until restart(), yield one sample at a time, which is enough for the loader workers to initialize."""
+        self._is_trial = True
+
+    def restart(self, layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> None:
+        """Continue at (epoch, cursor). Batches on their way belong to an earlier restart from now on."""
+        self.restart_id += 1
+        self._layout = layout
+        self._epoch, self._position = epoch, cursor
+        self._rank, self._world = rank, world
+        self._block = _FIRST_BLOCK
+        self._is_trial = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            for indexed in self._next_block():
+                if indexed.restart_id != self.restart_id:
+                    break
+                self.on_way.append(indexed)
+                yield indexed.indices[:1] if self._is_trial else indexed.indices
+
+    def _next_block(self) -> Iterator[IndexedBatch]:
+        """Whole global batches with about _block samples for this rank, all begun in one epoch."""
+        layout = self._layout
+        while self._position >= layout.end:
+            self._epoch, self._position = self._epoch + 1, layout.next_epoch(self._position)
+        epoch, begin = self._epoch, self._position
+        smallest, largest = layout.global_batch_size // self._world, -(-layout.global_batch_size // self._world)
+        count = max(1, self._block // largest)
+        self._block = min(2 * self._block, _LARGEST_BLOCK)
+        alike = min(count, (layout.end - begin) // layout.global_batch_size)
+        if alike and layout.min_local_batch <= smallest and largest <= (layout.max_local_batch or largest):
+            self._position = begin + alike * layout.global_batch_size
+            return self._full_batches(epoch, begin, alike)
+        block: list[Batch] = []
+        while len(block) < count and self._position < layout.end:
+            global_batch = make_global_batch(layout, epoch, self._position, self._rank, self._world)
+            block += batches(global_batch, layout.min_local_batch)
+            self._position = global_batch.stop
+        return self._any_batches(epoch, block)
+
+    def _full_batches(self, epoch: int, begin: int, count: int) -> Iterator[IndexedBatch]:
+        """As _any_batches, for global batches which each rank has one micro-batch of: nearly all there are. Their
+        local batches are equally long and equally far apart, so that nothing but the global batches is made one by
+        one."""
+        restart_id, size, micro_batches = self.restart_id, self._layout.global_batch_size, 1
+        first = make_global_batch(self._layout, epoch, begin, self._rank, self._world)
+        low, high = first.low - begin, first.high - begin
+        starts = np.arange(begin, begin + count * size, size)
+        positions = (starts[:, None] + np.arange(low, high)).ravel()
+        rows = self._look_up(epoch, positions).reshape(count, high - low)
+        for start, row in zip(starts.tolist(), rows, strict=True):
+            global_batch = GlobalBatch(epoch, start, start + size, start + low, start + high, micro_batches)
+            yield IndexedBatch(restart_id, Batch(global_batch, start + low, start + high), row.tolist())
+
+    def _any_batches(self, epoch: int, block: list[Batch]) -> Iterator[IndexedBatch]:
+        ranges = [delivered(batch, self._layout.min_local_batch) for batch in block]
+        positions = np.concatenate([np.arange(low, high) for low, high in ranges])
+        indices: list[int] = self._look_up(epoch, positions).tolist()
+        restart_id, end = self.restart_id, 0
+        for batch, (low, high) in zip(block, ranges, strict=True):
+            begin, end = end, end + high - low
+            yield IndexedBatch(restart_id, batch, indices[begin:end])
+
+    def _look_up(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._layout.tail != "carry":
+            return self._order(epoch, positions)
+        size = self._layout.size
+        beyond = positions >= size  # of the next epoch: a global batch over the border
+        samples = np.empty_like(positions)
+        samples[~beyond] = self._order(epoch, positions[~beyond])
+        samples[beyond] = self._order(epoch + 1, positions[beyond] - size)
+        return samples

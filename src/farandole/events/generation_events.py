@@ -1,0 +1,160 @@
+"""Generations: why a new one comes, how it starts, and what that took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from farandole.events.base import Event, Level, count
+
+
+@dataclass(frozen=True)
+class RegroupBegan(Event):
+    """A fault ended the running generation; `number` is the one that comes next."""
+
+    number: int
+    reason: str
+    survivors: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        who = ", ".join(self.survivors) or "nobody"
+        return f"regrouping for generation {self.number} with {who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ChangePlanned(Event):
+    """Members were asked to move to generation `number` at their next boundary."""
+
+    number: int
+    reason: str
+
+    def line(self) -> str:
+        return f"generation {self.number} is planned: {self.reason}"
+
+
+@dataclass(frozen=True)
+class TooFewWorkers(Event):
+    """Survivors wait, ready to go on, until enough others have come."""
+
+    number: int
+    present: int
+    min_np: int
+    timeout_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"generation {self.number} needs {count(self.min_np, 'worker')} and has {self.present}; "
+            f"waiting for up to {self.timeout_s:g} s (--elastic-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class GenerationStarted(Event):
+    """`workers` by rank. `regroup_s`: from the fault or the plan to START; 0 for the first generation."""
+
+    number: int
+    workers: tuple[str, ...]
+    bootstrap: bool
+    regroup_s: float
+
+    def line(self) -> str:
+        after = f" after {1000 * self.regroup_s:.0f} ms" if self.regroup_s else ""
+        who = f"{count(len(self.workers), 'worker')}: {', '.join(self.workers)}"
+        return f"generation {self.number} starts{after} with {who}"
+
+
+@dataclass(frozen=True)
+class TransportChosen(Event):
+    """`way` says how, to a person; generations that follow have the same unless they say so."""
+
+    number: int
+    way: str
+
+    def line(self) -> str:
+        return f"in generation {self.number} tensors move {self.way}"
+
+
+@dataclass(frozen=True)
+class LinksDistrusted(Event):
+    """Connections between living workers kept failing, or were proved to be broken; these workers are stopped to get
+    rid of them."""
+
+    number: int
+    links: tuple[str, ...]
+    workers: tuple[str, ...]
+    is_proved: bool = False
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        what = "between living workers are broken" if self.is_proved else "failed again"
+        return (
+            f"connections {what} in generation {self.number} ({', '.join(self.links)}); "
+            f"stopping {', '.join(self.workers)}"
+        )
+
+
+@dataclass(frozen=True)
+class Recovered(Event):
+    """All members have applied a step again, after a fault or a planned change; what that took. Milliseconds, one
+    after the other; those after START are of `slowest`, the member that took longest.
+
+    lost           members that were lost, and how they ended; `last_lines` of their stderr
+    noticed        by what the coordinator knew. When a worker really died nobody knows: the time begins with that
+    silent_ms      for how long a host had been silent by then
+    ready_ms       until all members were quiescent and START was said
+    connected_ms   until the data connections stood
+    synced_ms      until the state was everybody's
+    first_step_ms  until a step was applied
+    steps_redone, samples_redone  begun before, and done again; under the commit rule those since the commit
+    counts         what progress is counted in, as in FirstStep (messages.py)
+    began_at       so many of them there were when training went on
+    lost_at        no worker that held the state was left, and so many there were at least: training went on from a
+                   checkpoint. None: somebody held it
+    """
+
+    number: int
+    is_planned: bool
+    reason: str
+    lost: tuple[str, ...]
+    noticed: tuple[str, ...]
+    last_lines: tuple[str, ...]
+    total_ms: float
+    silent_ms: float
+    ready_ms: float
+    connected_ms: float
+    synced_ms: float
+    first_step_ms: float
+    slowest: str
+    steps_redone: int
+    samples_redone: int
+    counts: Literal["step", "commit"] = "step"
+    began_at: int = 0
+    lost_at: int | None = None
+
+    def line(self) -> str:
+        what = f"from the loss of {', '.join(self.lost)}" if self.lost else f"({self.reason})"
+        verb = "changed" if self.is_planned and not self.lost else "recovered"
+        phases = [
+            *([f"noticed by {' and '.join(self.noticed)}"] if self.noticed else []),
+            *([f"silent {self.silent_ms:.0f}"] if self.silent_ms else []),
+            f"ready {self.ready_ms:.0f}",
+            f"connected {self.connected_ms:.0f}",
+            f"synced {self.synced_ms:.0f}",
+            f"first step {self.first_step_ms:.0f}",
+        ]
+        back = f"; {self._how_far_back()}" if self._how_far_back() else ""
+        return f"{verb} in {self.total_ms:.0f} ms {what}: {', '.join(phases)}{back}; slowest {self.slowest}"
+
+    def _how_far_back(self) -> str:
+        if self.lost_at is not None:
+            # Steps are seen now and then only: the last that was seen may be older than the checkpoint.
+            lost_at = f" from {self.counts} {self.lost_at} or later" if self.lost_at > self.began_at else ""
+            return f"went back{lost_at} to the checkpoint at {self.counts} {self.began_at}"
+        redone = count(self.steps_redone, "step")
+        if self.counts == "step" or not self.steps_redone:
+            return f"{redone} redone" if self.steps_redone else ""
+        if not self.began_at:
+            return f"went back {redone} to the beginning, since nothing was committed"
+        return f"went back {redone} to commit {self.began_at}"

@@ -1,0 +1,250 @@
+"""Workers, from their start to their end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from farandole.events.base import Event, Level, count
+
+
+@dataclass(frozen=True)
+class WorkerSpawned(Event):
+    """`restart` is 0 for the first worker of a slot."""
+
+    worker: str
+    slot: int
+    host: str
+    restart: int
+    restarts: int
+
+    def line(self) -> str:
+        again = f", restart {self.restart} of {self.restarts}" if self.restart else ""
+        return f"starting {self.worker} in slot {self.slot} on {self.host}{again}"
+
+
+@dataclass(frozen=True)
+class ForkServerReady(Event):
+    """From now on workers are forked by this process."""
+
+    pid: int
+
+    def line(self) -> str:
+        return f"the fork server (process {self.pid}) is ready"
+
+
+@dataclass(frozen=True)
+class ForkServerLost(Event):
+    """Workers are started in the plain way until there is another one."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the fork server is lost ({self.reason}); workers are started without it"
+
+
+@dataclass(frozen=True)
+class SpareWaits(Event):
+    """A worker has come as far as its elastic function, and is admitted when a member is lost."""
+
+    worker: str
+    slot: int
+    host: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) waits as a spare on {self.host}"
+
+
+@dataclass(frozen=True)
+class SparesMissing(Event):
+    """There are no slots for some of the spares that were asked for."""
+
+    spares: int
+    missing: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        asked = f"{count(self.spares, 'spare')} (--spares)"
+        return f"of {asked} {self.missing} cannot be started: the hosts have no more slots"
+
+
+@dataclass(frozen=True)
+class SlotsMissing(Event):
+    """The hosts have fewer slots than the job wants workers. `ends_in_s`: until the start is given up; None once there
+    is a generation, where those that are there go on."""
+
+    missing: int
+    wanted: int
+    ends_in_s: float | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        there = self.wanted - self.missing
+        said = f"waiting for {count(self.missing, 'more slot')} ({there} of {self.wanted} are there)"
+        return said if self.ends_in_s is None else f"{said}; the job ends in {self.ends_in_s:.0f} s (--start-timeout)"
+
+
+@dataclass(frozen=True)
+class SlotBackoff(Event):
+    """`failures` workers in a row failed soon after their start: no other one is started there for `pause_s`."""
+
+    slot: int
+    host: str
+    failures: int
+    pause_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"slot {self.slot} on {self.host} is in backoff for {self.pause_s:g} s: {self.failures} workers in a row "
+            "failed there soon after their start"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    """`last_lines` is the end of the worker's stderr, as far as its agent had it. `restarts_left` of its slot; None
+    where no budget counts, because a lost worker costs its host."""
+
+    worker: str
+    slot: int
+    how: str
+    restarts_left: int | None
+    last_lines: tuple[str, ...] = ()
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        left = "" if self.restarts_left is None else f"; {count(self.restarts_left, 'restart')} left for its slot"
+        return f"lost {self.worker} (slot {self.slot}): it {self.how}{left}"
+
+
+@dataclass(frozen=True)
+class WorkerEnded(Event):
+    """The end of a worker that nobody waits for: it finished, or it left, or it was not needed."""
+
+    worker: str
+    slot: int
+    how: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) {self.how}"
+
+
+@dataclass(frozen=True)
+class WorkerLeaves(Event):
+    worker: str
+    slot: int
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) was asked to leave and does so at the next boundary"
+
+
+@dataclass(frozen=True)
+class UserCodeFailed(Event):
+    worker: str
+    summary: str
+    traceback: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} raised {self.summary}\n{self.traceback}".rstrip()
+
+
+@dataclass(frozen=True)
+class StallNoticed(Event):
+    """Nothing has moved for long, and there is no step timeout: nothing is done about it."""
+
+    step: int
+    in_own_code: tuple[str, ...]
+    waiting: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        hung = f"{', '.join(self.in_own_code)} in their own code" if self.in_own_code else "nobody in its own code"
+        return (
+            f"no step for {self.stalled_s:.0f} s after step {self.step}: {hung}, {', '.join(self.waiting)} waiting; "
+            "with --step-timeout S whoever hangs is stopped after S seconds"
+        )
+
+
+@dataclass(frozen=True)
+class WorkersHung(Event):
+    """These have come no further since `step` while all others wait for them; they are stopped."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        who = ", ".join(self.workers)
+        return f"{who} held all others up at step {self.step} for {self.stalled_s:.0f} s (--step-timeout): stopped"
+
+
+@dataclass(frozen=True)
+class WorkerStacks(Event):
+    """Where the threads of a worker were that was stopped for coming no further."""
+
+    worker: str
+    stacks: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the threads of {self.worker} when it was stopped:\n{_main_first(self.stacks)}".rstrip()
+
+
+def _main_first(stacks: str) -> str:
+    """People look for the script first. faulthandler writes the newest thread first, and so the main thread last."""
+    *others, main = stacks.rstrip().split("\n\n")
+    _, *frames = main.split("\n")
+    return "\n\n".join(["\n".join(["The main thread (most recent call first):", *frames]), *others])
+
+
+@dataclass(frozen=True)
+class CollectiveStalled(Event):
+    """All members wait for each other since `step`: something between them is broken, or they do different things."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"all {count(len(self.workers), 'worker')} have waited for each other at step {self.step} for "
+            f"{self.stalled_s:.0f} s (--step-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class StatesDiverged(Event):
+    """These workers had another state than `source` after `step` steps. `name`: the first parameter, buffer or other
+    tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
+
+    step: int
+    name: str
+    objects: int
+    workers: tuple[str, ...]
+    source: str
+    is_fatal: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        more = f" and {count(self.objects - 1, 'more tensor')}" if self.objects > 1 else ""
+        who = ", ".join(self.workers)
+        done = "the job ends" if self.is_fatal else f"{who} copied the state of {self.source}"
+        return f"the states of workers differed at step {self.step}: {self.name}{more} of {who}; {done}"
+
+
+@dataclass(frozen=True)
+class StoppedWorkerKilled(Event):
+    """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed for it."""
+
+    worker: str
+    budget_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} was stopped by a signal for {self.budget_s:g} s; it is killed"

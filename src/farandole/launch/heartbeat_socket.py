@@ -1,0 +1,42 @@
+"""An agent's heartbeats as datagrams, beside its connection. Used by agent.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from farandole.authentication import Role
+from farandole.heartbeat_datagram import HeartbeatSeal
+from farandole.membership import Address
+
+
+class HeartbeatSocket(asyncio.DatagramProtocol):
+    """`on_heartbeat(sequence, heard)` gets each valid heartbeat of the coordinator. Open from `open` to `close`."""
+
+    def __init__(self, token: bytes, heartbeat_id: bytes, on_heartbeat: Callable[[int, int], object]) -> None:
+        self._seal, self._on_heartbeat = HeartbeatSeal(token, heartbeat_id, Role.DIALER), on_heartbeat
+        self._transport: asyncio.DatagramTransport | None = None
+
+    async def open(self, to: Address) -> None:
+        """Raises OSError when the system has no socket."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(to.host, to.port))
+
+    def send(self, sequence: int, heard: int) -> None:
+        """As datagrams are, perhaps in vain."""
+        if self._transport is not None:
+            with contextlib.suppress(OSError):
+                self._transport.sendto(self._seal.seal(sequence, heard))
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        if (heartbeat := self._seal.open(data)) is not None:
+            self._on_heartbeat(*heartbeat)
+
+    def error_received(self, exc: Exception) -> None:
+        """A coordinator that is not reached is silent; that is judged elsewhere."""

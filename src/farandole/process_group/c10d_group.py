@@ -1,0 +1,320 @@
+"""The process group that c10d and all that is built upon it sees; its methods have c10d's names. registration.py makes
+them, memory of tensors and errors are the business of reducing.py and moving.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed import ProcessGroup, ReduceOp
+
+from farandole.collectives.tensor_bytes import byte_view
+from farandole.collectives.transport import Transport
+from farandole.errors import RecoverableError
+from farandole.process_group import c10d_data_movement, c10d_failures, c10d_reductions
+from farandole.process_group.c10d_members import Members, alone_in
+from farandole.process_group.memory import as_bytes, contiguous, require_cpu
+from farandole.process_group.works import Done, Receiving
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName  # a NewType of str, only since torch 2.10
+
+BACKEND = "farandole"
+
+Tensors = Sequence[torch.Tensor]
+
+
+class FarandoleGroup(ProcessGroup):
+    """A group whose members may change: rank and size are asked for at each call.
+
+    An operation is carried out when it is called, in the calling thread, in the order of the calls, which is the same
+    on all ranks. It raises RecoverableError (PeerLost, GenerationEnded) when another worker was lost, and so does every
+    later one of that generation; what it writes into is undefined then. CollectiveMismatch: ranks disagree.
+    """
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members.rank, members.size)  # type: ignore[call-arg]  # the stub lacks this form
+        self.members = members
+        self._name, self._description = "", "undefined"
+        self._operations = 0
+
+    # Who and what --------------------------------------------------------------------------------------------
+    # C++ asks by the names in mixed case, Python by the others.
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.members.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.members.size
+
+    def rank(self) -> int:
+        return self.members.rank
+
+    def size(self) -> int:
+        return self.members.size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def name(self) -> str:
+        return BACKEND
+
+    def _get_backend_name(self) -> str:
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    @property
+    def group_name(self) -> GroupName:
+        return cast("GroupName", self._name)
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> FarandoleGroup:  # type: ignore[override]
+        """There is nothing between a group and its transport."""
+        return self
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __repr__(self) -> str:
+        return f"<FarandoleGroup {self._name!r} of {self.size()} ranks>"
+
+    # Reductions ----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = ReduceOp.SUM, timeout: Any = None) -> Done:
+        tensors = _several(tensors)
+        return self._do(
+            "all_reduce", tensors, lambda transport: c10d_reductions.all_reduce(transport, tensors, _op(opts))
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = ReduceOp.SUM) -> Done:
+        return self.allreduce(tensors, opts)
+
+    def reduce(
+        self, tensors: Tensors | torch.Tensor, opts: Any = 0, op: Any = ReduceOp.SUM, timeout: Any = None
+    ) -> Done:
+        tensors, root = _several(tensors), _root(opts)
+        kind = getattr(opts, "reduceOp", op)
+        return self._do("reduce", tensors, lambda transport: c10d_reductions.reduce(transport, tensors, kind, root))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = ReduceOp.SUM, timeout: Any = None) -> Done:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+
+        def carry_out(transport: Transport) -> None:
+            for output, each in zip(outputs, inputs, strict=True):
+                c10d_reductions.reduce_scatter(transport, output, each, _op(opts))
+
+        return self._do("reduce_scatter", outputs, carry_out)
+
+    def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = ReduceOp.SUM) -> Done:
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = ReduceOp.SUM) -> Done:
+        def carry_out(transport: Transport) -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                c10d_reductions.reduce_scatter_single(transport, output, whole, _op(opts))
+
+        return self._do("reduce_scatter", outputs, carry_out)
+
+    # Tensors that move ---------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Done:
+        tensors = _several(tensors)
+        return self._do(
+            "broadcast", tensors, lambda transport: c10d_data_movement.broadcast(transport, tensors, _root(opts))
+        )
+
+    def allgather(  # type: ignore[override]  # the stub knows two forms
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> Done:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+
+        def carry_out(transport: Transport) -> None:
+            for each, mine in zip(outputs, inputs, strict=True):
+                c10d_data_movement.all_gather(transport, each, mine)
+
+        return self._do("all_gather", [each for several in outputs for each in several], carry_out)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
+        """`outputs[r][i]` is tensor number i of rank r."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs)
+
+    def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Done:
+        return self.all_gather_single_coalesced([output], [mine])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
+        def carry_out(transport: Transport) -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                c10d_data_movement.all_gather_single(transport, output, mine)
+
+        return self._do("all_gather", outputs, carry_out)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> Done:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = ([outputs] if outputs else []), [inputs]
+
+        def carry_out(transport: Transport) -> None:
+            for number, mine in enumerate(inputs):
+                c10d_data_movement.gather(transport, outputs[number] if outputs else [], mine, _root(opts))
+
+        return self._do("gather", [each for several in outputs for each in several], carry_out)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> Done:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], ([inputs] if inputs else [])
+
+        def carry_out(transport: Transport) -> None:
+            for number, output in enumerate(outputs):
+                c10d_data_movement.scatter(transport, output, inputs[number] if inputs else [], _root(opts))
+
+        return self._do("scatter", outputs, carry_out)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
+        return self._do(
+            "all_to_all", outputs, lambda transport: c10d_data_movement.all_to_all(transport, outputs, inputs)
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Done:
+        def carry_out(transport: Transport) -> None:
+            c10d_data_movement.all_to_all_single(transport, output, whole, output_splits, input_splits)
+
+        return self._do("all_to_all", [output], carry_out)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Done:  # type: ignore[override]
+        return self._do("barrier", [], lambda transport: transport.barrier())
+
+    # From one rank to another --------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Done:
+        """Returns when the message is on its way: the tensor may be changed."""
+        self._operations += 1
+        try:
+            p2p, ranks, group = self.members.p2p("send")
+            for tensor in tensors:
+                p2p.send(ranks[target], _subject(group, tag), byte_view(as_bytes(contiguous(tensor))))
+        except RecoverableError as error:
+            c10d_failures.remember(error)
+            raise
+        return Done(tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Receiving:
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Receiving:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Receiving:
+        if len(tensors) != 1:
+            raise ValueError(f"recv: one tensor at a time, got {len(tensors)}")
+        require_cpu(tensors[0])
+        self._operations += 1
+        p2p, ranks, group = self.members.p2p("recv")
+        expected = p2p.expect(None if source is None else ranks[source], _subject(group, tag))
+        return Receiving(p2p, expected, tensors[0], ranks)
+
+    # Names that c10d had for them before ---------------------------------------------------------------------
+
+    def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Done:
+        return self.all_gather_single(output, mine)
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
+        return self.all_gather_single_coalesced(outputs, inputs)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = ReduceOp.SUM) -> Done:
+        return self.reduce_scatter_single(output, whole, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = ReduceOp.SUM) -> Done:
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Done:
+        return self.all_to_all_single(output, whole, output_splits, input_splits)
+
+    # What c10d asks of groups beside -------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """destroy_process_group()."""
+        self.members.close()
+
+    def abort(self) -> None:
+        """As shutdown(): nothing is on its way between calls."""
+        self.members.close()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Operations have no limit of their own: who is alive is the coordinator's business."""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Operations are carried out one by one all the same."""
+
+    def _end_coalescing(self, device: torch.device) -> Done:
+        return Done()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Operations are counted from 0 without being told."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._operations
+
+    def _do(self, op: str, written: Tensors, carry_out: Callable[[Transport], None]) -> Done:
+        self._operations += 1
+        try:
+            transport = self.members.transport(op)
+            with torch.no_grad(), alone_in(transport, op):
+                carry_out(transport)
+        except RecoverableError as error:
+            c10d_failures.remember(error)
+            raise
+        return Done(written)
+
+
+def _several(tensors: Tensors | torch.Tensor) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _subject(group: bytes, tag: int) -> bytes:
+    """Of messages; those of collectives have 16 bytes of a digest in front."""
+    return b"message " + group + tag.to_bytes(8, "big", signed=True)
+
+
+def _op(opts: Any) -> ReduceOp:
+    """Of the options, or it is one itself: both forms exist."""
+    return getattr(opts, "reduceOp", opts)  # type: ignore[no-any-return]
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts))

@@ -1,0 +1,155 @@
+"""Who is in a group, and how they reach each other. c10d_group.py asks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Protocol
+
+from farandole.collectives import world
+from farandole.collectives.alone import AloneTransport
+from farandole.collectives.p2p.p2p_transport import P2PTransport
+from farandole.collectives.p2p.point_to_point import PointToPoint
+from farandole.collectives.transport import Transport
+from farandole.errors import GroupOutdated, StepError
+
+_EVERYBODYS = bytes(8)
+
+
+_in_everybodys = threading.Lock()
+
+
+@contextmanager
+def alone_in(transport: Transport, op: str) -> Iterator[None]:
+    """While an operation is carried out. Raises StepError where two threads are in operations of the transport of all
+    ranks: which of them is first would not be the same everywhere."""
+    if transport is not world.current().transport:
+        yield  # of a group that has its own messages
+    elif _in_everybodys.acquire(blocking=False):
+        try:
+            yield
+        finally:
+            _in_everybodys.release()
+    else:
+        raise StepError(
+            f"{op}: another thread is in a collective of all ranks at this moment. Make a group for this thread by "
+            f"torch.distributed.new_group(), and use it in this thread only (dcp.async_save(process_group=...))"
+        )
+
+
+class Members(Protocol):
+    """Of one group. `rank` and `size` may change with the generation."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def transport(self, op: str) -> Transport:
+        """For the operation `op`, which is about to begin. Raises what makes it impossible."""
+        ...
+
+    def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
+        """As transport(), for messages: the PointToPoint, the members by their ranks in it, and 8 bytes that tell this
+        group's messages from those of others."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Everybody:
+    """All workers of the current generation, whichever that is."""
+
+    @property
+    def rank(self) -> int:
+        return world.current().placement.rank
+
+    @property
+    def size(self) -> int:
+        return world.current().placement.size
+
+    def transport(self, op: str) -> Transport:
+        world.raise_if_refused(op)
+        return world.current().transport
+
+    def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
+        world.raise_if_refused(op)
+        return _p2p_of(world.current(), op), range(self.size), _EVERYBODYS
+
+    def close(self) -> None:
+        """The world stays: it is fd.shutdown() that leaves it."""
+
+
+class Some:
+    """Some ranks of one generation, or all in another order. With it, they end.
+
+    ranks   the members, in the order of the group
+    A group that another thread than the main one is the first to use is for that thread.
+
+    number  how many groups of the same members were made before in this generation: alike on all of them
+    """
+
+    def __init__(self, ranks: Sequence[int], number: int) -> None:
+        here = world.current()
+        self._world, self._ranks, self._placement = weakref.ref(here), list(ranks), here.placement
+        self._generation = here.id
+        self._digest = blake2b(repr((self._ranks, number)).encode(), digest_size=16).digest()
+        self._transport: Transport | None = None
+        self._is_closed = False
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.index(self._placement.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def transport(self, op: str) -> Transport:
+        here = self._require_own_world(op)
+        if self._transport is None:
+            self._transport = self._connect(here, op)
+        return self._transport
+
+    def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
+        return _p2p_of(self._require_own_world(op), op), self._ranks, self._digest[:8]
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Its generation is over: what is large of that must not live on in a group that somebody has kept."""
+        self._transport = None
+
+    def _connect(self, here: world.World, op: str) -> Transport:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._ranks == list(range(here.placement.size)):
+            return here.transport  # all ranks make the same calls on both, in the same order
+        if len(self._ranks) == 1:
+            return AloneTransport(here.id.number)
+        return P2PTransport(_p2p_of(here, op), self._ranks, self._digest)
+
+    def _require_own_world(self, op: str) -> world.World:
+        world.raise_if_refused(op)
+        here = world.current()
+        if here is not self._world():
+            raise GroupOutdated(
+                f"{op}: this group was made of ranks {self._ranks} in generation {self._generation}, and this is "
+                f"generation {here.id}: who has these ranks now, if anybody, is not the same. Make groups and device "
+                f"meshes anew in a callback of state.register_reset_callbacks(); without a DataLoader of Farandole the "
+                f"elastic function, which is called again, is a place, too"
+            )
+        if self._is_closed:
+            raise GroupOutdated(f"{op}: this group of ranks {self._ranks} was destroyed")
+        return here
+
+
+def _p2p_of(here: world.World, op: str) -> PointToPoint:
+    if here.p2p is None:
+        raise ValueError(f"{op}: this worker is alone, there is nobody to write to")
+    return here.p2p

@@ -1,0 +1,80 @@
+"""A copy of the metadata: made at every boundary, read only when a step is done again or somebody asks for it.
+
+So making it is what has to be fast: tensors are copied into memory that is there already, and where everything else
+cannot change, which is usual, it is kept as it is, and made bytes of when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from farandole.state.packing import Packed
+from farandole.state.parts import pack_metadata
+
+_UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+class MetadataSnapshot:
+    """What the last take() was given, as it was then."""
+
+    def __init__(self) -> None:
+        self._metadata: Mapping[str, Any] | None = None  # not packed yet
+        self._packed = Packed(b"", [])
+        self._sources: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+
+    def take(self, metadata: Mapping[str, Any]) -> None:
+        """Of StepState: its "stateful" and "values" may hold anything, the rest only what they are known to."""
+        if _cannot_change(metadata):
+            self._metadata, tensors = metadata, _buffers(metadata)
+        else:
+            packed = pack_metadata(metadata)
+            self._metadata, tensors = None, packed.tensors
+            self._packed = packed
+        self._copy(tensors)
+
+    def read(self) -> Packed:
+        """The caller must not change it. An empty skeleton: nothing was taken."""
+        if self._metadata is not None:
+            self._packed, self._metadata = pack_metadata(self._metadata), None
+        return Packed(self._packed.skeleton, self._copies)
+
+    def _copy(self, tensors: list[torch.Tensor]) -> None:
+        if not _are_those(tensors, self._sources, self._copies):
+            self._sources = tensors
+            self._copies = [tensor.detach().clone() for tensor in tensors]
+        elif tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, tensors)
+
+
+def _are_those(tensors: list[torch.Tensor], before: list[torch.Tensor], copies: list[torch.Tensor]) -> bool:
+    """Whether they are the tensors that the copies were made of, as nearly always."""
+    return len(tensors) == len(before) and all(
+        tensor is each and tensor.numel() == copy.numel()
+        for tensor, each, copy in zip(tensors, before, copies, strict=True)
+    )
+
+
+def _cannot_change(metadata: Mapping[str, Any]) -> bool:
+    """All but the buffers. Everything else is a dictionary that was made for us, of values like these."""
+    if metadata["stateful"]:
+        return False
+    options = [group for groups in metadata["groups"].values() for group in groups]
+    return all(_are_unchanging(values.values()) for values in (metadata["loader"] or {}, metadata["values"], *options))
+
+
+def _are_unchanging(values: Collection[object]) -> bool:
+    others = set(map(type, values)) - _UNCHANGING
+    if others != {tuple}:
+        return not others
+    return all(_UNCHANGING.issuperset(map(type, value)) for value in values if type(value) is tuple)
+
+
+def _buffers(metadata: Mapping[str, Any]) -> list[torch.Tensor]:
+    """In the order in which they are packed, each once."""
+    all_of_them = [buffer for module in metadata["buffers"].values() for buffer in module.values()]
+    return list({id(buffer): buffer for buffer in all_of_them}.values())

@@ -1,0 +1,110 @@
+"""Where this worker is, told to its agent through a page of shared memory. Worker, collectives and state call it.
+
+Every function is free to call anywhere and at any time: without a page, in a process that no agent started, it does
+nothing. One costs well below a microsecond.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+from types import TracebackType
+
+from farandole import exit_notice
+from farandole.status_page import MUTEX_AT, OwnStatusPage
+from farandole.worker_status import Phase
+
+DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
+"""On this signal a worker writes the stacks of all its threads into its page, whatever it is in. A real-time signal:
+nobody else uses it, while scripts have SIGUSR1 and SIGUSR2 for checkpoints."""
+
+_page: OwnStatusPage | None = None
+_phase = Phase.OUTSIDE
+_main = threading.main_thread().ident
+
+
+def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
+    """From now on the agent sees where this worker is. To be called by the main thread; by another one, or when the
+    page cannot be opened, it stays unseen, which takes nothing from the worker.
+
+    gives_exit_notice  the agent may know of this process's death before its memory is freed
+    """
+    global _page, _main
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _main = threading.get_ident()
+    with contextlib.suppress(OSError):
+        page = OwnStatusPage(path)
+        faulthandler.register(DUMP_SIGNAL, page.descriptor, all_threads=True, chain=False)
+        page.enable_dump()
+        page.set_phase(_phase)
+        _page = page
+        if gives_exit_notice and exit_notice.is_supported():
+            exit_notice.lock(page.memory, MUTEX_AT)
+
+
+def set_phase(phase: Phase) -> Phase:
+    """The main thread is in this phase from now on; gives the one before. Threads beside it change nothing."""
+    global _phase
+    before = _phase
+    if before != phase and (threading.get_ident() == _main or _is_of_autograd()):
+        _phase = phase
+        if _page is not None:
+            _page.set_phase(phase)
+    return before
+
+
+def set_step(generation: int, step: int) -> None:
+    """So many steps are decided, and this is the generation."""
+    if _page is not None:
+        _page.set_step(generation, step)
+
+
+def report_progress() -> None:
+    """Something has been achieved: a boundary was passed, a batch evaluated."""
+    if _page is not None:
+        _page.report_progress()
+
+
+class InPhase:
+    """`with InPhase(phase):` the main thread is in this phase, and then in the one before again."""
+
+    __slots__ = ("_before", "_phase")
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._before = set_phase(self._phase)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        set_phase(self._before)
+
+
+class WaitingForPeers(InPhase):
+    """`with WaitingForPeers():` the main thread waits for other workers."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self._phase = Phase.WAITING
+
+
+def _is_of_autograd() -> bool:
+    """Whether this thread was not made by Python: torch computes the gradients of devices in threads of its own, for
+    which the main thread waits."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _forget() -> None:
+    global _page
+    _page = None
+
+
+if hasattr(os, "register_at_fork"):  # a loader process is not where its worker is
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,161 @@
+"""A job whose workers are on hosts of a lab: an agent on each, which joined the job; and faults of hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from farandole.testing.faults.backends import Worker, starve
+from farandole.testing.faults.fault_plan import OneWay, ToHost
+from farandole.testing.lab import Host, Lab
+from farandole.testing.lab.cgroups import Cgroup
+
+_GONE_S = 10.0  # until what was killed is gone, and agents have heard of the end of the job
+
+
+class LabBackend:
+    """The job listens at `address`, on this machine, and has no workers here.
+
+    slots   that the agent of each host offers
+    folder  for the agents' output and the token; every host sees it
+    """
+
+    def __init__(self, lab: Lab, slots: Sequence[int], folder: Path) -> None:
+        self._lab, self._slots, self._folder = lab, list(slots), folder
+        self._hosts = {host.name: host for host in lab.hosts}
+        self._token = folder / "token"
+        self._groups: list[Cgroup] = []
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        with socket.create_server((lab.network.driver.address, 0)) as server:
+            self.port = int(server.getsockname()[1])
+
+    @property
+    def flags(self) -> list[str]:
+        """Of `farandole run`."""
+        address = self._lab.network.driver.address
+        return ["--host", address, "--port", str(self.port), "--token-file", str(self._token), "--local-slots", "0"]
+
+    def start_agents(self) -> None:
+        """On all hosts; they wait until the job listens."""
+        deadline = time.monotonic() + _GONE_S
+        while not self._token.exists():  # the job makes it
+            if time.monotonic() > deadline:
+                raise TimeoutError("the job did not make its token file")
+            time.sleep(0.01)
+        for index in range(len(self._lab.hosts)):
+            self._start_agent(index)
+
+    # Methods of Backend ----------------------------------------------------------------------------------
+
+    def signal(self, worker: Worker, number: int) -> None:
+        self._hosts[worker[0]].signal(worker[1], number)
+
+    def starve(self, worker: Worker) -> bool:
+        outside = self._hosts[worker[0]].processes().get(worker[1])
+        if outside is None:
+            raise ProcessLookupError(f"there is no worker {worker[1]} on {worker[0]}")
+        group = starve(outside)
+        self._groups += [group] if group is not None else []
+        return group is not None
+
+    def offer(self, slots: int) -> None:
+        raise ValueError(f"there is no room for {slots} workers: on a lab, hosts bring their slots with them")
+
+    def slots_of(self, host: str) -> int:
+        return self._slots[self._hosts[host].index]
+
+    def disturb(self, action: ToHost | OneWay) -> None:
+        network, hosts = self._lab.network, self._lab.hosts
+        if isinstance(action, OneWay):
+            network.one_way(hosts[action.sender], hosts[action.receiver])
+            return
+        host, index = hosts[action.host], action.host
+        if action.verb == "power off":
+            host.power_off()
+        elif action.verb == "boot":
+            self._boot(index)
+        elif action.verb == "cut":
+            network.cut(host)
+        elif action.verb == "heal":
+            network.heal(host)
+        elif action.verb == "freeze":
+            host.freeze()
+        elif action.verb == "thaw":
+            host.thaw()
+        elif action.verb == "slow":
+            network.rate(index, action.amount)
+        elif action.verb == "lose":
+            network.loss(index, action.amount / 100)
+        elif action.verb == "hurry":
+            network.rate(index, None)
+            network.loss(index, 0)
+        else:
+            number = signal.SIGKILL if action.verb == "kill agent of" else signal.SIGSTOP
+            for pid in self._agent_pids(host):
+                host.signal(pid, number)
+
+    # The end ---------------------------------------------------------------------------------------------
+
+    def left(self) -> list[str]:
+        """Once the job has ended: processes and files that are left on the hosts; some seconds are theirs to go."""
+        deadline = time.monotonic() + _GONE_S
+        while (found := list(self._left())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _left(self) -> Iterator[str]:
+        for host in self._lab.hosts:
+            if numbers := host.processes():
+                yield f"processes were left on {host.name}: {[_command(pid) for pid in numbers.values()]}"
+            elif host.is_up and (files := host.run(["ls", "/dev/shm"]).split()):
+                yield f"files were left in the shared memory of {host.name}: {files}"
+            # torch's compiler has a cache of its own there, for all programs of the user that are to come.
+            if files := sorted(p.name for p in host.folder.iterdir() if not p.name.startswith("torchinductor_")):
+                yield f"temporary files were left on {host.name}: {files}"
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.remove()
+        self._groups.clear()
+
+    # Helpers ---------------------------------------------------------------------------------------------
+
+    def _start_agent(self, index: int) -> None:
+        host = self._lab.hosts[index]
+        words = ["--join", f"{self._lab.network.driver.address}:{self.port}", "--slots", str(self._slots[index])]
+        words += ["--host", host.name, "--token-file", str(self._token), "--verbose"]
+        with (self._folder / f"agent-{host.name}").open("ab") as output:
+            self._agents[index] = host.start(
+                [sys.executable, "-m", "farandole", "agent", *words], stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def _boot(self, index: int) -> None:
+        """The host, if it is off, and its agent, if it does not run."""
+        host = self._lab.hosts[index]
+        if not host.is_up:
+            host.boot()
+        for pid in self._agent_pids(host):
+            host.signal(pid, signal.SIGCONT)
+        if self._agents[index].poll() is not None:
+            self._start_agent(index)
+
+    def _agent_pids(self, host: Host) -> list[int]:
+        """The agent alone; not its guard or its workers, nor what started it."""
+        found = []
+        for pid, outside in host.processes().items():
+            words = _command(outside).split()
+            if words[1:4] == ["-m", "farandole", "agent"]:
+                found.append(pid)
+        return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""

@@ -1,0 +1,80 @@
+"""Who hears of host events: the states of the elastic functions that run. The link's thread tells them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from farandole.clock import wall_time_s
+from farandole.messages import Prepare
+from farandole.state.host_updates import HostUpdateResult
+from farandole.worker.worker_job import Job
+
+
+class Listener(Protocol):
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None: ...
+
+
+class NotificationManager:
+    """Passes host events on, by Horovod's names."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Listener] = []
+
+    def init(self, *_args: object, **_kwargs: object) -> None:
+        """Nothing to do: events come through the worker's link. For scripts that call it."""
+
+    def register_listener(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners = [each for each in self._listeners if each is not listener]
+
+    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """`timestamp` in seconds since 1970, `update_res` as in HostUpdateResult. From any thread."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = NotificationManager()
+
+
+class PlannedUpdates:
+    """What PREPARE said last; used as a statement, for the time of one elastic function."""
+
+    def __init__(self, job: Job | None, state: Listener) -> None:
+        self._job = job
+        self._state = state
+        self._newest: Prepare | None = None
+
+    def update(self, number: int) -> int:
+        """What the PREPARE for generation `number` said, in Horovod's numbers; 0 when it is not the newest."""
+        newest = self._newest
+        return newest.update if newest is not None and newest.number == number else 0
+
+    def tell_again(self) -> None:
+        """The state has forgotten its messages: one that came for a generation beyond the current one counts still."""
+        newest = self._newest
+        if newest is not None and self._job is not None and self._job.link.prepared == newest.number:
+            self._state.on_hosts_updated(wall_time_s(), HostUpdateResult(newest.update))
+
+    def __enter__(self) -> PlannedUpdates:
+        notification_manager.register_listener(self._state)
+        if self._job is not None:
+            self._job.link.on_prepare = self._on_prepare
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._job is not None:
+            self._job.link.on_prepare = None
+        notification_manager.remove_listener(self._state)
+
+    def _on_prepare(self, prepare: Prepare) -> None:
+        """On the link's thread."""
+        self._newest = prepare
+        notification_manager.handle_hosts_updated(wall_time_s(), HostUpdateResult(prepare.update))

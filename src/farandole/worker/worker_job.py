@@ -1,0 +1,286 @@
+"""A worker in a job with a coordinator: its link, and the transports of its generations.
+
+Two threads meet here. The main thread builds transports and runs collectives; the link's thread aborts them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from farandole.clock import now_s
+from farandole.collectives import world
+from farandole.collectives.listener import DataListener
+from farandole.collectives.named.process_sets import recreate
+from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.ring_builder import RingBuilder
+from farandole.collectives.transport import Transport
+from farandole.collectives.world import World
+from farandole.env import WorkerEnv, read_detection_budget_s
+from farandole.errors import GenerationEnded, PeerLost, RecoverableError
+from farandole.membership import Progress
+from farandole.messages import Connected, LinkBroken, MayPublish, Ready, Start
+from farandole.worker.link import Link
+from farandole.worker.link_probe import Connections, LinkProbe
+from farandole.worker.world_builder import Abortable, WorldBuilder
+
+# From START, when everybody is quiescent, until the data connections stand. A peer that died meanwhile is
+# reported by its agent much sooner; this bounds what nobody reports.
+CONNECT_TIMEOUT_S = 5.0
+
+_ANSWER_S = 30.0  # for the coordinator to say whether a checkpoint counts; it is busy for milliseconds at most
+
+# For all members to call init() again after a shutdown(): scripts may do much in between.
+MEET_TIMEOUT_S = 120.0
+
+_Reference = Callable[[], Abortable | None]
+
+
+class Job:
+    """From init() to shutdown() under `farandole run`."""
+
+    def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
+        self._worker = env.worker
+        self._listener = DataListener(env.data_host)
+        self._lock = threading.Lock()
+        self._live: dict[int, list[_Reference]] = {}  # by number of the generation
+        self._entered = 0  # the generation whose world holds what is in it: here the references are weak
+        self._retired: list[World] = []
+        self._agreed = 0
+        self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
+        self._session = 0
+        self.ready_s = 0.0  # when READY was said last
+        self.has_finished = False  # an elastic function has returned on all workers
+        self.link = Link(env, self._abort_below)
+        self._builder = WorldBuilder(
+            self._listener,
+            env.worker,
+            env.agent_address,  # random, and one on each host
+            settings,
+            self._report_broken,
+            self.link.raise_if_over,
+            self._watch,
+            lambda number, way: self.link.send(Connected(number, way)),
+        )
+        self._link_probe = LinkProbe(read_detection_budget_s(), self._connections, self.link.send)
+        self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s
+        self.link.on_probe = self._link_probe.probe
+        self.link.open(env, self._listener.address)
+
+    def meet(self) -> bool:
+        """Wait for the first generation and enter it; False for a newcomer, which is admitted later."""
+        start = self.link.wait_for_admission()
+        if start is None:
+            return False
+        self.build(start)
+        return True
+
+    def meet_again(self) -> bool:
+        """After leave(): enter the same generation anew, with all its members, or the one that replaces it. False
+        for a worker that is no member yet. Raises PeerLost when a member does not come in time."""
+        if self._start is None:
+            return False
+        while not self.has_orders():
+            self._session += 1
+            try:
+                self._enter(self._start, MEET_TIMEOUT_S)
+            except RecoverableError as error:
+                if isinstance(error, PeerLost) and error.op == "connect" and not self.has_orders():
+                    raise  # it lives, and does not come
+                self.link.wait_for_abort(above=self._start.id.number)
+            else:
+                return True
+        while True:
+            start = self.wait_for_start()
+            try:
+                self.build(start)
+            except RecoverableError:
+                self.link.wait_for_abort(above=start.id.number)
+            else:
+                return True
+
+    def leave(self) -> None:
+        """shutdown(): hang up on the other workers. The coordinator still knows this one; it may meet again."""
+        if world.is_entered():
+            here = world.current()
+            if here.named is not None:
+                here.named.close()  # in good order: others may still need this rank in a round that has begun
+            self._retired.append(here)
+            world.enter(None)
+        self._close_retired()
+        self._close_all_but(0)
+        self._entered = 0
+
+    def build(self, start: Start) -> Transport:
+        """Open the data connections of a generation and enter its world.
+
+        Raises PeerLost or GenerationEnded; the next order from the coordinator then says how to go on.
+        """
+        self._session = 0
+        self._enter(start, CONNECT_TIMEOUT_S)
+        return world.current().transport
+
+    def may_publish(self, name: str, progress: Progress, file: str = "") -> str:
+        """Whether a checkpoint, or a file of the script's own, counts; "", or why not. From any thread."""
+        return self.link.may_publish(MayPublish(name, progress, file), _ANSWER_S)
+
+    def quiesce(self) -> None:
+        """End what still runs in the background of the old generation: no collective touches a tensor afterwards."""
+        if world.is_entered() and (named := world.current().named) is not None:
+            named.abort("this worker is regrouping")
+            named.wait_until_quiet()
+
+    def settle(self) -> None:
+        """The new generation works: release what is left of the old ones. Not earlier: a peer may still read."""
+        self._close_retired()
+        self._close_all_but(world.current().id.number)
+
+    def close(self) -> None:
+        self.leave()
+        self.link.close()
+        self._listener.close()
+
+    def _enter(self, start: Start, timeout_s: float) -> None:
+        built = self._builder.build(start, self._session, timeout_s)
+        was_newcomer = self.is_newcomer()
+        if world.is_entered():
+            self._retire(world.current())
+        world.enter(built.world)
+        self._hold_no_longer(start.id.number)
+        self._start, self._agreed = start, 0
+        if built.has_process_sets:
+            recreate(was_newcomer)
+
+    def _retire(self, old: World) -> None:
+        if old.named is not None:
+            old.named.abort("its generation is over")
+            old.named.wait_until_quiet()
+        self._retired.append(old)
+
+    def _close_retired(self) -> None:
+        for old in self._retired:
+            old.transport.close()
+            if old.named is not None:
+                old.named.close()
+            if old.p2p is not None:
+                old.p2p.close()
+        self._retired.clear()
+
+    def _hold_no_longer(self, number: int) -> None:
+        """Its world does: process sets come and go in it. Of a world that never came to be everything is kept, since
+        the coordinator may ask who of its neighbours answers."""
+        with self._lock:
+            self._entered = number
+            self._live[number] = [weakref.ref(each) for each in self._living(number)]
+
+    def _close_all_but(self, number: int) -> None:
+        """Of all other generations: also what was built of a world that never came to be."""
+        with self._lock:
+            ended = [each for other in self._live if other != number for each in self._living(other)]
+            self._live = {other: live for other, live in self._live.items() if other == number}
+        for each in ended:
+            each.close()
+
+    def _refer(self, number: int, abortable: Abortable) -> _Reference:
+        is_held = number == self._entered and not isinstance(abortable, RingBuilder)
+        return weakref.ref(abortable) if is_held else lambda: abortable
+
+    def _living(self, number: int) -> list[Abortable]:
+        """With the lock held."""
+        return [each for reference in self._live.get(number, ()) if (each := reference()) is not None]
+
+    def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
+        self.link.send(LinkBroken(number, peer, direction, detail))
+        self._link_probe.probe(number)
+
+    # Orders ----------------------------------------------------------------------------------------------
+
+    def is_newcomer(self) -> bool:
+        """Whether this worker has not been a member yet."""
+        return self.link.is_newcomer and self._start is None
+
+    def has_to_regroup(self) -> bool:
+        """Whether an ABORT waits, or every rank has agreed on a planned change."""
+        return self.link.ordered > world.current().id.number or bool(self._agreed)
+
+    def has_orders(self) -> bool:
+        """Whether the coordinator wants another generation than the last one that this worker was in."""
+        number = self._start.id.number if self._start is not None else 0
+        return max(self.link.ordered, self.link.prepared) > number
+
+    def wait_for_start(self) -> Start:
+        """Say READY for the newest order, and again whenever a further change replaces it, until START."""
+        number = self.demanded_number()
+        while True:
+            if number:
+                self.link.send(Ready(number))
+            self.ready_s = now_s()
+            answer = self.link.wait_for_start(above=number)
+            if isinstance(answer, Start):
+                return answer
+            number = answer
+
+    def ask_for_regroup(self, reason: str) -> None:
+        """The main thread left this generation without a fault that others could see. To the coordinator it is a
+        failed connection: if nothing else explains it, it aborts the generation, with unchanged members."""
+        assert self._start is not None
+        self._report_broken(self._start.id.number, self._start.next.worker, "send", reason)
+
+    def demanded_number(self) -> int:
+        """The generation to be READY for; 0 for a newcomer, which is ready for any.
+
+        After a collective that failed before any order came, it waits for the order: what this worker saw is
+        only a hint, and the coordinator decides."""
+        here = self._start.id.number if self._start is not None else 0
+        if self.link.ordered > here:
+            return self.link.ordered
+        if self._agreed:
+            return self._agreed
+        if self.is_newcomer():
+            return 0
+        if not world.is_entered() and self.link.prepared > here:
+            return self.link.prepared  # between shutdown() and init() there is nothing to agree on
+        return self.link.wait_for_abort(above=here)
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        """A planned change is agreed when all ranks hold a PREPARE for the same generation."""
+        first = prepared_by_rank[0]
+        is_agreed = first > world.current().id.number and all(each == first for each in prepared_by_rank)
+        self._agreed = first if is_agreed else 0
+
+    # The link's thread -----------------------------------------------------------------------------------
+
+    def _abort_below(self, number: int, reason: str) -> None:
+        """An ABORT came: end whatever the main thread is in that belongs to an older generation."""
+        with self._lock:
+            for other in self._live:
+                if other < number:
+                    for each in self._living(other):
+                        each.abort(reason)
+
+    def _look(self) -> None:
+        self._link_probe.look()
+        self._listener.tidy()
+
+    def _connections(self) -> Connections | None:
+        """Of the newest generation, unless an ABORT has ended it."""
+        with self._lock:
+            number = max(self._live, default=0)
+            rings = [each for each in self._living(number) if isinstance(each, RingTransport | RingBuilder)]
+        if not rings or self.link.ordered > number:
+            return None
+        still = [since_s for ring in rings if (since_s := ring.still_since_s) is not None]
+        peers = frozenset(peer for ring in rings for peer in ring.peers if peer.worker != self._worker)
+        return Connections(number, peers, min(still, default=None))
+
+    def _watch(self, number: int, abortable: Abortable) -> None:
+        """From now on an ABORT reaches it; one that came before does so here."""
+        with self._lock:
+            # A builder that has built has its transport here instead; the peers of one that has not, it alone knows.
+            others = [each for each in self._living(number) if not (isinstance(each, RingBuilder) and each.has_built)]
+            self._live[number] = [self._refer(number, each) for each in (*others, abortable)]
+        if self.link.ordered > number:
+            abortable.abort(self.link.abort_reason)
+            raise GenerationEnded("regroup", number, self.link.abort_reason)

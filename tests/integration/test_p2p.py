@@ -1,0 +1,195 @@
+"""Messages between the ranks of a generation, and the collectives that are made of them; ranks are threads here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from farandole.collectives.handshake import PROOF_BYTES, REPLY_BYTES, Introduction
+from farandole.collectives.listener import DataListener
+from farandole.collectives.p2p.incoming import CHANNEL
+from farandole.collectives.p2p.p2p_transport import P2PTransport
+from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
+from farandole.collectives.reduction import Reduction
+from farandole.collectives.ring import OnBroken
+from farandole.collectives.tensor_bytes import DTYPES
+from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
+from farandole.membership import GenerationId
+from tests.rings import KEY, in_threads
+
+GENERATION = GenerationId(1, 1, 7, "nonce")
+SUBJECT = b"s" * 16
+
+
+@contextmanager
+def p2p_group(size: int, on_broken: OnBroken | None = None) -> Iterator[list[PointToPoint]]:
+    listeners = [DataListener() for _ in range(size)]
+    everybody = [Endpoint(f"w{rank}", listener.address) for rank, listener in enumerate(listeners)]
+    made = [
+        PointToPoint(listener, GENERATION, KEY, rank, everybody, on_broken) for rank, listener in enumerate(listeners)
+    ]
+    for p2p in made:
+        p2p.open()
+    try:
+        yield made
+    finally:
+        for p2p in made:
+            p2p.close()
+
+
+def test_large_letters_cross_each_other() -> None:
+    content = bytes(3_000_000)
+    with p2p_group(2) as both:
+        for p2p in both:  # in one thread: a sender does not wait for the receiver
+            p2p.send(1 - p2p.rank, b"large", content, b"end")
+        for p2p in both:
+            assert p2p.receive(1 - p2p.rank, b"large") == content + b"end"
+
+
+def test_a_letter_to_oneself() -> None:
+    with p2p_group(1) as (p2p,):
+        p2p.send(0, b"trailer", b"text", memoryview(b"s"))
+        assert p2p.receive(0, b"trailer") == b"texts"
+
+
+def test_an_empty_letter() -> None:
+    with p2p_group(2) as (one, other):
+        one.send(1, b"empty")
+        assert other.receive(0, b"empty") == b""
+
+
+def test_a_rank_that_goes_is_lost_for_who_waits_for_it_and_what_it_sent_arrives() -> None:
+    hints: list[tuple[str, str, str]] = []
+    with p2p_group(2, lambda *hint: hints.append(hint)) as (one, other):
+        one.send(1, b"first", b"text")
+        one.close()
+        assert other.receive(0, b"first") == b"text"
+        with pytest.raises(PeerLost, match="receive failed in generation 7: lost rank 0"):
+            other.receive(0, b"second")
+        assert hints == [("w0", "receive", "end of file")]
+        with pytest.raises(GenerationEnded):  # and so does everything after it
+            other.receive(0, b"third")
+
+
+def test_a_rank_that_has_failed_takes_the_others_with_it() -> None:
+    with p2p_group(3) as all_three:
+        for p2p in all_three:
+            for other in range(3):
+                p2p.send(other, b"hello")
+        all_three[2].close()
+
+        def wait(rank: int) -> None:
+            if rank < 2:  # rank 1 waits for rank 0 only, which waits for the one that is gone
+                with pytest.raises((PeerLost, GenerationEnded)):
+                    all_three[rank].receive(2 if rank == 0 else 0, b"never sent")
+
+        in_threads(3, wait)
+
+
+def test_several_threads_write_to_one_rank() -> None:
+    with p2p_group(2) as (one, other):
+
+        def work(number: int) -> None:
+            sender, subject = (
+                (one, b"thread %d" % (number // 2)) if number % 2 else (other, b"thread %d" % (number // 2))
+            )
+            for size in (1, 1_000_000, 3):
+                sender.send(1 - sender.rank, subject, bytes([number]) * size)
+            assert [sender.receive(1 - sender.rank, subject) for _ in range(3)] == [
+                bytes([number ^ 1]) * size for size in (1, 1_000_000, 3)
+            ]
+
+        in_threads(8, work)
+
+
+def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
+    with p2p_group(2) as (one, _):
+        thread = threading.Timer(0.1, one.abort, ("for a test",))
+        thread.start()
+        with pytest.raises(GenerationEnded, match="receive: generation 7 has ended: for a test"):
+            one.receive(1, b"never sent")
+        thread.join()
+        with pytest.raises(GenerationEnded):
+            one.send(1, b"trailer")
+
+
+@pytest.mark.parametrize(
+    ("dialer", "generation", "channel"),
+    [("w9", GENERATION, CHANNEL), ("w1", GenerationId(1, 1, 6, "nonce"), CHANNEL), ("w1", GENERATION, 0)],
+)
+def test_a_caller_of_another_job_generation_or_channel_is_hung_up_on(
+    dialer: str, generation: GenerationId, channel: int
+) -> None:
+    with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
+        sock.sendall(Introduction(generation, dialer, "w0", b"n" * 16, channel).encode())
+        assert sock.recv(100) == b""
+
+
+def test_nobody_writes_who_does_not_know_the_key() -> None:
+    with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
+        expected = one.expect(1, b"trailer")
+        sock.sendall(Introduction(GENERATION, "w1", "w0", b"n" * 16, CHANNEL).encode())
+        assert len(sock.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
+        sock.sendall(bytes(PROOF_BYTES))
+        assert sock.recv(100) == b""
+        assert expected.message is None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("op", [Reduction.SUM, Reduction.MIN, Reduction.MAX, Reduction.PRODUCT])
+@pytest.mark.parametrize("numel", [0, 1, 5, 20_001])
+def test_all_reduce(size: int, op: Reduction, numel: int) -> None:
+    def work(p2p: PointToPoint) -> list[tuple[torch.Tensor, list[bytes]]]:
+        transport = P2PTransport(p2p, range(size), SUBJECT)
+        results = []
+        for dtype in DTYPES:
+            tensor = ((torch.arange(numel) + p2p.rank) % 3 + 1).to(dtype)
+            results.append((tensor, transport.all_reduce(tensor, b"trailer of %d" % p2p.rank, op)))
+        return results
+
+    combine = {
+        Reduction.SUM: torch.Tensor.sum,
+        Reduction.MIN: torch.Tensor.amin,
+        Reduction.MAX: torch.Tensor.amax,
+        Reduction.PRODUCT: torch.Tensor.prod,
+    }[op]
+    with p2p_group(size) as everybody:
+        for results in in_threads(size, lambda rank: work(everybody[rank])):
+            for dtype, (tensor, trailers) in zip(DTYPES, results, strict=True):
+                parts = torch.stack([(torch.arange(numel) + rank) % 3 + 1 for rank in range(size)])
+                assert torch.equal(tensor, combine(parts, 0).to(dtype))
+                assert trailers == [b"trailer of %d" % rank for rank in range(size)]
+
+
+def test_some_ranks_in_another_order_gather_and_broadcast() -> None:
+    ranks = [2, 0]
+
+    def work(p2p: PointToPoint) -> None:
+        transport = P2PTransport(p2p, ranks, SUBJECT)
+        place = ranks.index(p2p.rank)
+        assert (transport.rank, transport.size) == (place, 2)
+        assert transport.all_gather(bytes([p2p.rank]) * (p2p.rank + 1)) == [b"\2\2\2", b"\0"]
+        tensor = torch.full((70_000,), float(p2p.rank))
+        transport.broadcast(tensor, 0)
+        assert tensor.unique().tolist() == [2.0]
+        transport.barrier()
+        with pytest.raises(ValueError, match="source must be a rank from 0 to 1, got 2"):
+            transport.broadcast(tensor, 2)
+
+    with p2p_group(3) as everybody:
+        in_threads(2, lambda number: work(everybody[ranks[number]]))
+
+
+def test_ranks_in_different_operations_are_told() -> None:
+    def work(p2p: PointToPoint) -> None:
+        transport = P2PTransport(p2p, range(2), SUBJECT)
+        with pytest.raises(CollectiveMismatch, match="all ranks of a group must make the same calls"):
+            transport.barrier() if p2p.rank else transport.all_reduce(torch.ones(3))
+
+    with p2p_group(2) as everybody:
+        in_threads(2, lambda rank: work(everybody[rank]))

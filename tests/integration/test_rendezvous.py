@@ -1,0 +1,74 @@
+"""Where workers of a fixed-size launcher meet: who can reach it, and what happens when nobody is there."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from farandole.clock import now_s
+from farandole.env import FixedEnv
+from farandole.errors import ConfigError, JobEnded
+from farandole.membership import Address
+from farandole.worker.fixed_size import Rendezvous
+from tests.jobs import SCRIPTS
+
+HERE = Address("127.0.0.1", 1)
+
+
+def fixed(rank: int, port: int, size: int = 2, local_size: int = 2) -> FixedEnv:
+    return FixedEnv("mpirun", rank, size, rank, local_size, 0, 1, "127.0.0.1", port)
+
+
+def a_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_the_rendezvous_is_open_to_this_machine_only() -> None:
+    port = a_free_port()
+    rendezvous = Rendezvous(fixed(0, port), timeout_s=10)
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):  # another address of this machine stands for the network
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    del rendezvous
+
+
+def test_a_port_in_use_is_said_by_the_rank_that_wanted_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(JobEnded, match=rf"rank 0 of 2 .* cannot serve .*:{port} .*in use.*MASTER_PORT"):
+            Rendezvous(fixed(0, port), timeout_s=5)
+
+
+def test_a_stranger_that_accepts_and_says_nothing_holds_nobody_for_ever() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        before = now_s()
+        with pytest.raises(JobEnded, match=r"rank 1 of 2 .* cannot reach"):
+            Rendezvous(fixed(1, stranger.getsockname()[1]), timeout_s=0.3)
+        assert now_s() - before < 10
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    rendezvous = Rendezvous(fixed(0, a_free_port(), size=4, local_size=4), timeout_s=0.3)
+    with pytest.raises(JobEnded, match=r"ranks that did not come: \[1, 2, 3\]"):
+        rendezvous.meet(HERE)
+
+
+def test_workers_on_several_hosts_are_told_that_they_cannot_reach_each_other() -> None:
+    rendezvous = Rendezvous(fixed(0, a_free_port(), size=4, local_size=2), timeout_s=5)
+    with pytest.raises(ConfigError, match="several hosts are not possible yet"):
+        rendezvous.meet(HERE)
+
+
+def test_ranks_that_leave_meet_again() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(SCRIPTS / "meets_again.py")], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"^RANK (\d) HEARD (.*)$", done.stdout, re.MULTILINE)) == [
+        ("0", "[0, 1] [0, 10]"),
+        ("1", "[0, 1] [0, 10]"),
+    ]

@@ -1,0 +1,95 @@
+"""Heartbeats in both directions: what is known of the other side, and what forged or old datagrams cannot pretend."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.authentication import Role, new_token
+from farandole.heartbeat_datagram import HEARTBEAT_ID_BYTES, HeartbeatSeal, heartbeat_id_of
+from farandole.heartbeats import Heartbeats, heartbeat_period_s
+
+TOKEN, HEARTBEAT_ID = new_token(), b"i" * HEARTBEAT_ID_BYTES
+
+
+def sides() -> tuple[HeartbeatSeal, HeartbeatSeal]:
+    return HeartbeatSeal(TOKEN, HEARTBEAT_ID, Role.DIALER), HeartbeatSeal(TOKEN, HEARTBEAT_ID, Role.LISTENER)
+
+
+def test_a_beat_that_was_acknowledged_tells_when_both_directions_worked() -> None:
+    ours = Heartbeats(10.0)
+    assert [ours.next(11.0), ours.next(12.0), ours.next(13.0)] == [1, 2, 3]
+    assert ours.hear(sequence=7, heard=2)
+    assert (ours.reached_s, ours.heard) == (12.0, 7)
+
+
+def test_beats_that_acknowledge_nothing_tell_nothing_of_the_way_there() -> None:
+    ours = Heartbeats(10.0)
+    ours.next(11.0)
+    assert not ours.hear(sequence=1, heard=0)
+    assert not ours.hear(sequence=2, heard=0)
+    assert (ours.reached_s, ours.heard) == (10.0, 2)
+
+
+def test_the_same_beat_on_another_way_and_an_old_one_change_nothing() -> None:
+    ours = Heartbeats(10.0)
+    for now_s in (11.0, 12.0):
+        ours.next(now_s)
+    assert ours.hear(5, 2)
+    assert not ours.hear(5, 2)
+    assert not ours.hear(4, 1)
+    assert (ours.reached_s, ours.heard) == (12.0, 5)
+
+
+def test_what_nobody_ever_hears_is_not_remembered_for_ever() -> None:
+    ours = Heartbeats(0.0)
+    for now in range(1, 5001):
+        ours.next(float(now))
+    assert len(ours._sent) <= 1000
+    assert ours.hear(1, 4990)
+    assert ours.reached_s == 4990.0
+    assert not ours.hear(2, 3000)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
+def test_the_time_of_the_last_answer_never_goes_back(heard: list[tuple[int, int]]) -> None:
+    ours, before_s = Heartbeats(0.0), 0.0
+    for now, (sequence, acknowledged) in enumerate(heard, start=1):
+        ours.next(float(now))
+        ours.hear(sequence, acknowledged)
+        assert before_s <= ours.reached_s <= now
+        before_s = ours.reached_s
+
+
+def test_a_budget_has_room_for_ten_beats() -> None:
+    assert heartbeat_period_s(0.3) == pytest.approx(0.03)
+    assert heartbeat_period_s(60.0) == 0.5
+
+
+def test_a_datagram_goes_from_one_end_to_the_other() -> None:
+    agent, coordinator = sides()
+    assert coordinator.open(agent.seal(3, 2)) == (3, 2)
+    assert agent.open(coordinator.seal(1 << 40, 0)) == (1 << 40, 0)
+    assert heartbeat_id_of(agent.seal(3, 2)) == HEARTBEAT_ID
+
+
+def test_a_datagram_is_not_taken_from_ones_own_side_nor_under_another_token_or_id() -> None:
+    agent, coordinator = sides()
+    assert agent.open(agent.seal(3, 2)) is None
+    assert coordinator.open(HeartbeatSeal(new_token(), HEARTBEAT_ID, Role.DIALER).seal(3, 2)) is None
+    assert coordinator.open(HeartbeatSeal(TOKEN, b"j" * HEARTBEAT_ID_BYTES, Role.DIALER).seal(3, 2)) is None
+
+
+@given(st.binary(max_size=80))
+def test_no_other_bytes_are_a_beat(data: bytes) -> None:
+    assert sides()[1].open(data) is None
+
+
+def test_no_bit_of_a_datagram_can_be_changed() -> None:
+    agent, coordinator = sides()
+    sealed = agent.seal(3, 2)
+    for bit in range(8 * len(sealed)):
+        changed = bytearray(sealed)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert coordinator.open(bytes(changed)) is None
