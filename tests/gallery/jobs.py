@@ -34,7 +34,7 @@ class JobServer:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
-        command = [sys.executable, "-m", "tests.gallery.job_server"]
+        command = [sys.executable, "-m", "tests.support.job_server"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, cwd=ROOT, text=True)
 

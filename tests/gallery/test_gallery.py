@@ -13,7 +13,7 @@ from tests.gallery.job import Gallery
 from tests.gallery.jobs import JobServer
 from tests.gallery.plan import Case, parse
 from tests.gallery.run import drawn
-from tests.pure_order import global_batches
+from tests.support.pure_order import global_batches
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, farandole_run
+from tests.support.jobs import ELASTIC_JOB, farandole_run
 
 
 @pytest.fixture

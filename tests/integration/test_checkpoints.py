@@ -19,7 +19,7 @@ import pytest
 import farandole as fd
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, SCRIPTS, check_job, farandole_run
+from tests.support.jobs import ELASTIC_JOB, SCRIPTS, check_job, farandole_run
 
 SAMPLES = 600
 COMMIT_JOB = SCRIPTS / "commit_job.py"

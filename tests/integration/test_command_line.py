@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.jobs import farandole_run
+from tests.support.jobs import farandole_run
 
 HEAVY = ("torch", "numpy", "asyncio", "msgspec")
 

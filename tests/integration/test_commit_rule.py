@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from farandole.testing.running_job import FARANDOLE_RUN, HOROVODRUN, RunningJob, all_training
-from tests.jobs import SCRIPTS
+from tests.support.jobs import SCRIPTS
 
 COMMIT_JOB = SCRIPTS / "commit_job.py"
 

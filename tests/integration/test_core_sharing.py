@@ -11,8 +11,8 @@ import pytest
 
 import farandole as fd
 from farandole.cores import affinity_cores
-from tests.jobs import farandole_run
-from tests.joined import AGENT
+from tests.support.jobs import farandole_run
+from tests.support.joined import AGENT
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TELL = """

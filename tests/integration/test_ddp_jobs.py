@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS, check_job
+from tests.support.jobs import SCRIPTS, check_job
 
 SCRIPT = SCRIPTS / "ddp_elastic_job.py"
 COMMIT_SCRIPT = SCRIPTS / "ddp_commit_job.py"

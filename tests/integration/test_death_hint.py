@@ -16,7 +16,7 @@ import pytest
 from farandole import death_hint
 from farandole.launch.death_watch import DeathWatch
 from farandole.worker_page import MUTEX_AT, WorkerPage
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 pytestmark = pytest.mark.skipif(not death_hint.is_supported(), reason="no robust mutexes here that could be waited for")
 

@@ -21,8 +21,8 @@ from farandole.collectives.staging import StagedTransport, host_transport
 from farandole.collectives.torch_groups.construction import Construction
 from farandole.collectives.torch_groups.store import ExchangedStore
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, PeerLost
-from tests import rings
-from tests.rings import GlooDevices, listeners
+from tests.support import rings
+from tests.support.rings import GlooDevices, listeners
 
 
 @contextmanager

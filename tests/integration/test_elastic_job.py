@@ -14,7 +14,7 @@ import pytest
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job, processes_with
+from tests.support.jobs import ELASTIC_JOB, check_job, processes_with
 
 SAMPLES = 600
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 SCRIPT = str(SCRIPTS / "fixed_size_job.py")
 

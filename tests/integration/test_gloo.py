@@ -23,9 +23,9 @@ from farandole.collectives.ring_header import Header, Operation
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests import rings
-from tests.jobs import ELASTIC_JOB, check_job
-from tests.rings import DEADLINE_S, listeners
+from tests.support import rings
+from tests.support.jobs import ELASTIC_JOB, check_job
+from tests.support.rings import DEADLINE_S, listeners
 
 NUMEL = 1_000_000
 

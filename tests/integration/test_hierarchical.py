@@ -17,8 +17,8 @@ from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job
-from tests.rings import DEADLINE_S, Ring, build, listeners
+from tests.support.jobs import ELASTIC_JOB, check_job
+from tests.support.rings import DEADLINE_S, Ring, build, listeners
 
 SHAPES = [[0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 1, 2, 1, 0], [0, 1, 1, 1]]
 

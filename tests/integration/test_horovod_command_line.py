@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.running_job import HOROVODRUN
-from tests.jobs import farandole_run
+from tests.support.jobs import farandole_run
 
 SHOW = "import os; print(*(f'{name}={value}' for name, value in os.environ.items() if name.startswith('HOROVOD_')))"
 

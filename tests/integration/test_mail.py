@@ -20,7 +20,7 @@ from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import OnBroken
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
-from tests.rings import KEY, in_threads
+from tests.support.rings import KEY, in_threads
 
 GENERATION = GenerationId(1, 1, 7, "nonce")
 SUBJECT = b"s" * 16

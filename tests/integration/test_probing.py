@@ -16,7 +16,7 @@ from farandole.collectives.probe import ATTEMPTS, answering
 from farandole.membership import Address, Peer
 from farandole.messages import Probed
 from farandole.worker.prober import Connections, Prober
-from tests.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS
 from tests.scripts.exact_job import SAMPLES
+from tests.support.jobs import SCRIPTS
 
 SCRIPT = SCRIPTS / "exact_job.py"
 EPOCHS = 24

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 WGAN = str(SCRIPTS / "wgan_job.py")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import HOROVODRUN, RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, SCRIPTS, check_job, farandole_run, processes_with
+from tests.support.jobs import ELASTIC_JOB, SCRIPTS, check_job, farandole_run, processes_with
 
 SAMPLES = 600
 

@@ -12,7 +12,7 @@ import pytest
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 SAMPLES, STREAM_JOB = 500, SCRIPTS / "stream_job.py"
 

@@ -18,8 +18,8 @@ from farandole.collectives.hierarchical.layout import layout
 from farandole.collectives.reduction import Reduction
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
-from tests import rings
-from tests.rings import DEADLINE_S, HOSTS, Ring, listeners
+from tests.support import rings
+from tests.support.rings import DEADLINE_S, HOSTS, Ring, listeners
 
 SIZES = [1, 2, 3, 4]
 Call = Callable[[Transport], object]

@@ -14,7 +14,7 @@ from farandole.ledger.check import check
 from farandole.ledger.reading import Folder, ledger_files
 from farandole.ledger.records import HOLED, Missed, Opened, Record, decode
 from farandole.ledger.writer import Writer
-from tests.ledgers import WrittenJob
+from tests.support.ledgers import WrittenJob
 
 
 class Disk:

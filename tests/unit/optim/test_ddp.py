@@ -23,7 +23,7 @@ from farandole.process_group.members import Everybody
 from farandole.state import boundary, step
 from farandole.state.ticket import Batch, Ticket
 from farandole.testing.thread_workers import run_workers
-from tests.run_loops import RepeatingRunLoop
+from tests.support.run_loops import RepeatingRunLoop
 
 FEATURES = 3
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from farandole.testing.running_job import RunningJob
-from tests.jobs import ELASTIC_JOB
+from tests.support.jobs import ELASTIC_JOB
 
 AGENT = (sys.executable, "-m", "farandole", "agent")
 _DEADLINE_S = 20.0

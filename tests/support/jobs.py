@@ -9,7 +9,7 @@ from pathlib import Path
 
 from farandole.testing.proof import Proof
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 ELASTIC_JOB = SCRIPTS / "elastic_job.py"
 
 

@@ -11,8 +11,8 @@ from farandole.ledger.check import check
 from farandole.ledger.reading import Folder
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS
 from tests.scripts.framework_model import EPOCHS, SAMPLES, STEPS_PER_EPOCH, train_plainly
+from tests.support.jobs import SCRIPTS
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 

@@ -1,5 +1,5 @@
 """Runs `farandole run` in milliseconds: a process that has imported torch forks the launcher and its fork server. Used
-through jobs.py, as `python -m tests.gallery.job_server`.
+through jobs.py, as `python -m tests.support.job_server`.
 
 The launcher, the agent, the guard and the workers are those of a real job; only the imports are done beforehand. Each
 line on standard input asks for one job, and each line on standard output tells how one ended (jobs.py has both).
