@@ -1,9 +1,17 @@
-"""Runs `farandole run` in milliseconds: a process that has imported torch forks the launcher and its fork server. Used
-through jobs.py, as `python -m tests.support.job_server`.
+"""Starts `farandole ...` in milliseconds: this process has imported torch, and forks the launcher and its fork servers.
+Started by launching.py, as `python -m tests.support.job_server DESCRIPTOR`.
 
-The launcher, the agent, the guard and the workers are those of a real job; only the imports are done beforehand. Each
-line on standard input asks for one job, and each line on standard output tells how one ended (jobs.py has both).
-Orphans of a job become children of this process, so that whatever a job leaves is seen.
+The launcher, the agents, the guard and the workers are those of a real job; only the imports are done beforehand. Each
+job has a keeper, a process forked from this one that is the launcher's parent. Orphans of the job become children of
+its keeper, so that whatever a job leaves behind is seen.
+
+    job server -> keeper -> launcher -> nursery -> fork server -> workers
+                  one for each job      |          children of the launcher, as in any job
+                                        forks a fork server whenever the launcher wants one
+
+The client sends one end of a new connection for each job, and the descriptors of its standard output and error. The
+keeper reads a line of JSON there, {"arguments", "environment", "folder"}, and writes three, as things happen:
+{"pid"} of the launcher, {"code"} that it ended with, {"left"}: what was left behind, which has been killed.
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,32 +37,29 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
-_POLL_S = 0.003
-_STACKS_S = 0.5  # until the workers have written where they are
+_POLL_MS = 5
 _GONE_S = 6.0  # until what a job has killed is gone, and its guard has cleaned up
+_NO_PLACE = 1  # exit code of a fork server whose launcher is gone
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Serve until the client is gone."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
     _import_all()
     gc.collect()
     gc.freeze()
-    os.write(1, b"ready\n")
-    while line := sys.stdin.readline():
-        asked = json.loads(line)
-        launcher = os.fork()
-        if launcher == 0:
-            _leave_server(asked)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            if (server := os.fork()) == 0:
-                ours.close()
-                _end_quickly(_become_fork_server, theirs)
-            theirs.close()
-            _end_quickly(_launch, asked["arguments"], _Handover(server, ours))
-        answer = _watch(launcher, asked)
-        with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
-            os.write(1, json.dumps(answer).encode() + b"\n")
+    channel.send(b"ready")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, 1, 3)
+        if not message:
+            return
+        if os.fork() == 0:
+            channel.close()
+            connection, output, error = descriptors
+            _keep(socket.socket(fileno=connection), output, error)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _reap({})
 
 
 def _import_all() -> None:
@@ -78,125 +84,14 @@ def _end_quickly(program: Callable[..., int], *arguments: Any) -> NoReturn:
         if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
+    except BaseException:  # noqa: BLE001 - where it would end the interpreter
+        sys.excepthook(*sys.exc_info())
+        code = 1
     threading._shutdown()  # type: ignore[attr-defined] # waits for the threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code or 0)
-
-
-# The launcher and its fork server -------------------------------------------------------------------------------
-
-
-class _Handover:
-    """A process that waits to become the launcher's fork server, and the way to tell it so."""
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid, self.connection = pid, connection
-
-
-def _leave_server(asked: Mapping[str, Any]) -> None:
-    """Be a process of its own, with the output and environment of the job."""
-    os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-    output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(asked["environment"])
-    os.chdir(asked["folder"])
-
-
-def _launch(arguments: Sequence[str], handover: _Handover) -> int:
-    from farandole.launch import cli
-    from farandole.launch.fork_server import ForkServer
-
-    sys.argv = ["farandole", *arguments]
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
-    start = ForkServer._begin
-    waiting = [handover]
-
-    def begin(self: ForkServer, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
-        if not waiting:
-            return start(self, descriptor, nice)
-        prepared = waiting.pop()
-        words = [str(descriptor), str(nice), str(os.getpid()), *self._command.target]
-        place = {"words": words, "options": list(self._command.options), "environment": self.environment}
-        socket.send_fds(prepared.connection, [json.dumps(place).encode()], [descriptor])
-        prepared.connection.close()
-        process = subprocess.Popen.__new__(subprocess.Popen)  # a child like any other, which is already there
-        process.args, process.pid, process.returncode = words, prepared.pid, None
-        process.stdin = process.stdout = process.stderr = None
-        process._waitpid_lock, process._child_created = threading.Lock(), True  # type: ignore[attr-defined]
-        return process
-
-    ForkServer._begin = begin  # type: ignore[method-assign]
-    return cli.main(arguments)
-
-
-def _become_fork_server(connection: socket.socket) -> int:
-    """Once the launcher says so. Comes back in a worker that has come to its end, by SystemExit."""
-    message, descriptors, _, _ = socket.recv_fds(connection, 65536, 1)
-    connection.detach()  # its number is another file's soon
-    if not message:  # the launcher needed none
-        os._exit(0)
-    from farandole.launch import fork_server_process
-
-    place = json.loads(message)
-    os.setsid()
-    number = int(place["words"][0])
-    keep = os.dup(descriptors[0])
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for own in (0, 1, 2):
-        os.dup2(nothing, own)
-    if keep != number:
-        os.dup2(keep, number)
-    os.closerange(3, number)
-    os.closerange(number + 1, 4096)
-    os.environ.clear()
-    os.environ.update(place["environment"])
-    known = set(sys.path)
-    sys.path[1:1] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each not in known]
-    script = fork_server_process.__file__
-    sys.orig_argv = [sys.executable, *place["options"], script, *place["words"]]
-    sys.argv = [script, *place["words"]]
-    fork_server_process.main()
-    raise AssertionError("a fork server does not return")
-
-
-# Beside the job -------------------------------------------------------------------------------------------------
-
-
-def _watch(launcher: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """To the end of the job, and of what it leaves; what workers ask for meanwhile is done."""
-    began, folder = time.monotonic(), Path(asked["folder"])
-    helpers: dict[int, Path] = {}
-    ended: dict[int, int] = {}
-    is_late = False
-    while launcher not in ended:
-        _reap(ended)
-        for request in folder.glob("ask-*"):
-            answer = request.with_name(request.name.replace("ask", "answer"))
-            size = request.read_text()
-            request.unlink()
-            helpers[_scale(launcher, size, asked)] = answer
-        for pid in [pid for pid in helpers if pid in ended]:
-            helpers.pop(pid).write_text(str(ended[pid]))
-        if time.monotonic() - began > asked["deadline_s"] and not is_late:
-            is_late = True
-            _show_stacks(launcher, folder)
-            for number in (signal.SIGINT, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(launcher, number)
-                until = time.monotonic() + 3.0
-                while launcher not in ended and time.monotonic() < until:
-                    _reap(ended)
-                    time.sleep(_POLL_S)
-        time.sleep(_POLL_S)
-    seconds = time.monotonic() - began
-    left = _end_all(ended, known={launcher, *helpers})
-    return {"code": ended[launcher], "seconds": round(seconds, 2), "late": is_late, "left": left}
 
 
 def _reap(ended: dict[int, int]) -> None:
@@ -208,50 +103,159 @@ def _reap(ended: dict[int, int]) -> None:
             ended[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _scale(launcher: int, size: str, asked: Mapping[str, Any]) -> int:
-    """A `farandole scale` of its own process; its number."""
-    if (pid := os.fork()) == 0:
-        code = 1
-        try:
-            _leave_server(asked)
-            from farandole.launch import cli
-            from farandole.launch.job_files import running
-
-            job = next(each.job for each in running() if each.pid == launcher)
-            code = cli.main(["scale", size, "--job", job])
-        finally:
-            os._exit(code)
-    return pid
+# The keeper of a job ---------------------------------------------------------------------------------------------
 
 
-def _show_stacks(launcher: int, folder: Path) -> None:
-    for pid in (launcher, *(int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*"))):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR2)
-    time.sleep(_STACKS_S)
+def _keep(connection: socket.socket, output: int, error: int) -> NoReturn:
+    """Start the launcher and see it to its end, and then what it leaves. A client that goes away ends the job."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with connection.makefile("r") as lines:
+        asked = json.loads(lines.readline())
+    if (launcher := os.fork()) == 0:
+        connection.close()
+        _be_launcher(asked, output, error)
+    os.close(output)
+    os.close(error)
+    _say(connection, {"pid": launcher})
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    ended: dict[int, int] = {}
+    while launcher not in ended:
+        if poll.poll(_POLL_MS):
+            os.kill(launcher, signal.SIGKILL)
+            poll.unregister(connection)
+        _reap(ended)
+    _say(connection, {"code": ended[launcher]})
+    _say(connection, {"left": _end_orphans()})
+    os._exit(0)
 
 
-def _end_all(ended: dict[int, int], known: set[int]) -> list[str]:
-    """Children that are left are orphans of the job: some seconds are theirs to go. Those that stay are killed."""
+def _say(connection: socket.socket, words: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the client is gone
+        connection.sendall(json.dumps(words).encode() + b"\n")
+
+
+def _end_orphans() -> list[str]:
+    """Children that are left are orphans of the job: some seconds are theirs to go. Those that stay are killed, and
+    what they leave as well; the result says which."""
     until = time.monotonic() + _GONE_S
-    while (left := _children()) and time.monotonic() < until:
-        _reap(ended)
-        time.sleep(_POLL_S)
-    words = []
-    for pid in left:
-        with contextlib.suppress(OSError):
-            words.append(f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:200]}")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    while _children():
-        _reap(ended)
-        select.select([], [], [], _POLL_S)
-    return words
+    while _children() and time.monotonic() < until:
+        _reap({})
+        select.select([], [], [], _POLL_MS / 1000)
+    words: dict[int, str] = {}
+    while left := _children():
+        for pid in left:
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(bytes(1), b" ").decode()
+                words.setdefault(pid, f"{pid}: {line[:200]}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap({})
+        select.select([], [], [], _POLL_MS / 1000)
+    return list(words.values())
 
 
 def _children() -> list[int]:
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(pid) for pid in path.read_text().split()]
+
+
+# The launcher and its fork servers -------------------------------------------------------------------------------
+
+
+def _be_launcher(asked: Mapping[str, Any], output: int, error: int) -> NoReturn:
+    """A process of its own, with the output, environment and folder of the job."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for own, descriptor in enumerate((nothing, output, error)):
+        os.dup2(descriptor, own)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    tempfile.tempdir = None  # an import may have asked for it
+    os.chdir(asked["folder"])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        os.setsid()  # no signal to the launcher's process group is for it
+        _nurse(theirs, os.getppid())
+    theirs.close()
+    _end_quickly(_launch, asked["arguments"], ours)
+
+
+def _launch(arguments: Sequence[str], nursery: socket.socket) -> int:
+    from farandole.launch import agent, cli
+    from farandole.launch.fork_server import ForkServer
+    from farandole.launch.spawner import make_spawner
+    from farandole.launch.subreaper import adopting_orphans
+
+    sys.argv = ["farandole", *arguments]
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    one_at_a_time = threading.Lock()
+
+    def begin(self: ForkServer, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
+        words = [str(descriptor), str(nice), str(os.getpid()), *self._command.target]
+        place = {"words": words, "options": list(self._command.options), "environment": self.environment}
+        with one_at_a_time, adopting_orphans():
+            socket.send_fds(nursery, [json.dumps(place).encode()], [descriptor])
+            pid = int(nursery.recv(100))
+        process = subprocess.Popen.__new__(subprocess.Popen)  # a child like any other, which is already there
+        process.args, process.pid, process.returncode = words, pid, None
+        process.stdin = process.stdout = process.stderr = None
+        process._waitpid_lock, process._child_created = threading.Lock(), True  # type: ignore[attr-defined]
+        return process
+
+    ForkServer._begin = begin  # type: ignore[method-assign]
+    if not any(word in ("--fork-server", "--no-fork-server") for word in arguments):
+        agent.make_spawner = lambda use, *rest: make_spawner("on", *rest)  # the first workers as well
+    return cli.main(arguments)
+
+
+def _nurse(connection: socket.socket, launcher: int) -> NoReturn:
+    """Fork a fork server whenever the launcher asks for one, which adopts it; until the launcher is gone."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+        if not message:
+            os._exit(0)
+        if between := os.fork():
+            os.close(descriptors[0])
+            os.waitpid(between, 0)
+            continue
+        if os.fork():
+            os._exit(0)
+        while os.getppid() != launcher:
+            if not Path(f"/proc/{launcher}").exists():
+                os._exit(_NO_PLACE)
+            select.select([], [], [], 0.0005)
+        connection.send(str(os.getpid()).encode())
+        connection.close()
+        _end_quickly(_be_fork_server, json.loads(message), descriptors[0])
+
+
+def _be_fork_server(place: Mapping[str, Any], descriptor: int) -> int:
+    """Comes back in a worker that has come to its end, by SystemExit."""
+    from farandole.launch import fork_server_process
+
+    os.setsid()
+    number = int(place["words"][0])
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for own in (0, 1, 2):
+        os.dup2(nothing, own)
+    if descriptor != number:
+        os.dup2(descriptor, number)
+    os.closerange(3, number)
+    os.closerange(number + 1, 4096)
+    os.environ.clear()
+    os.environ.update(place["environment"])
+    tempfile.tempdir = None
+    known = set(sys.path)
+    sys.path[1:1] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each not in known]
+    script = fork_server_process.__file__
+    sys.orig_argv = [sys.executable, *place["options"], script, *place["words"]]
+    sys.argv = [script, *place["words"]]
+    fork_server_process.main()
+    raise AssertionError("a fork server does not return")
 
 
 if __name__ == "__main__":
