@@ -22,9 +22,9 @@ from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
+from farandole.testing.running_job import all_training
 from tests.support import rings
-from tests.support.jobs import ELASTIC_JOB, check_job
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
 from tests.support.rings import DEADLINE_S, listeners
 
 NUMEL = 1_000_000

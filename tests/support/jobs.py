@@ -58,18 +58,29 @@ def _text(file: IO[bytes]) -> str:
 class RunningJob(running_job.RunningJob):
     """A job of the job server; on leaving the `with` there may be no process left of it."""
 
+    is_fresh = False
+    """For a subclass: whether to start it without the job server."""
+
     def _start(
         self, command: Sequence[str], output: IO[bytes] | None, environment: Mapping[str, str] | None
     ) -> subprocess.Popen[bytes]:
-        return start(command, output, environment) if output else super()._start(command, output, environment)
+        return (
+            start(command, output, environment)
+            if output and not self.is_fresh
+            else super()._start(command, output, environment)
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        if isinstance(self.process, Launched):
-            left = self.process.left()
-            assert left == [] or error is not None
+        check_nothing_is_left(self.process)
+
+
+def check_nothing_is_left(process: subprocess.Popen[bytes] | Launched) -> None:
+    """Of a job of the job server that has ended. There is no way to see what another process has left."""
+    if isinstance(process, Launched):
+        assert process.left() == [], f"left behind by {process.args}"
 
 
 def start(

@@ -159,6 +159,7 @@ def _server() -> socket.socket:
             pass_fds=(theirs.fileno(),),
             env={**_ENVIRONMENT, "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
+            start_new_session=True,  # Ctrl-C is for this process, which ends its jobs
         )
     _channel.settimeout(_START_S)
     assert _channel.recv(100) == b"ready", "the job server did not start; its standard error says why"
