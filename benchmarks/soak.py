@@ -26,7 +26,7 @@ from benchmarks.soak_job import BATCH, SAMPLES, SEED
 from farandole import __version__
 from farandole.testing.proof import Proof, Record
 from farandole.testing.running_job import RunningJob, all_training
-from tests.pure_order import global_batches
+from tests.support.pure_order import global_batches
 
 SCRIPT = Path(__file__).parent / "soak_job.py"
 RESULTS = Path(__file__).parent / "results" / "soak.jsonl"

@@ -26,8 +26,8 @@ from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
 from tests.chaos import invariants
 from tests.chaos.case import Case
-from tests.jobs import SCRIPTS
 from tests.scripts.chaos_job import EPOCHS, STEPS, STEPS_PER_EPOCH
+from tests.support.jobs import SCRIPTS
 
 SCRIPT, BODY_SCRIPT = SCRIPTS / "chaos_job.py", SCRIPTS / "chaos_body.py"
 DEADLINE_S = 60.0

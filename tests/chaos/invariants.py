@@ -16,9 +16,9 @@ from farandole.ledger.reading import Folder
 from farandole.testing.proof import Proof
 from tests.gallery import verdict
 from tests.gallery.catalogue import BODIES
-from tests.pure_order import global_batches
 from tests.scripts import chaos_body
 from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED, STEPS
+from tests.support.pure_order import global_batches
 
 _LOST = re.compile(r"^\[farandole\] lost (w\d+) .*$", re.MULTILINE)
 _REGROUP = re.compile(r"^\[farandole\] regrouping for generation", re.MULTILINE)

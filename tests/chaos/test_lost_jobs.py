@@ -13,7 +13,7 @@ import pytest
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
-from tests.jobs import ELASTIC_JOB, check_job
+from tests.support.jobs import ELASTIC_JOB, check_job
 
 SAMPLES = 600
 

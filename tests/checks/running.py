@@ -36,9 +36,9 @@ Found = dict[str, list[str | None]]
 
 
 def checks_in(*modules: ModuleType) -> Checks:
-    """All functions `check_...` of some modules, as "module.what_is_checked"."""
+    """All functions `check_...` of some modules, as "module.check_..."."""
     return {
-        f"{module.__name__.rpartition('.')[2]}.{name.removeprefix('check_')}": value
+        f"{module.__name__.rpartition('.')[2]}.{name}": value
         for module in modules
         for name, value in vars(module).items()
         if name.startswith("check_")

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gallery import verdict
+from tests.gallery import jobs, verdict
 from tests.gallery.catalogue import Body
-from tests.gallery.jobs import ROOT, Ended, JobServer
+from tests.gallery.jobs import Ended
 from tests.gallery.plan import Case, Hits
 from tests.gallery.worker import COUNTED, FAULTS, HERE
+from tests.support.launching import ROOT
 
 DEADLINE_S = 40.0
 _SLOW_S = 180.0
@@ -60,10 +61,9 @@ class Peace:
 
 
 class Gallery:
-    """Runs jobs on one server."""
+    """Runs jobs one after the other, and knows what bodies do undisturbed."""
 
-    def __init__(self, server: JobServer) -> None:
-        self._server = server
+    def __init__(self) -> None:
         self._known: dict[str, Peace] = {}
         self._cache = Path(tempfile.gettempdir()) / "farandole-gallery"
         self._library = _digest((ROOT / "src" / "farandole").rglob("*.py"))
@@ -160,7 +160,7 @@ class Gallery:
         deadline_s = _SLOW_S if body.is_slow else DEADLINE_S
         variables = {"TMPDIR": str(folder / "tmp"), **environment}
         horovod = ["--horovod"] if body.horovod else []
-        ended = self._server.run(["run", *flags, *horovod, *script], folder, variables, deadline_s)
+        ended = jobs.run(["run", *flags, *horovod, *script], folder, variables, deadline_s)
         if _FORK_SERVER_LOST in (folder / "output").read_text(errors="replace"):
             shutil.rmtree(folder)  # its workers were started in the plain way, which takes longer than a job may
             return self._start(body, case, environment)

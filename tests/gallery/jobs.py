@@ -1,17 +1,22 @@
-"""Jobs that start in milliseconds, one after the other: the client of job_server.py."""
+"""Jobs of the gallery: what their workers ask for meanwhile is done, and one that takes too long says where it is."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import signal
 import subprocess
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-ROOT = Path(__file__).parents[2]
+from farandole.launch.job_files import running
+from tests.support.launching import ROOT, Launched, launch
+
+_POLL_S = 0.003
+_STACKS_S = 0.5  # until the workers have written where they are
+_END_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -28,41 +33,45 @@ class Ended:
     left: list[str]
 
 
-class JobServer:
-    """Runs one job at a time. Use it in a `with`."""
+def run(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], deadline_s: float) -> Ended:
+    """`farandole ARGUMENTS` with this environment added to ours; what it prints is appended to `folder`/output."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment}
+    variables["PYTHONDONTWRITEBYTECODE"] = "1"
+    began, is_late = time.monotonic(), False
+    helpers: dict[Path, Launched] = {}
+    with (folder / "output").open("ab") as output:
+        with launch(arguments, output, output, variables, folder) as launcher:
+            while launcher.poll() is None:
+                for request in folder.glob("ask-*"):
+                    job = next(each.job for each in running() if each.pid == launcher.pid)
+                    words = ["scale", request.read_text(), "--job", job]
+                    request.unlink()
+                    answer = request.with_name(request.name.replace("ask", "answer"))
+                    helpers[answer] = launch(words, output, output, variables, folder)
+                for answer, helper in helpers.items():
+                    if helper.poll() is not None and not answer.exists():
+                        answer.write_text(str(helper.returncode))
+                if time.monotonic() - began > deadline_s and not is_late:
+                    is_late = True
+                    _show_stacks(launcher.pid, folder)
+                    _end(launcher)
+                time.sleep(_POLL_S)
+            seconds = time.monotonic() - began
+            left = launcher.left()
+        for helper in helpers.values():
+            helper.left()
+    return Ended(launcher.wait(), round(seconds, 2), is_late, left)
 
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"
-        command = [sys.executable, "-m", "tests.gallery.job_server"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, cwd=ROOT, text=True)
 
-    def __enter__(self) -> JobServer:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n", "the job server did not start; see its output"
-        return self
+def _show_stacks(launcher: int, folder: Path) -> None:
+    for pid in (launcher, *(int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*"))):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+    time.sleep(_STACKS_S)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30.0)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
 
-    def run(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], deadline_s: float) -> Ended:
-        """`farandole ARGUMENTS` with this environment added to ours; what it prints is appended to `folder`/output."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        asked = {
-            "arguments": [*arguments],
-            "folder": str(folder),
-            "output": str(folder / "output"),
-            "environment": {**environment},
-            "deadline_s": deadline_s,
-        }
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return Ended(**json.loads(self._process.stdout.readline()))
+def _end(launcher: Launched) -> None:
+    for number in (signal.SIGINT, signal.SIGKILL):
+        launcher.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(_END_S)

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from tests.gallery.catalogue import BODIES, Body
 from tests.gallery.job import Gallery, Outcome
-from tests.gallery.jobs import JobServer
 from tests.gallery.plan import Case, draw, draw_losses, every_line, parse
 
 _SAMPLES_OF_LONG_JOBS = 600
@@ -61,15 +60,14 @@ def main() -> int:
         return max(lane.wait() for lane in lanes)
     failed: Counter[str] = Counter()
     done = 0
-    with JobServer() as server:
-        gallery = Gallery(server)
-        for number, (body, seed, case) in enumerate(_cases(options, chosen, gallery)):
-            if options.lane is not None and number % options.lanes != options.lane:
-                continue
-            outcome = gallery.run(body, case() if callable(case) else case)
-            done += 1
-            failed[body.name] += bool(outcome.violations)
-            _tell(body, seed, case() if callable(case) else case, outcome, options.results)
+    gallery = Gallery()
+    for number, (body, seed, case) in enumerate(_cases(options, chosen, gallery)):
+        if options.lane is not None and number % options.lanes != options.lane:
+            continue
+        outcome = gallery.run(body, case() if callable(case) else case)
+        done += 1
+        failed[body.name] += bool(outcome.violations)
+        _tell(body, seed, case() if callable(case) else case, outcome, options.results)
     bad = {name: count for name, count in failed.items() if count}
     print(f"{done} jobs, {sum(bad.values())} with violations{': ' if bad else ''}{bad or ''}")
     return 1 if bad else 0

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.gallery.catalogue import BODIES
 from tests.gallery.job import Gallery
-from tests.gallery.jobs import JobServer
 from tests.gallery.plan import Case, parse
 from tests.gallery.run import drawn
-from tests.pure_order import global_batches
+from tests.support.pure_order import global_batches
 
 
 @pytest.fixture(scope="module")
-def gallery() -> Iterator[Gallery]:
-    with JobServer() as server:
-        yield Gallery(server)
+def gallery() -> Gallery:
+    return Gallery()
 
 
 @pytest.mark.timeout(240)

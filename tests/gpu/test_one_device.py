@@ -20,10 +20,10 @@ from farandole.optim.device_order import Arrivals
 from farandole.state.digest import digest_of
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from tests import rings
 from tests.integration.test_elastic_job import SAMPLES, EndlessJob, beyond, job
-from tests.jobs import check_job
-from tests.rings import listeners
+from tests.support import rings
+from tests.support.jobs import check_job
+from tests.support.rings import listeners
 
 pytestmark = [
     pytest.mark.gpu,

@@ -44,8 +44,8 @@ from farandole.messages import (
     WorkersSeen,
 )
 from farandole.wire import AGENT_MESSAGES
-from tests.jobs import SCRIPTS, processes_with
-from tests.waiting import DEADLINE_S, EventLog, run
+from tests.support.jobs import SCRIPTS, processes_with
+from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
 JOB_ID = "job"

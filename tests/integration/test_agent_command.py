@@ -18,8 +18,8 @@ import pytest
 from farandole.launch.token_file import token_of_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from tests.jobs import check_job, farandole_run, processes_with
-from tests.joined import AGENT, JoinedJob
+from tests.support.jobs import check_job, farandole_run, processes_with
+from tests.support.joined import AGENT, JoinedJob
 
 SAMPLES, LONG_S = 600, 40.0
 

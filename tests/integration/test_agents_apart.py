@@ -29,7 +29,7 @@ from farandole.messages import (
     WorkerPrinted,
 )
 from farandole.wire import TO_AGENT
-from tests.waiting import DEADLINE_S, EventLog, run
+from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
 BUDGET_S = 0.6

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, farandole_run
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, RunningJob, farandole_run
 
 
 @pytest.fixture

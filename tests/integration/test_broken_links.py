@@ -11,8 +11,8 @@ import pytest
 from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

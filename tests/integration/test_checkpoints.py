@@ -18,8 +18,8 @@ import pytest
 
 import farandole as fd
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, SCRIPTS, check_job, farandole_run
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, SCRIPTS, RunningJob, check_job, farandole_run
 
 SAMPLES = 600
 COMMIT_JOB = SCRIPTS / "commit_job.py"

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.jobs import farandole_run
+from tests.support.jobs import farandole_run
 
 HEAVY = ("torch", "numpy", "asyncio", "msgspec")
 
@@ -42,7 +42,7 @@ def test_help_loads_nothing_heavy_and_a_job_no_torch() -> None:
 
 
 def test_any_command_runs_on_every_worker_and_its_words_come_back_with_its_name() -> None:
-    done = farandole_run("-np", "2", "--", "sh", "-c", "echo out $0; echo err >&2", "--help")
+    done = farandole_run("-np", "2", "--", "sh", "-c", "echo out $0; echo err >&2", "--help", fresh=True)
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[w0] out --help", "[w1] out --help"]
     assert sorted(line for line in done.stderr.splitlines() if line.endswith("] err")) == ["[w0] err", "[w1] err"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from farandole.testing.running_job import FARANDOLE_RUN, HOROVODRUN, RunningJob, all_training
-from tests.jobs import SCRIPTS
+from farandole.testing.running_job import FARANDOLE_RUN, HOROVODRUN, all_training
+from tests.support.jobs import SCRIPTS, RunningJob
 
 COMMIT_JOB = SCRIPTS / "commit_job.py"
 

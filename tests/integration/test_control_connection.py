@@ -18,7 +18,7 @@ from farandole.events import ConnectionRefused
 from farandole.launch.client import Client, NoAnswer
 from farandole.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
 from farandole.wire import TO_CLIENT
-from tests.waiting import DEADLINE_S, EventLog, run
+from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
 

@@ -33,7 +33,7 @@ from farandole.messages import (
     WorkerExited,
 )
 from farandole.wire import TO_AGENT, frame
-from tests.waiting import DEADLINE_S, EventLog, run
+from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
 JOB_ID = "job"

@@ -11,8 +11,8 @@ import pytest
 
 import farandole as fd
 from farandole.cores import affinity_cores
-from tests.jobs import farandole_run
-from tests.joined import AGENT
+from tests.support.jobs import farandole_run
+from tests.support.joined import AGENT
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TELL = """
@@ -50,7 +50,9 @@ def alone(script: str) -> str:
 
 @pytest.mark.parametrize("fork_server", ["off", "on"])
 def test_workers_share_the_cores_and_it_is_said_once(script: str, fork_server: str) -> None:
-    done = farandole_run("-np", str(MANY), "--fork-server", fork_server, sys.executable, script, timeout_s=110.0)
+    done = farandole_run(
+        "-np", str(MANY), "--fork-server", fork_server, sys.executable, script, timeout_s=110, fresh=True
+    )
     assert told(done) == ["['1', None, 1]"] * MANY
     assert done.stderr.count(SHARED) == 1
     assert f"{MANY} workers may share {CORES} cores: each computes with 1 thread" in done.stderr
@@ -64,7 +66,9 @@ def test_a_setting_of_the_users_is_left_alone(
     """Workers are as `python tell.py` is."""
     for name in names:
         monkeypatch.setenv(name, str(CORES))
-    done = farandole_run("-np", str(MANY), "--fork-server", fork_server, sys.executable, script, timeout_s=110.0)
+    done = farandole_run(
+        "-np", str(MANY), "--fork-server", fork_server, sys.executable, script, timeout_s=110, fresh=True
+    )
     assert told(done) == [alone(script)] * MANY
     assert SHARED not in done.stderr
 
@@ -72,22 +76,24 @@ def test_a_setting_of_the_users_is_left_alone(
 def test_what_a_script_sets_itself_counts(tmp_path: Path) -> None:
     path = tmp_path / "sets.py"
     path.write_text("import torch; torch.set_num_threads(2); print(torch.get_num_threads())")
-    assert told(farandole_run("-np", str(MANY), sys.executable, str(path))) == ["2"] * MANY
+    assert told(farandole_run("-np", str(MANY), sys.executable, str(path), fresh=True)) == ["2"] * MANY
 
 
 def test_one_worker_has_all_the_cores(script: str) -> None:
-    done = farandole_run("-np", "1", sys.executable, script)
+    done = farandole_run("-np", "1", sys.executable, script, fresh=True)
     assert told(done) == [alone(script)]
     assert SHARED not in done.stderr
 
 
 def test_one_worker_leaves_room_for_those_that_may_come_later(script: str) -> None:
-    done = farandole_run("-np", "1", "--max-np", str(MANY), sys.executable, script)
+    done = farandole_run("-np", "1", "--max-np", str(MANY), sys.executable, script, fresh=True)
     assert told(done) == ["['1', None, 1]"]
 
 
 def test_hosts_that_are_all_this_machine_share_its_cores(script: str) -> None:
-    done = farandole_run("-np", str(MANY), "-H", f"localhost:{CORES},127.0.0.1:{CORES}", sys.executable, script)
+    done = farandole_run(
+        "-np", str(MANY), "-H", f"localhost:{CORES},127.0.0.1:{CORES}", sys.executable, script, fresh=True
+    )
     assert told(done) == ["['1', None, 1]"] * MANY
 
 

@@ -21,9 +21,9 @@ from farandole.collectives.probe import answering
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.errors import GenerationEnded
 from farandole.membership import Address, GenerationId
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB
-from tests.rings import DEADLINE_S, KEY, build, in_threads, listeners, make_start
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, RunningJob
+from tests.support.rings import DEADLINE_S, KEY, build, in_threads, listeners, make_start
 
 GENERATION = GenerationId(1, 1, 1, "nonce of 1")
 KEPT = 64

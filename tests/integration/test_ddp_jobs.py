@@ -4,8 +4,6 @@ global batches."""
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS, check_job
+from farandole.testing.running_job import all_training
+from tests.support.jobs import SCRIPTS, RunningJob, check_job, farandole
 
 SCRIPT = SCRIPTS / "ddp_elastic_job.py"
 COMMIT_SCRIPT = SCRIPTS / "ddp_commit_job.py"
@@ -66,8 +64,7 @@ def disturbed(folder: Path, workers: int, *arguments: str) -> tuple[Proof, dict[
     assert proof.redone() <= 1
     assert proof.steps() == 54
     assert len({end["everything"] for end in proof.ends()}) == 1
-    command = [sys.executable, "-m", "farandole", "ledger", "check", str(folder / "ledger")]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    checked = farandole("ledger", "check", str(folder / "ledger"))
     assert checked.stdout.endswith("exactly once: yes\n"), checked.stdout + checked.stderr
     return proof, torch.load(result)
 

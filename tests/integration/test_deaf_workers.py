@@ -15,7 +15,7 @@ import pytest
 from farandole import wire
 from farandole.env import worker_environment
 from farandole.messages import Abort, Message, Prepare
-from tests.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S
 
 PROGRAM = """
 import threading

@@ -15,8 +15,8 @@ from farandole.launch.descriptors import descriptors_needed
 from farandole.launch.token_file import token_of_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import FARANDOLE_RUN, RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job
-from tests.joined import AGENT
+from tests.support.jobs import ELASTIC_JOB, check_job
+from tests.support.joined import AGENT
 
 SAMPLES, LONG_S = 600, 60.0
 

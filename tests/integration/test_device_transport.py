@@ -21,8 +21,8 @@ from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.torch_groups.construction import Construction
 from farandole.collectives.torch_groups.ring_store import ExchangedStore
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, PeerLost
-from tests import rings
-from tests.rings import GlooDevices, listeners
+from tests.support import rings
+from tests.support.rings import GlooDevices, listeners
 
 
 @contextmanager

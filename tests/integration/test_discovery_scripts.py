@@ -16,8 +16,8 @@ import pytest
 
 from farandole.launch.discovery import DiscoveryFailed, ScriptDiscovery
 from farandole.launch.host_list import HostSlots
-from tests.jobs import processes_with
-from tests.waiting import DEADLINE_S, run
+from tests.support.jobs import processes_with
+from tests.support.waiting import DEADLINE_S, run
 
 
 class Lasting:

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from tests.jobs import SCRIPTS
+from tests.support.jobs import SCRIPTS
 
 SCRIPT = SCRIPTS / "optimizer_job.py"
 CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(), re.MULTILINE)

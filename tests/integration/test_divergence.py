@@ -14,7 +14,7 @@ import pytest
 from farandole.ledger.proving import prove
 from farandole.ledger.reading import Folder
 from farandole.state.state_digest import STRIKES
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 JOB = str(SCRIPTS / "divergence_job.py")
 

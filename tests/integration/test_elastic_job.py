@@ -12,11 +12,17 @@ from typing import Any
 
 import pytest
 
+from farandole.testing import running_job
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job, processes_with
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job, processes_with
 
 SAMPLES = 600
+
+
+def fresh_job(folder: Path, flags: list[str], *arguments: str) -> running_job.RunningJob:
+    """Of processes that can be told by their command lines."""
+    return running_job.RunningJob(flags, ELASTIC_JOB, arguments, folder, folder / "output")
 
 
 def job(folder: Path, flags: list[str], *arguments: str) -> RunningJob:
@@ -44,7 +50,7 @@ def beyond(generation: int, size: int) -> Any:
 
 
 def test_a_quiet_job_trains_every_sample_once_with_one_generation(tmp_path: Path) -> None:
-    with job(tmp_path, ["-np", "3"]) as running:
+    with fresh_job(tmp_path, ["-np", "3"]) as running:
         assert running.wait(60) == 0
     proof = Proof(tmp_path)
     check_job(proof, epochs=3, samples=SAMPLES, workers_at_end=3)
@@ -92,22 +98,24 @@ def test_all_but_one_may_die_at_once(tmp_path: Path) -> None:
 
 
 def test_a_job_without_replacements_goes_on_with_fewer(tmp_path: Path) -> None:
-    with job(tmp_path, ["-np", "3", "--restarts", "0"], "--epochs", "20") as running:
+    with EndlessJob(tmp_path, ["-np", "3", "--restarts", "0"]) as running:
         latest = running.wait_until(all_training(3), 60)
         running.kill(latest[2]["pid"])
-        assert running.wait(60) == 0
+        running.wait_until(all_training(2), 60)
+        running.finish()
     proof = Proof(tmp_path)
-    check_job(proof, epochs=20, samples=SAMPLES, workers_at_end=2)
+    check_job(proof, samples=SAMPLES, workers_at_end=2)
     assert set(proof.generations().values()) == {3, 2}
 
 
 def test_sigterm_at_a_worker_lets_it_leave_and_redoes_nothing(tmp_path: Path) -> None:
-    with job(tmp_path, ["-np", "3"], "--epochs", "20") as running:
+    with EndlessJob(tmp_path, ["-np", "3"]) as running:
         latest = running.wait_until(all_training(3), 60)
         running.kill(latest[1]["pid"], signal.SIGTERM)
-        assert running.wait(60) == 0
+        running.wait_until(all_training(2), 60)
+        running.finish()
     proof = Proof(tmp_path)
-    check_job(proof, epochs=20, samples=SAMPLES, workers_at_end=2)
+    check_job(proof, samples=SAMPLES, workers_at_end=2)
     assert proof.redone() == 0
 
 
@@ -196,7 +204,7 @@ def test_killed_workers_leave_no_files_behind(tmp_path: Path, temp_folder: Path)
 
 def test_kill_9_of_the_launcher_leaves_nothing_behind(tmp_path: Path, temp_folder: Path) -> None:
     before = shared_memory_files()
-    with job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
+    with fresh_job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
         running.wait_until(all_training(2), 60)
         assert len(processes_with(str(tmp_path))) >= 3
         os.kill(running.process.pid, signal.SIGKILL)
@@ -208,7 +216,7 @@ def test_kill_9_of_the_launcher_leaves_nothing_behind(tmp_path: Path, temp_folde
 
 def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, temp_folder: Path) -> None:
     before = shared_memory_files()
-    with job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
+    with fresh_job(tmp_path, ["-np", "2"], "--epochs", "1000", "--num-workers", "2") as running:
         running.wait_until(all_training(2), 60)
         running.process.send_signal(signal.SIGINT)
         assert running.wait(20) == 130

@@ -16,7 +16,7 @@ import pytest
 from farandole import exit_notice
 from farandole.launch.exit_watcher import ExitWatcher
 from farandole.status_page import MUTEX_AT, StatusPage
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 pytestmark = pytest.mark.skipif(
     not exit_notice.is_supported(), reason="no robust mutexes here that could be waited for"

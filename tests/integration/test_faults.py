@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
 
 SAMPLES = 600
 STEPS = 50  # of an epoch

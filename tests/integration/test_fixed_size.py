@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 SCRIPT = str(SCRIPTS / "fixed_size_job.py")
 
@@ -38,7 +38,7 @@ def test_alone_there_is_nothing_to_start() -> None:
 
 
 def test_under_farandole_run() -> None:
-    done = farandole_run("-np", "3", sys.executable, SCRIPT)
+    done = farandole_run("-np", "3", sys.executable, SCRIPT, fresh=True)
     assert done.returncode == 0, done.stderr
     check_three(done.stdout)
 

@@ -23,7 +23,7 @@ from farandole.launch.spawner import Spawner, make_spawner
 from farandole.launch.subreaper import reap_group
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, SCRIPTS, check_job, processes_with
+from tests.support.jobs import ELASTIC_JOB, SCRIPTS, check_job, processes_with
 
 DEADLINE_S = 60.0
 SCRIPT = str(SCRIPTS / "forked.py")

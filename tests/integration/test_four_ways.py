@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS
-from tests.pure_order import global_batches
+from farandole.testing.running_job import all_training
 from tests.scripts.four_ways_job import BATCH, EPOCHS, LR, MOMENTUM, SAMPLES, SEED, digits, network
+from tests.support.jobs import SCRIPTS, RunningJob
+from tests.support.pure_order import global_batches
 
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 

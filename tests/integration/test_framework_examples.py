@@ -15,7 +15,7 @@ import pytest
 from farandole.ledger.check import check
 from farandole.ledger.reading import Folder
 from farandole.testing.running_job import FARANDOLE_RUN
-from tests.jobs import processes_with
+from tests.support.jobs import processes_with
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -22,10 +22,10 @@ from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.tensor_bytes import dtype_code
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests import rings
-from tests.jobs import ELASTIC_JOB, check_job
-from tests.rings import DEADLINE_S, listeners
+from farandole.testing.running_job import all_training
+from tests.support import rings
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
+from tests.support.rings import DEADLINE_S, listeners
 
 NUMEL = 1_000_000
 

@@ -17,8 +17,8 @@ import pytest
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import FARANDOLE_RUN, RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job, processes_with
-from tests.joined import JoinedJob
+from tests.support.jobs import ELASTIC_JOB, check_job, processes_with
+from tests.support.joined import JoinedJob
 
 SAMPLES, LONG_S = 600, 60.0
 

@@ -16,9 +16,9 @@ from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job
-from tests.rings import DEADLINE_S, Ring, build, listeners
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
+from tests.support.rings import DEADLINE_S, Ring, build, listeners
 
 SHAPES = [[0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 1, 2, 1, 0], [0, 1, 1, 1]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.running_job import HOROVODRUN
-from tests.jobs import farandole_run
+from tests.support.jobs import farandole_run
 
 SHOW = "import os; print(*(f'{name}={value}' for name, value in os.environ.items() if name.startswith('HOROVOD_')))"
 
@@ -45,8 +45,8 @@ def test_scripts_find_horovod_under_horovodrun_and_only_with_our_option_elsewher
     code = "import importlib.util; print(importlib.util.find_spec('horovod') is not None)"
     for done, found in (
         (horovodrun("-np", "1", sys.executable, "-c", code), "True"),
-        (farandole_run("-np", "1", "--horovod", sys.executable, "-c", code), "True"),
-        (farandole_run("-np", "1", sys.executable, "-c", code), "False"),
+        (farandole_run("-np", "1", "--horovod", sys.executable, "-c", code, fresh=True), "True"),
+        (farandole_run("-np", "1", sys.executable, "-c", code, fresh=True), "False"),
     ):
         assert done.stdout.split()[-1] == found, done.stderr
 

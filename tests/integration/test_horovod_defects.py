@@ -38,9 +38,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from farandole.testing.running_job import RunningJob
-from tests.jobs import SCRIPTS, farandole_run
 from tests.scripts.epoch_job import SAMPLES
+from tests.support.jobs import SCRIPTS, RunningJob, farandole_run
 
 
 def test_each_sample_is_trained_in_each_epoch_whatever_happens_to_the_workers(tmp_path: Path) -> None:

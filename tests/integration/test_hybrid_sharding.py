@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hybrid_sharding" / "train.py"
 

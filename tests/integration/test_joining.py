@@ -38,8 +38,8 @@ from farandole.messages import (
     WorkerSilent,
 )
 from farandole.wire import AGENT_MESSAGES, LENGTH, frame
-from tests.jobs import processes_with
-from tests.waiting import DEADLINE_S, EventLog, run
+from tests.support.jobs import processes_with
+from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
 SLEEPER = "import os, time; print('up', os.getcwd(), flush=True); time.sleep(60)"

@@ -19,8 +19,8 @@ import pytest
 from farandole.testing.lab import Host, Lab, LabError, why_not
 from farandole.testing.lab.leftovers import leftovers, remove_leftovers
 from farandole.testing.lab.tools import wait_until
-from tests.jobs import SCRIPTS
 from tests.scripts.lab_listener import PORT
+from tests.support.jobs import SCRIPTS
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

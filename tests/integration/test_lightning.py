@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.proof import Proof
-from tests.framework_jobs import train_with_a_kill_and_a_join
-from tests.jobs import SCRIPTS, farandole_run
 from tests.scripts.framework_model import EPOCHS, STEPS_PER_EPOCH
+from tests.support.framework_jobs import train_with_a_kill_and_a_join
+from tests.support.jobs import SCRIPTS, farandole_run
 
 pytest.importorskip("lightning")
 

@@ -19,8 +19,8 @@ from farandole.errors import ConfigError
 from farandole.events import GenerationStarted
 from farandole.launch.local import run_local
 from farandole.launch.output import OutputOptions
-from tests.jobs import SCRIPTS, processes_with
-from tests.waiting import EventLog, run
+from tests.support.jobs import SCRIPTS, processes_with
+from tests.support.waiting import EventLog, run
 
 TALKING_WORKER = (sys.executable, str(SCRIPTS / "talking_worker.py"))
 

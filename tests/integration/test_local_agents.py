@@ -14,7 +14,7 @@ from farandole.launch.agent import Agent, AgentConfig
 from farandole.launch.host_list import HostSlots
 from farandole.launch.local_agents import LocalAgents
 from farandole.launch.output import OutputOptions, OutputSink
-from tests.waiting import EventLog, run
+from tests.support.waiting import EventLog, run
 
 
 def test_a_drained_host_gets_no_other_agent_before_it_has_been_gone() -> None:

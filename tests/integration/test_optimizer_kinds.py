@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import SCRIPTS, farandole_run
-from tests.pure_order import global_batches
 from tests.scripts.optimizer_kinds import (
     BATCH,
     EPOCHS,
@@ -31,6 +29,8 @@ from tests.scripts.optimizer_kinds import (
     sam,
     whole,
 )
+from tests.support.jobs import SCRIPTS, farandole_run
+from tests.support.pure_order import global_batches
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 EPOCHS, EVALUATED = 4, 41
 MEAN = (EVALUATED - 1) / 2

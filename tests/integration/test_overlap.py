@@ -10,7 +10,7 @@ import pytest
 
 from farandole.testing.proof import Proof
 from tests.integration.test_elastic_job import SAMPLES, EndlessJob, all_training, beyond
-from tests.jobs import check_job
+from tests.support.jobs import check_job
 
 
 def test_workers_may_die_while_gradients_are_reduced_in_the_background(

@@ -20,7 +20,7 @@ from farandole.collectives.ring import OnBroken
 from farandole.collectives.tensor_bytes import DTYPES
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
-from tests.rings import KEY, in_threads
+from tests.support.rings import KEY, in_threads
 
 GENERATION = GenerationId(1, 1, 7, "nonce")
 SUBJECT = b"s" * 16

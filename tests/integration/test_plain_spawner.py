@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.spawner import PlainSpawner
-from tests.jobs import processes_with
-from tests.waiting import run
+from tests.support.jobs import processes_with
+from tests.support.waiting import run
 
 
 def test_an_agent_can_say_its_beats_while_a_program_begins() -> None:

@@ -16,7 +16,7 @@ from farandole.collectives.probe import ATTEMPTS, answering
 from farandole.membership import Address, Peer
 from farandole.messages import Probed
 from farandole.worker.link_probe import Connections, LinkProbe
-from tests.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S
 
 
 @contextlib.contextmanager

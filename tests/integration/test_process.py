@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.process import DRAIN_S, WorkerProcess, spawn
-from tests.waiting import run
+from tests.support.waiting import run
 
 # A worker that forks a child as a loader would; both then wait for ever.
 WITH_CHILD = "import os, signal; child = os.fork(); child and print(child); signal.pause()"

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from tests.checks.running import Found, explain, problems
-from tests.jobs import SCRIPTS
 from tests.scripts.process_group import CHECKS
+from tests.support.jobs import SCRIPTS
 
-NEEDS_AN_EVEN_NUMBER = {"c10d_libraries.a_device_mesh", "c10d_libraries.hybrid_sharded"}
+NEEDS_AN_EVEN_NUMBER = {"c10d_libraries.check_a_device_mesh", "c10d_libraries.check_hybrid_sharded"}
 
 
 @cache

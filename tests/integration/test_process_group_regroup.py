@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 SIZES = [5, 4, 3, 2, 1]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from farandole.testing.running_job import RunningJob
-from tests.jobs import SCRIPTS
+from tests.support.jobs import SCRIPTS, RunningJob
 
 MADE = {"given": [0, 1], "before": [1, 2], "inside": [0, 2]}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 JOB = (sys.executable, str(SCRIPTS / "promises_job.py"))
 TORCH_LOADER_JOB = (sys.executable, str(SCRIPTS / "torch_loader_job.py"))

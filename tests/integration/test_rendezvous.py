@@ -14,7 +14,7 @@ from farandole.env import FixedEnv
 from farandole.errors import ConfigError, JobEnded
 from farandole.membership import Address
 from farandole.worker.fixed_size import Rendezvous
-from tests.jobs import SCRIPTS
+from tests.support.jobs import SCRIPTS
 
 HERE = Address("127.0.0.1", 1)
 

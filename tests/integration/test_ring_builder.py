@@ -22,7 +22,7 @@ from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
 from farandole.membership import GenerationId
-from tests.rings import DEADLINE_S, build, in_threads, listeners, make_start, outcomes_in_threads
+from tests.support.rings import DEADLINE_S, build, in_threads, listeners, make_start, outcomes_in_threads
 
 SHORT_S = 0.3
 

@@ -24,7 +24,7 @@ import pytest
 import farandole as fd
 from farandole.errors import ConfigError
 from farandole.launch.run_function import FunctionFailed
-from tests.jobs import processes_with
+from tests.support.jobs import processes_with
 
 
 @pytest.fixture(autouse=True)

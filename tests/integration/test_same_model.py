@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS
+from farandole.testing.running_job import all_training
 from tests.scripts.exact_job import SAMPLES
+from tests.support.jobs import SCRIPTS, RunningJob
 
 SCRIPT = SCRIPTS / "exact_job.py"
 EPOCHS = 24

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, check_job, farandole_run
+from farandole.testing.running_job import all_training
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job, farandole, farandole_run
 
 SAMPLES = 600
 
 
 def ledger_check(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "farandole", "ledger", "check", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return farandole("ledger", "check", *words)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def test_the_ledger_of_a_job_with_a_kill_and_a_join_proves_exactly_once(disturbe
     assert set(proof.generations()) <= set(range(1, found["generations"] + 1))
     assert [epoch["end"] - epoch["begin"] for epoch in found["epochs"]] == [SAMPLES] * epochs
     words = ledger_check(str(disturbed / "ledger"))
-    assert f"{epochs} whole epochs of {SAMPLES} samples" in words.stdout
+    assert f"{epochs} whole epoch{'s' * (epochs > 1)} of {SAMPLES} samples" in words.stdout
     assert words.stdout.endswith("exactly once: yes\n")
 
 

@@ -4,14 +4,13 @@ recorded; the loop over the loader is left and begun again."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole, farandole_run
 
 SAMPLES, EPOCHS = 101, 3
 
@@ -26,8 +25,7 @@ def job(folder: Path, *words: str, workers: int = 3) -> tuple[str, dict[str, Any
     assert sorted(path.name for path in killed.iterdir()) == sorted(
         words[i + 1] for i, w in enumerate(words) if w == "--kill"
     )
-    command = [sys.executable, "-m", "farandole", "ledger", "check", "--json", str(ledger)]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    checked = farandole("ledger", "check", "--json", str(ledger))
     found = json.loads(checked.stdout)
     assert checked.returncode == (0 if found["is_exact"] else 1)
     return done.stderr, found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole, farandole_run
 
 WGAN = str(SCRIPTS / "wgan_job.py")
 
@@ -27,8 +27,6 @@ def test_a_generator_that_steps_for_every_third_batch_trains_the_same_whoever_di
     assert together["made"] == alone["made"] == {"generator": 7, "critic": 19}
     for ours, theirs in zip(alone["tensors"], together["tensors"], strict=True):
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-10)
-    checked = subprocess.run(
-        [sys.executable, "-m", "farandole", "ledger", "check", str(ledger)], capture_output=True, text=True, timeout=30
-    )
+    checked = farandole("ledger", "check", str(ledger))
     assert checked.returncode == 0, checked.stdout
     assert "2 whole epochs of 62 samples" in checked.stdout

@@ -17,7 +17,7 @@ from farandole.collectives.shared_memory.shared_memory_transport import SharedMe
 from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.transport_choice import Way, choose
 from farandole.errors import ConfigError, GenerationEnded
-from tests.rings import build, in_threads, listeners, ring
+from tests.support.rings import build, in_threads, listeners, ring
 
 
 def filled(rank: int, numel: int, *, is_shared: bool) -> torch.Tensor:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import HOROVODRUN, RunningJob, all_training
-from tests.jobs import ELASTIC_JOB, SCRIPTS, check_job, farandole_run, processes_with
+from farandole.testing.running_job import HOROVODRUN, all_training
+from tests.support.jobs import ELASTIC_JOB, SCRIPTS, RunningJob, check_job, farandole_run, processes_with
 
 SAMPLES = 600
 
@@ -33,6 +33,12 @@ class JobWithSpares(RunningJob):
         return self.output.read_text()
 
 
+class FreshJobWithSpares(JobWithSpares):
+    """Its workers can be told by their command lines."""
+
+    is_fresh = True
+
+
 def test_each_of_two_kills_costs_one_regroup_and_no_worker(tmp_path: Path) -> None:
     with JobWithSpares(tmp_path, "-np", "2", "--spares", "1") as running:
         running.wait_for_spares(1)
@@ -50,7 +56,7 @@ def test_each_of_two_kills_costs_one_regroup_and_no_worker(tmp_path: Path) -> No
 
 
 def test_the_loss_of_a_spare_disturbs_nobody_and_those_that_wait_at_the_end_go_in_peace(tmp_path: Path) -> None:
-    with JobWithSpares(tmp_path, "-np", "2", "--spares", "1", "--verbose") as running:
+    with FreshJobWithSpares(tmp_path, "-np", "2", "--spares", "1", "--verbose") as running:
         running.wait_for_spares(1)
         (spare,) = [pid for pid in processes_with(str(tmp_path)) if is_worker(pid, "w2")]
         os.kill(spare, signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.proof import Proof
-from tests.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
 

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from tests.checks.running import Found, explain, problems
-from tests.jobs import SCRIPTS
 from tests.scripts.stepping import CHECKS
+from tests.support.jobs import SCRIPTS
 
 
 @cache

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS, farandole_run
+from farandole.testing.running_job import all_training
+from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 
 SAMPLES, STREAM_JOB = 500, SCRIPTS / "stream_job.py"
 
@@ -36,8 +35,7 @@ def test_a_kill_and_a_join_lose_and_repeat_no_sample_of_a_stream_and_the_ledger_
     sizes = [size for _, size in sorted(proof.generations().items())]
     assert (sizes[:2], sizes[-1]) == ([3, 2], 3)
     assert len({end["parameters"] for end in proof.ends()}) == 1
-    command = [sys.executable, "-m", "farandole", "ledger", "check", str(ledger), "--json"]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    checked = farandole("ledger", "check", str(ledger), "--json")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     said = json.loads(checked.stdout)
     assert said["is_exact"]

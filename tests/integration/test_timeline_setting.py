@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.jobs import farandole_run
+from tests.support.jobs import farandole_run
 
 REDUCE = "import torch, farandole as hvd; hvd.init(); hvd.allreduce(torch.ones(1), name='loss')"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.framework_jobs import train_with_a_kill_and_a_join
 from tests.scripts.framework_model import EPOCHS, STEPS_PER_EPOCH
+from tests.support.framework_jobs import train_with_a_kill_and_a_join
 
 pytest.importorskip("transformers")
 

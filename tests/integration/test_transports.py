@@ -18,8 +18,8 @@ from farandole.collectives.reduction import Reduction
 from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
-from tests import rings
-from tests.rings import DEADLINE_S, HOSTS, Ring, listeners
+from tests.support import rings
+from tests.support.rings import DEADLINE_S, HOSTS, Ring, listeners
 
 SIZES = [1, 2, 3, 4]
 Call = Callable[[Transport], object]

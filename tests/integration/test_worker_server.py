@@ -17,7 +17,7 @@ from farandole.launch.worker_server import WorkerServer
 from farandole.membership import Address
 from farandole.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
 from farandole.wire import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
-from tests.waiting import DEADLINE_S, run
+from tests.support.waiting import DEADLINE_S, run
 
 
 class Served:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from farandole.ledger.check import check
 from farandole.ledger.records import Intent, compact, expand
-from tests.ledgers import WrittenJob
+from tests.support.ledgers import WrittenJob
 
 EVENTS = ("train", "train", "train", "die before", "die after, alone", "die behind", "change", "break", "restart")
 

@@ -1,5 +1,6 @@
 """Named operations under random schedules: whatever order and rounds ranks submit in, all decide the same, nothing
-is carried out too early, nothing is decided twice, and nobody waits for ever. tests/negotiating.py checks each round.
+is carried out too early, nothing is decided twice, and nobody waits for ever. tests/support/negotiating.py checks each
+round.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from farandole.collectives.named.operation_requests import AllJoined, Execute, Fail, Key, Kind, Request
 from farandole.collectives.reduction import Reduction
-from tests.negotiating import Ranks, allreduce, group, request
+from tests.support.negotiating import Ranks, allreduce, group, request
 
 many = settings(deadline=None, max_examples=250)  # a busy machine is not a failure
 dice_rolls = st.integers(0, 2**64 - 1).map(random.Random)

@@ -21,7 +21,7 @@ from farandole.collectives.listener import DataListener
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.errors import RecoverableError
 from farandole.membership import Address
-from tests.rings import DEADLINE_S, make_start
+from tests.support.rings import DEADLINE_S, make_start
 
 
 def say(**what: object) -> None:

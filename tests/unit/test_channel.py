@@ -12,7 +12,7 @@ from farandole.authentication import Handshake, Role, Session, new_token
 from farandole.channel import Channel
 from farandole.keep_alive import keep_alive
 from farandole.wire import TO_AGENT
-from tests.waiting import run
+from tests.support.waiting import run
 
 
 def proved() -> Session:

@@ -9,7 +9,7 @@ from benchmarks.soak import Soak, longest_stall_s, presence, violations
 from benchmarks.soak_job import BATCH, SAMPLES, SEED
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
-from tests.pure_order import global_batches
+from tests.support.pure_order import global_batches
 
 SECOND = 10**9
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 _POLL_S = 0.002
 _STOP_S = 20.0
@@ -47,12 +47,7 @@ class RunningJob:
         command = [*program, *flags, sys.executable, str(script), *arguments]
         with contextlib.ExitStack() as files:
             sink = files.enter_context(output.open("wb")) if output is not None else None
-            self.process = subprocess.Popen(
-                [*command, "--records", str(folder)],
-                stdout=sink,
-                stderr=subprocess.STDOUT if sink else None,
-                env=environment,
-            )
+            self.process = self._start([*command, "--records", str(folder)], sink, environment)
 
     def __enter__(self) -> RunningJob:
         return self
@@ -67,6 +62,12 @@ class RunningJob:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+    def _start(
+        self, command: Sequence[str], output: IO[bytes] | None, environment: Mapping[str, str] | None
+    ) -> subprocess.Popen[bytes]:
+        """Start the launcher, with this file for its standard output and error. A subclass may do it in another way."""
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None, env=environment)
 
     def wait(self, timeout_s: float) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""

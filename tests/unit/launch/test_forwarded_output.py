@@ -8,7 +8,7 @@ from farandole.launch.forwarded_output import UNSENT_LIMIT, ForwardedOutput
 from farandole.launch.remote_output import RemoteOutput
 from farandole.messages import Message, WorkerPrinted, WorkerRanked, WorkerSilent
 from farandole.wire import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
-from tests.waiting import run
+from tests.support.waiting import run
 
 
 class Wire:

@@ -11,7 +11,7 @@ from farandole.errors import ConfigError
 from farandole.ledger.check import Line, check
 from farandole.ledger.findings import Findings, as_json, in_words
 from farandole.ledger.records import HOLED, Intent, Missed, Opened, Record, compact, expand
-from tests.ledgers import TWO_STREAMS, WrittenJob
+from tests.support.ledgers import TWO_STREAMS, WrittenJob
 
 STEPS = 4  # of one epoch
 

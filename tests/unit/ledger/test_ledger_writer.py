@@ -14,7 +14,7 @@ from farandole.ledger.check import check
 from farandole.ledger.ledger_writer import Writer
 from farandole.ledger.reading import Folder, ledger_files
 from farandole.ledger.records import HOLED, Missed, Opened, Record, decode
-from tests.ledgers import WrittenJob
+from tests.support.ledgers import WrittenJob
 
 
 class Disk:

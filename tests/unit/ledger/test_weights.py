@@ -7,7 +7,7 @@ import msgspec
 from farandole.ledger.check import check
 from farandole.ledger.findings import Findings
 from farandole.ledger.records import Applied, Differed, Record, Started
-from tests.ledgers import WrittenJob
+from tests.support.ledgers import WrittenJob
 
 
 def findings_of(job: WrittenJob) -> Findings:

@@ -23,7 +23,7 @@ from farandole.process_group.c10d_members import Everybody
 from farandole.state import loop_hooks, step
 from farandole.state.global_batch import Batch, GlobalBatch
 from farandole.testing.thread_workers import run_workers
-from tests.run_loops import RepeatingRunLoop
+from tests.support.run_loops import RepeatingRunLoop
 
 FEATURES = 3
 

@@ -18,7 +18,7 @@ from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import loop_hooks, step
 from farandole.state.global_batch import Batch, GlobalBatch
-from tests.run_loops import RepeatingRunLoop
+from tests.support.run_loops import RepeatingRunLoop
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from farandole.errors import ConfigError, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.state import loop_hooks, step
 from farandole.state.background_copy import BackgroundCopy
-from tests.run_loops import RepeatingRunLoop
 from tests.scripts.optimizer_kinds import Attributes, LookaheadList, Rules, ScheduleFree, sam, whole
+from tests.support.run_loops import RepeatingRunLoop
 
 X = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 

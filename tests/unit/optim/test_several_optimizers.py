@@ -15,7 +15,7 @@ from farandole.errors import StepError
 from farandole.membership import GenerationId, Placement
 from farandole.state import loop_hooks, step
 from farandole.state.packing import pack, unpack
-from tests.run_loops import RepeatingRunLoop
+from tests.support.run_loops import RepeatingRunLoop
 
 REAL = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 

@@ -14,8 +14,8 @@ from tests.chaos.case import case_of
 from tests.chaos.disturbed_job import Outcome
 from tests.chaos.report import soaks, summary
 from tests.chaos.run import as_line
-from tests.pure_order import global_batches
 from tests.scripts.chaos_job import BATCH, EPOCHS, SAMPLES, SEED, STEPS
+from tests.support.pure_order import global_batches
 
 END = {"scheduler_last_epoch": STEPS, "seen": STEPS, "result": float(STEPS), "weights": [1.0], "parameters": "a"}
 

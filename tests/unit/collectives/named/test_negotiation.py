@@ -18,7 +18,7 @@ from farandole.collectives.named.operation_requests import (
 )
 from farandole.collectives.reduction import Reduction
 from farandole.errors import ProtocolError
-from tests.negotiating import Ranks, allreduce, group, request
+from tests.support.negotiating import Ranks, allreduce, group, request
 
 JOIN = request(Kind.JOIN, "join")
 

@@ -9,7 +9,7 @@ import pytest
 from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
 from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.validation import why_invalid
-from tests.negotiating import request
+from tests.support.negotiating import request
 
 
 def problem(kind: Kind, *each: dict[str, object] | None, ranks: tuple[int, ...] | None = None) -> str | None:

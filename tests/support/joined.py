@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from farandole.testing.running_job import RunningJob
-from tests.jobs import ELASTIC_JOB
+from tests.support.jobs import ELASTIC_JOB, RunningJob, check_nothing_is_left, start
 
 AGENT = (sys.executable, "-m", "farandole", "agent")
 _DEADLINE_S = 20.0
@@ -25,7 +23,7 @@ class AgentProcess:
         self.output = output
         command = [*AGENT, "--join", address, "--token-file", str(token_file), "--host", host, *flags]
         with output.open("ab") as sink:
-            self.process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+            self.process = start(command, sink)
         self.pid = self.process.pid
 
     def __enter__(self) -> AgentProcess:
@@ -36,6 +34,7 @@ class AgentProcess:
     ) -> None:
         self.process.kill()
         self.process.wait()
+        check_nothing_is_left(self.process)
 
     def wait(self) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""

@@ -10,9 +10,9 @@ import torch
 from farandole.ledger.check import check
 from farandole.ledger.reading import Folder
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import RunningJob, all_training
-from tests.jobs import SCRIPTS
+from farandole.testing.running_job import all_training
 from tests.scripts.framework_model import EPOCHS, SAMPLES, STEPS_PER_EPOCH, train_plainly
+from tests.support.jobs import SCRIPTS, RunningJob
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
