@@ -40,7 +40,7 @@ def restore(state: Kept, found: Found, value: Any, run_id: int) -> None:
     """
     metadata, tensors = {**value["metadata"], "run_id": run_id}, value["tensors"]
     ours = unpack(state.captured())
-    _check_parameters(found, state.tensors()["parameters"], tensors["parameters"])
+    _check_parameters(found, state.live_tensors()["parameters"], tensors["parameters"])
     for what, saved, here in (
         ("tracked values", _names(metadata), _names(ours)),
         ("buffers", _shapes(metadata["buffers"]), _shapes(ours["buffers"])),

@@ -25,7 +25,7 @@ class Kept(Protocol):
     def capture(self) -> None: ...
     def captured(self) -> Packed: ...
     def load_metadata(self, metadata: Mapping[str, Any]) -> None: ...
-    def tensors(self) -> dict[str, Any]: ...
+    def live_tensors(self) -> dict[str, Any]: ...
     def load_tensors(self, tensors: Mapping[str, Any]) -> None: ...
 
 
@@ -42,7 +42,7 @@ def live(state: Kept, progress: Progress) -> Snapshot:
     """The captured metadata and the tensors as they are, not copied. Raises ConfigError for a state with values
     that a checkpoint cannot hold."""
     # What was captured was pickled in this process a moment ago.
-    plain, tensors = to_json({"metadata": unpack(state.captured()), "tensors": state.tensors()})
+    plain, tensors = to_json({"metadata": unpack(state.captured()), "tensors": state.live_tensors()})
     return Snapshot(progress, plain, tensors)
 
 
@@ -57,7 +57,7 @@ class Staging:
         """Right after state.capture(). The tensors are copied from now on, and are complete before an optimizer
         steps or `copies.finish()` returns. Raises what live() raises."""
         snapshot = live(state, progress)
-        tensors = {id(tensor) for tensor in tensors_in(state.tensors())}
+        tensors = {id(tensor) for tensor in tensors_in(state.live_tensors())}
         targets, later = {}, []
         for name, source in snapshot.tensors.items():
             target = self._target(name, source)

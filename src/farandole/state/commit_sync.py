@@ -136,7 +136,7 @@ class CommittedState:
 
     # Tensors -----------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, Any]:
+    def live_tensors(self) -> dict[str, Any]:
         entries = {name: entry for each in self._optimizers() for name, entry in each.entries().items()}
         return {"parameters": self._parameters(), "optimizer": entries}
 

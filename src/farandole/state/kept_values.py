@@ -56,7 +56,7 @@ class KeptValues:
         self.state._saved_state = deep_copy(dict(metadata["values"]), "state")
         self.state.restore()
 
-    def tensors(self) -> dict[str, Any]:
+    def live_tensors(self) -> dict[str, Any]:
         return {"parameters": {}, "optimizer": {}}
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:

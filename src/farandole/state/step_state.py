@@ -319,7 +319,7 @@ class StepState(TorchState):
 
     # Tensors -----------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, Any]:
+    def live_tensors(self) -> dict[str, Any]:
         """Parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
         entries = {name: entry for each in self._sort().states for name, entry in each.entries().items()}
         return {"parameters": self._parameters(), "optimizer": entries}

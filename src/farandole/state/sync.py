@@ -46,7 +46,7 @@ class Shared(Protocol):
 
     def load_metadata(self, metadata: Mapping[str, Any]) -> None: ...
 
-    def tensors(self) -> dict[str, Any]:
+    def live_tensors(self) -> dict[str, Any]:
         """{"parameters": {module: {name: tensor}}, "optimizer": OptimizerState.entries()}; live, not copied."""
         ...
 
@@ -122,7 +122,7 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
         bootstrap: nobody holds state yet, and rank 0's counts.
         compares_all: all ranks are at the same boundary, and compare every tensor, also those of the metadata.
     """
-    metadata, tensors = state.captured(), packing.pack(state.tensors())
+    metadata, tensors = state.captured(), packing.pack(state.live_tensors())
     mine = _standing(state, metadata, tensors, is_compared=state.is_holder and not bootstrap and transport.size > 1)
     packed = transport.all_gather(msgspec.msgpack.encode(mine))
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
@@ -133,9 +133,9 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
         pass
     elif state.digests is None:
         if not behind:
-            behind = findings.differing_from(source, _tables(transport, _by_name(state.tensors())))
+            behind = findings.differing_from(source, _tables(transport, _by_name(state.live_tensors())))
     elif compares_all or findings.are_in_doubt():
-        source = findings.judge(_tables(transport, _by_name(state.tensors())))
+        source = findings.judge(_tables(transport, _by_name(state.live_tensors())))
         behind |= findings.differing
         if compares_all:
             source = findings.judge_metadata(_tables(transport, state.digests.by_name()))
@@ -144,7 +144,7 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
         received = _receive(transport, source, tensors, standings[source].tensors, needed=transport.rank in behind)
         new_tensors = received or new_tensors
         copied |= behind
-        tables = _tables(transport, _by_name(new_tensors or state.tensors()))
+        tables = _tables(transport, _by_name(new_tensors or state.live_tensors()))
         if transport.rank in behind and tables[transport.rank] != tables[source]:
             raise FatalError(
                 f"the state of rank {source} arrived as another one: its digest differs. Does anything change "

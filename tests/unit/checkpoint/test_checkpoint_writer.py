@@ -62,7 +62,7 @@ def train(state: Any, steps: int) -> None:
 
 def contents(state: Any) -> str:
     """All of it but the run id, tensors as digests."""
-    return repr(digested([{**state._metadata(), "run_id": 0}, state.tensors()]))
+    return repr(digested([{**state._metadata(), "run_id": 0}, state.live_tensors()]))
 
 
 def digested(value: Any) -> Any:

@@ -231,7 +231,7 @@ def test_the_state_of_all_of_them_is_taken_over() -> None:
         source.discriminator_step(x)
     source.second.param_groups[0]["lr"] = 0.125
     state.capture()
-    metadata, tensors = unpack(state.captured()), unpack(pack(state.tensors()))
+    metadata, tensors = unpack(state.captured()), unpack(pack(state.live_tensors()))
     other = newcomer.state()
     other.load_tensors(tensors)
     other.load_metadata(metadata)
