@@ -24,7 +24,12 @@ def test_a_kill_and_a_join_lose_and_repeat_no_sample_of_a_stream_and_the_ledger_
     flags = ["-np", "3", "--sample-ledger", str(ledger)]
     words = ["--epochs", "1000", "--killed", str(killed), "--stop", str(stop), *arguments]
     with RunningJob(flags, STREAM_JOB, words, tmp_path, tmp_path / "out") as running:
-        running.wait_until(lambda now: all_training(3)(now) and now[0]["generation"] > 2, 60)
+        running.wait_until(
+            lambda now: (
+                all_training(3)(now) and now[0]["generation"] > 2 and "after" in now[0]
+            ),  # not at an epoch's end
+            60,
+        )
         stop.touch()
         assert running.wait(60) == 0, (tmp_path / "out").read_text()
     assert killed.exists()
