@@ -31,8 +31,9 @@ chaos-report: $(READY)  ## what all chaos runs and soak runs have come to
 chaos-lost: $(READY)  ## a job of which everything is killed twenty times, with checkpoints; CHAOS_SEED=4000
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos
 
-schedules: $(READY)  ## the order of the samples under random schedules; DATA_SCHEDULES=100000
-	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} $(BIN)/python -m pytest tests/property/test_data_order.py
+schedules: $(READY)  ## data order and membership under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000
+	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} \
+		$(BIN)/python -m pytest tests/property/test_data_order.py tests/property/test_membership_schedules.py
 
 check: $(READY)  ## lint, format, types, import direction
 	@$(BIN)/ruff check .

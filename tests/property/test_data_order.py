@@ -27,7 +27,7 @@ from farandole.state import step
 from farandole.state.global_batch import Batch
 
 EPOCHS = 2
-SCHEDULES = int(os.environ.get("DATA_SCHEDULES", "1000"))  # `make schedules` runs 100,000
+SCHEDULES = int(os.environ.get("DATA_SCHEDULES", "300"))  # `make schedules` runs 100,000
 no_deadline = settings(deadline=None)  # a busy machine is not a failure
 sizes = st.one_of(
     st.integers(1, 300),
