@@ -1,5 +1,7 @@
-"""From a ring of all ranks to a hierarchical transport, if those of each host can read each other's memory.
-transport_choice.py uses it."""
+"""Build a hierarchical transport from a ring of all ranks, if the ranks of each host can read each other's memory.
+
+transport_choice.py uses it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,10 @@ RINGS = 2
 def share_memory_within_hosts(
     ring: RingTransport, layout: Layout, connect: Connect, control_blocks: ControlBlocks | None = None
 ) -> HierarchicalTransport | str:
-    """The transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
+    """Return the transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 
-    control_blocks  of the ranks of this host, if they were shared before
-    All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded, and what `connect`
-    raises.
+    All ranks of the ring call it at once, before any other operation. Raises PeerLost and GenerationEnded, and the
+    errors of `connect`. `control_blocks` are those of the ranks of this host, if they were shared before.
     """
     shared = control_blocks or share_control_blocks(ring, layout.mates)
     if isinstance(shared, str):

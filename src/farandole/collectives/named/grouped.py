@@ -63,7 +63,7 @@ def grouped_allreduce_(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
-    """The rows of several tensors from all ranks. Gradients flow through it."""
+    """Gather the rows of several tensors from all ranks. Gradients flow through it."""
     call = Call(Kind.ALLGATHER, name, process_set, tensors)
     return autograd.all_gather(lambda inputs: submit_gathering(call, inputs), tensors, process_set)
 
