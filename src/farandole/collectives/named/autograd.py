@@ -46,7 +46,7 @@ def all_to_all(submit: Submit, tensor: torch.Tensor, members: ProcessSet) -> tup
 def reduce_scatter(
     submit: Submit, tensors: Sequence[torch.Tensor], op: Reduction, scales: tuple[float, float], members: ProcessSet
 ) -> tuple[torch.Tensor, ...]:
-    """Reduce and scatter. The gradient gathers those of all rows, times the number of ranks for a Sum (as in Horovod)."""
+    """Reduce and scatter. The gradient gathers the rows of all, times the number of ranks for a Sum (as in Horovod)."""
     return _apply(_ReduceScatter, submit, tensors, op, scales, members)
 
 

@@ -1,4 +1,4 @@
-"""Build a shared-memory transport from a ring, if its ranks can read each other's memory. transport_choice.py uses it."""
+"""Build a shared-memory transport from a ring, if its ranks can map each other's memory. For transport_choice.py."""
 
 from __future__ import annotations
 
