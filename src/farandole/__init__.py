@@ -1,5 +1,7 @@
-"""Farandole: elastic data-parallel training for PyTorch. The public names, loaded when first used: the command
-line must start without torch."""
+"""Farandole: elastic data-parallel training for PyTorch.
+
+The public names are loaded when first used: the command line must start without torch.
+"""
 
 from __future__ import annotations
 

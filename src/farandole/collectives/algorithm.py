@@ -12,8 +12,8 @@ _HOP_BYTES = 100_000
 class Algorithm(enum.Enum):
     """The algorithms of an all-reduce.
 
-    GATHER: every rank gets all tensors and reduces them itself: `ranks` - 1 hops
-    RING: reduce-scatter, then all-gather: twice the hops, with one part of the tensor each
+    GATHER: every rank gets all tensors and reduces them itself: `ranks` - 1 hops.
+    RING: reduce-scatter, then all-gather: twice the hops, with one part of the tensor each.
     """
 
     GATHER = "gather"

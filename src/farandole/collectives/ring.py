@@ -50,7 +50,7 @@ class RingTransport:
     Args:
         on_broken: Called once, before PeerLost is raised for the first time.
         check: Called once a second while nothing moves; an error that it raises ends this transport. There is no other
-            limit: the coordinator decides which workers are alive.
+        limit: the coordinator decides which workers are alive.
         may_spin: There is a core for waiting without sleeping, for a moment (cores.py).
     """
 

@@ -54,17 +54,17 @@ class DataParallel(torch.nn.Module):
         output_device: The device of the outputs; the first device by default.
         dim: The dimension of the samples in input and output tensors.
         threads: The number of replicas on the CPU; by default the number of threads that torch uses within one
-        operation, which are divided among them.
+            operation, which are divided among them.
         scalars: The treatment of tensors without dimensions, such as losses: their "mean", weighted by each replica's
             samples, so that it is that of the whole batch; their "sum"; or "each", a vector with one for each replica.
-        A mean of integers is refused, unless they are equal.
+            A mean of integers is refused, unless they are equal.
         min_local_batch: The fewest samples of a replica: 2 for BatchNorm. A batch with fewer than twice as many is
-        computed whole.
+            computed whole.
 
     Raises:
         ConfigError: From the constructor: parameters are on several devices or have no shape, or arguments do not fit
-        the module. From forward(): inputs have different numbers of samples, outputs do not fit together, the module is
-            compiled, scripted or a SyncBatchNorm, or a tensor with gradients is neither parameter nor input.
+            the module. From forward(): inputs have different numbers of samples, outputs do not fit together, the
+            module is compiled, scripted or a SyncBatchNorm, or a tensor with gradients is neither parameter nor input.
     """
 
     def __init__(

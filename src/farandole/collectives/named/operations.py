@@ -147,7 +147,7 @@ def alltoall(
 
     Returns:
         The received rows. With `splits` a pair: the tensor, and the number of its rows from each rank (int32, on the
-            CPU).
+        CPU).
     """
     output, received = autograd.all_to_all(
         lambda inputs: alltoall_async(inputs[0], splits, name, process_set), tensor, process_set

@@ -104,7 +104,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises:
         ValueError: Dynamic process sets are not enabled, a process set of these ranks exists already, or other ranks
-        add a different one.
+            add a different one.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     named = engine()

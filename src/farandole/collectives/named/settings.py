@@ -15,7 +15,7 @@ class NamedSettings:
         cache_capacity: The number of cached requests; repeating one costs a byte or two. 0 for none.
         fusion_bytes: Up to this size several allreduces share one flat buffer; 0 for none.
         stall_warning_s: After this time, in seconds, a warning names the operations that some ranks have not submitted;
-        0 for never.
+            0 for never.
         stall_abort_s: After this time, in seconds, such an operation fails with an error; 0 for never.
         dynamic_process_sets: Whether add_process_set and remove_process_set are allowed.
     """

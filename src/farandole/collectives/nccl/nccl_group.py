@@ -1,10 +1,11 @@
 """A process group of NCCL, and its end: a TorchGroup (torch_groups/group_operations.py).
 
-The order of events (a step is decided only after the host has seen that its reduction has ended well): - All work of
-this group is queued in a stream of its own, behind the earlier work of the caller's current stream.
-    Should NCCL hang, no stream of the script waits for it.
+The order of events (a step is decided only after the host has seen that its reduction has ended well):
+
+- All work of this group is queued in a stream of its own, behind the earlier work of the caller's current stream.
+  Should NCCL hang, no stream of the script waits for it.
 - NCCL works on a private copy. The host queries an event behind its operation; meanwhile it checks the ring. Only
-    after all ranks have their result, it is copied into the caller's tensor, and waited for.
+  after all ranks have their result, it is copied into the caller's tensor, and waited for.
 - So a thread that aborts need not wait for NCCL, whose abort may take long: NCCL never touches the caller's tensor.
 """
 

@@ -24,7 +24,7 @@ class SharedMemoryTransport:
 
     Args:
         ring: Connects all ranks in the same order; close() closes it. It carries operations without a tensor, and
-        reports lost ranks.
+            reports lost ranks.
         control_blocks: Those of all ranks, by rank; new ones for each generation.
     """
 
