@@ -150,7 +150,7 @@ _MODULES = {
     "compression": "farandole.collectives.named.compression",
     "optimizer": "farandole.optim.distributed_optimizer",
 }
-"""Modules by the names under which scripts reach them, `hvd.mpi_ops.synchronize` for one."""
+"""Modules by the names that scripts use, e.g. `hvd.mpi_ops.synchronize`."""
 
 _HOME = {name: f"farandole.{home}" for home, names in _HOMES.items() for name in names.split()}
 

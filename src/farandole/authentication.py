@@ -27,7 +27,7 @@ from farandole.membership import GenerationId
 from farandole.messages import PROTOCOL_VERSION
 
 HANDSHAKE_FRAME_LIMIT = 128
-"""Largest payload, in bytes, before the other side has proved the token."""
+"""The largest payload, in bytes, before the other side has proved the token."""
 
 MAC_BYTES = 32
 _NONCE_BYTES = 32

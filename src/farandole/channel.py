@@ -18,10 +18,10 @@ from farandole.messages import Message
 from farandole.wire import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
 
 HANDSHAKE_DEADLINE_S = 5.0
-"""How long a stranger may take to prove the token."""
+"""The time, in seconds, in which a stranger must prove the token."""
 
 UNREAD_LIMIT = 2 * AGENT_FRAME_LIMIT
-"""Bytes that may wait for a peer that does not read; beyond it the connection is given up."""
+"""The number of bytes that may wait for a peer that does not read; beyond it the connection is closed."""
 
 T = TypeVar("T")
 U = TypeVar("U")

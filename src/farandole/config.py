@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 from farandole.errors import ConfigError
 
 ForkServerUse: TypeAlias = Literal["off", "auto", "on"]
-"""Whether workers are forked by a process that has imported torch: never; those that are started some seconds after the
-beginning of the training, which replace others; all."""
+"""The workers that a process forks which has imported torch: "off" none; "auto" replacements, which start some seconds
+after the beginning of the training; "on" all."""
 
 LEAST_DETECTION_BUDGET_S = 0.1
 

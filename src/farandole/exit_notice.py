@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from farandole.clock import now_s
 
 MOST_WORDS = 127
-"""Of as many mutexes wait() can be told at a time: Linux's limit, but for the word that interrupts it."""
+"""The largest number of mutexes for wait(): Linux's limit, less one for the word that interrupts it."""
 
 _FUTEX, _FUTEX_WAITV = 202, 449
 _WAKE = 1

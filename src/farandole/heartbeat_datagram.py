@@ -13,7 +13,7 @@ from farandole.authentication import Role
 
 HEARTBEAT_ID_BYTES = 16
 SLOW_BUDGET_S = 1.0
-"""From this budget on, TCP is fast enough."""
+"""The budget from which on TCP is fast enough, in seconds."""
 
 _MAC_BYTES = 16
 _HEARTBEAT = struct.Struct(f">{HEARTBEAT_ID_BYTES}sQQ")

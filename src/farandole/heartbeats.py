@@ -12,9 +12,9 @@ from collections import deque
 LONGEST_HEARTBEAT_S = 0.5
 
 _REMEMBERED = 1000
-"""Heartbeats that nobody has heard yet. Of older ones it is of no use to know when they were sent: who hears anything
-hears newer ones, too, and who hears nothing for so long, minutes, counts as silent since the last one that was
-heard."""
+"""The number of unacknowledged heartbeats whose time is kept. Older times are useless: a side that receives any
+heartbeat also receives newer ones, and a side without contact for minutes counts as silent since its last
+acknowledgement."""
 
 
 def heartbeat_period_s(budget_s: float) -> float:

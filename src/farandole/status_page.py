@@ -83,7 +83,7 @@ class OwnStatusPage:
     def __init__(self, path: str) -> None:
         file, _, inode = path.partition("#")
         self.descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        """At the beginning of the place for stacks: what is written to it comes to stand there."""
+        """A descriptor at the start of the area for stacks: data written to it is stored there."""
         if str(os.fstat(self.descriptor).st_ino) != inode:
             os.close(self.descriptor)
             raise FileNotFoundError(f"{file} is another file than the page that was there")

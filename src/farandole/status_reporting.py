@@ -18,8 +18,8 @@ from farandole.status_page import MUTEX_AT, OwnStatusPage
 from farandole.worker_status import Phase
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
-"""On this signal a worker writes the stacks of all its threads into its page, whatever it is in. A real-time signal:
-nobody else uses it, while scripts have SIGUSR1 and SIGUSR2 for checkpoints."""
+"""The signal on which a worker writes the stacks of all its threads into its page, whatever it executes. A real-time
+signal: no other code uses it, while scripts use SIGUSR1 and SIGUSR2 for checkpoints."""
 
 _page: OwnStatusPage | None = None
 _phase = Phase.OUTSIDE

@@ -16,10 +16,10 @@ from farandole.errors import ProtocolError
 from farandole.messages import AgentMessage, Message, ToAgent, ToWorker, WorkerMessage
 
 WORKER_FRAME_LIMIT = 1 << 20
-"""Largest payload between a worker and its agent, in bytes; a longer traceback has to be cut."""
+"""The largest payload between a worker and its agent, in bytes; a longer traceback has to be cut."""
 
 AGENT_FRAME_LIMIT = 16 << 20
-"""Largest payload between an agent and the coordinator, in bytes: one START for each slot of a host."""
+"""The largest payload between an agent and the coordinator, in bytes: one START for each slot of a host."""
 
 WORKER_MESSAGES: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
@@ -29,7 +29,7 @@ TO_CLIENT: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 DIALERS_MESSAGES: msgspec.msgpack.Decoder[AgentMessage | ClientMessage] = msgspec.msgpack.Decoder(
     AgentMessage | ClientMessage
 )
-"""Until the first message has said who dials."""
+"""Decodes the first message, which tells whether an agent or a command has dialed."""
 TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 LENGTH = struct.Struct(">I")

@@ -11,7 +11,7 @@ import enum
 import msgspec
 
 LONGEST_BETWEEN_S = 2.0
-"""An agent says what it sees at least so often, also when nothing has changed."""
+"""The longest interval, in seconds, between two reports of an agent, also when nothing has changed."""
 
 
 class Phase(enum.IntEnum):

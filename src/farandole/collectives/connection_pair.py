@@ -65,7 +65,7 @@ class ConnectionPair:
         self._cannot_send: str | None = None
         self._has_lost_previous = False
         self.still_since_s: float | None = None
-        """Since when `move` waits and nothing has moved; None while something does. Other threads read it."""
+        """The time since when `move` has waited without progress; None while data moves. Other threads read it."""
         to_next.setblocking(False)
         from_previous.setblocking(False)
 

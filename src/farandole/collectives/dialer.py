@@ -19,11 +19,11 @@ _RETRY_S = 0.02
 
 
 class Dialer:
-    """Dials `address` repeatedly: a peer that was building an older generation, or was called by too many strangers,
-    may have disconnected the first attempts.
+    """Dials `address` repeatedly until a connection is proved.
 
-    `introduction` names both workers; each attempt has its own nonce. The events of `selector` carry the function to
-    call.
+    A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
+    attempts. `introduction` names both workers; each attempt has its own nonce. The events of `selector` carry the
+    function to call.
 
     Attributes:
         failure: Why the last attempt failed, for an error message.

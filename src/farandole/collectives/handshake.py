@@ -23,7 +23,7 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 REPLY_BYTES = NONCE_BYTES + PROOF_BYTES
 INTRODUCTION_LIMIT = 1024
-"""Largest introduction in bytes, length included: all that a stranger can make us keep."""
+"""The largest introduction in bytes, length included: it limits the memory that a stranger can occupy."""
 
 _PREFIX = struct.Struct("!4sH")
 _MAGIC = b"Frdd"

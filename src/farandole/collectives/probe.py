@@ -20,8 +20,8 @@ from farandole.fork_safety import close_at_fork
 from farandole.membership import Address
 
 ATTEMPTS = 6
-"""Connections that are tried at each address, one after the other: packets get lost where nothing is broken, and the
-kernel repeats one that was lost after a second only."""
+"""The number of connection attempts at each address, one after the other: packets get lost on working links, too, and
+the kernel retransmits a lost one only after a second."""
 
 _SPREAD = 0.6  # the last attempt is made after this fraction of the time
 

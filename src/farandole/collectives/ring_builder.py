@@ -57,7 +57,7 @@ class RingBuilder:
         self._abort_reason: str | None = None
         self._wake: socket.socket | None = None
         self.still_since_s: float | None = None
-        """Since when build() waits for its neighbours; None while it does not. Other threads read it."""
+        """The time since when build() has waited for its neighbours; None while it does not. Other threads read it."""
         self._transport: Transport | None = None
 
     def build(self) -> Transport:

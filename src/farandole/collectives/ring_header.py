@@ -39,7 +39,7 @@ class Header(NamedTuple):
 
     Attributes:
         sequence: The number of operations of this generation, including this one.
-        dtype_code: As buffers.dtype_code; 0 where there is no tensor.
+        dtype_code: That of tensor_bytes.dtype_code(); 0 where there is no tensor.
         source: The rank whose tensor is broadcast; the Reduction of an all_reduce; 0 elsewhere.
         total_bytes: The size of the tensor, or of all payloads together once their lengths are known.
         trailer_bytes: The size of one rank's trailer.

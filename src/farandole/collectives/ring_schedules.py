@@ -18,8 +18,8 @@ from farandole.collectives.tensor_bytes import byte_view
 from farandole.errors import CollectiveMismatch
 
 BLOCK_BYTES = 1 << 20
-"""A block is added, or passed on, as soon as it is there. Smaller ones would stay in a core's cache, but cost more
-calls of the kernel than that saves. A multiple of every dtype's size."""
+"""The unit of reduction and forwarding. Smaller blocks would stay in a core's cache, but cost more system calls than
+that saves. A multiple of every dtype's size."""
 
 Combine = Callable[..., torch.Tensor]
 """combine(a, b, out=...): one of torch's elementwise functions, such as torch.add"""

@@ -19,7 +19,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.int8,
     torch.uint8,
 )
-"""What can be reduced and broadcast. A dtype's code on the wire is its place here, plus 1."""
+"""The dtypes that can be reduced and broadcast. A dtype's code on the wire is its place here, plus 1."""
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
 

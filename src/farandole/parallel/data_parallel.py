@@ -24,7 +24,7 @@ _OF_STATE = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What decides how a module is saved and loaded: the same objects for both."""
+"""The attributes that decide how a module is saved and loaded: the same objects for both."""
 
 
 class DataParallel(torch.nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 from farandole.errors import ConfigError
 
 Leaf = Callable[[list[Any], str], Any]
-"""Gives the new leaf from those of all values, and from where they are, as "['loss']"."""
+"""Returns the new leaf, given those of all values and their path, as "['loss']"."""
 
 
 def together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:

@@ -132,4 +132,4 @@ _DRAWS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "multi_head_attention_forward": _multi_head_attention,
     **dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], _recurrent),
 }
-"""By the name of a function of torch's: whether a call of it draws from the default generator."""
+"""For each function of torch, by name: tells whether a call of it draws from the default generator."""

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup, Work, distributed_c10d
 from torch.futures import Future
 
 FORGETS_WORKS = torch.__version__ < "2.9"
-"""Whether C++ keeps its part only of a Work that is a Python object, once Python has let go of it: it would wait for it
-for ever then. torch 2.9 has PyWorkHolder for that (torch/csrc/distributed/c10d/PyProcessGroup.hpp)."""
+"""True where C++ keeps only its own part of a Work that is a Python object, once Python has released it: it would wait
+for that for ever. torch 2.9 has PyWorkHolder for that (torch/csrc/distributed/c10d/PyProcessGroup.hpp)."""
 
 
 def ended_work(tensors: Sequence[torch.Tensor]) -> Work:

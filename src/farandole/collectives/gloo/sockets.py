@@ -18,10 +18,9 @@ Listening = tuple[str, int]
 
 
 def listens_at(words: bytes) -> Listening | None:
-    """Return where this process listens: the listening socket whose address occurs in Gloo's message to the other
-    ranks.
+    """Return the address at which this process listens; None where it cannot be found.
 
-    None where it cannot be found.
+    It is that of the listening socket whose address occurs in Gloo's message to the other ranks.
     """
     for sock in _sockets():
         if _is_listening(sock):

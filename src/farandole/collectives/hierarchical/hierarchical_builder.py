@@ -15,11 +15,13 @@ from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory.shared_memory_builder import ControlBlocks, share_control_blocks
 
 Connect = Callable[[Sequence[int], int], RingTransport]
-"""connect(ranks, number): a ring of some of the ranks, at least two, this one among them; all of them call it at once.
-`number`, from 0, is larger than that of each ring that was connected before."""
+"""connect(ranks, number): connect a ring of some of the ranks, at least two, this one among them; all call it at once.
+
+`number`, from 0, is larger than that of each ring that was connected before.
+"""
 
 RINGS = 2
-"""How many rings a rank connects, at most."""
+"""The maximum number of rings that a rank connects."""
 
 
 def share_memory_within_hosts(

@@ -17,7 +17,7 @@ from farandole.collectives.named.process_sets import ProcessSet, engine
 from farandole.collectives.reduction import Reduction
 
 Submit = Callable[[Sequence[torch.Tensor]], Handle]
-"""Hands tensors over to the plain or the grouped form of an operation."""
+"""Submits tensors to the plain or the grouped form of an operation."""
 
 
 def all_reduce(

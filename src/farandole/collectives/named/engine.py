@@ -44,7 +44,7 @@ from farandole.errors import CollectiveMismatch
 from farandole.membership import Placement
 
 Connect = Callable[[tuple[int, ...], int], Transport]
-"""connect(global ranks, process set): a transport among these ranks only; all of them call it at once"""
+"""connect(global ranks, process set): connect a transport among these ranks only; all of them call it at once."""
 
 logger = logging.getLogger("farandole")
 

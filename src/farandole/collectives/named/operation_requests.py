@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 CPU = -1
-"""`device` of a tensor in main memory; otherwise the CUDA device's number."""
+"""The `device` of a tensor in main memory; otherwise the CUDA device's number."""
 
 GLOBAL_SET = 0
 """The process set of all ranks."""
@@ -137,4 +137,4 @@ class SetRemoved:
 
 
 Decision: TypeAlias = Execute | Fail | AllJoined | SetAdded | SetRemoved
-"""To be carried out by every rank in the order given."""
+"""Executed by every rank in the order given."""

@@ -88,7 +88,7 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
-"""The process set of all ranks: what operations use unless they are told otherwise."""
+"""The process set of all ranks: the default of all operations."""
 
 _added: list[ProcessSet] = []  # in the order in which they were added
 _unclaimed: set[tuple[int, ...]] = set()  # added again after a regroup, and not yet by the script

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from farandole.collectives.named.operation_requests import Execute
 
 Repeated: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of each rank, the places in the cache of what it repeats."""
+"""For each rank, the places in the cache of the requests that it repeats."""
 
 _MOST = 64
 

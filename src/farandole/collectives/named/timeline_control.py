@@ -9,7 +9,7 @@ from farandole.collectives import world
 from farandole.collectives.named.timeline import Timeline
 
 process_timeline = Timeline()
-"""What every NamedCollectives of this process is given."""
+"""The timeline of every NamedCollectives of this process."""
 
 atexit.register(process_timeline.stop)  # the last events are in the file too
 

@@ -13,7 +13,7 @@ from farandole.collectives.named.operation_requests import CPU, Key, Kind, Reque
 from farandole.collectives.reduction import Reduction
 
 Voices: TypeAlias = Sequence[tuple[int, Request]]
-"""Global ranks and what they said, in the order of the ranks."""
+"""Global ranks and their requests, in the order of the ranks."""
 
 _JOINABLE = {Kind.ALLREDUCE, Kind.BARRIER}  # a rank without data can only add zeros, and wait
 

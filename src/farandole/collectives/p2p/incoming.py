@@ -25,12 +25,12 @@ from farandole.errors import ProtocolError
 from farandole.membership import GenerationId
 
 FRAME = struct.Struct("!24sQ")
-"""In front of each message: its subject, filled up with zeros, and how many bytes follow."""
+"""The header of each message: its subject, padded with zeros, and the number of bytes that follow."""
 
 SUBJECT_BYTES = 24
 
 CHANNEL = 1 << 62
-"""Of the connections for point-to-point messages; no ring has it."""
+"""The channel of connections for point-to-point messages; no ring has it."""
 
 _SLICE_S = 1.0  # the interval of checks for callers that do not proceed
 

@@ -1,5 +1,4 @@
-"""Memory that one process writes and others of the same host read. It holds the control blocks and tensors of this
-package.
+"""Memory that one process writes and others of the same host read, for control blocks and tensors.
 
 A segment has no name in any file system, so nothing is left behind however a process ends, and the size of /dev/shm
 does not matter. Its readers are told its place, and open it through /proc, read-only: a process that was stopped, and

@@ -14,7 +14,7 @@ from farandole.collectives.shared_memory.segment import SegmentRef, create_segme
 from farandole.collectives.shared_memory.shared_memory_transport import SharedMemoryTransport
 
 ControlBlocks: TypeAlias = list[ControlBlock]
-"""One of each rank that shares memory, by rank."""
+"""The control block of each rank that shares memory, by rank."""
 
 
 class ControlBlockRefs(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +41,7 @@ class OwnControlBlocks:
         except OSError as error:
             problem = f"rank {rank} has no shared memory: {error}"
         self.refs = ControlBlockRefs((), problem) if problem else ControlBlockRefs(tuple(refs))
-        """To be told to the others."""
+        """The answer to the others."""
 
     def open_those_of(
         self, ring: RingTransport, mates: Sequence[int], received: Sequence[ControlBlockRefs]

@@ -1,5 +1,4 @@
-"""The ranks of one host, and their operations in shared memory: exchange messages, reduce, broadcast. Transports use
-it.
+"""The ranks of one host, and their operations in shared memory: exchange messages, reduce, broadcast.
 
 Each rank reads the tensors of the others in place, or in a staging area into which the owner had to copy them, and
 writes only its own. A rank reduces its part of the tensor over all ranks, then copies the other parts from the ranks
@@ -25,7 +24,7 @@ from farandole.collectives.shared_memory.tensor_ref import TENSOR_REF_BYTES, Sta
 from farandole.collectives.shared_memory.tensors import OtherTensors
 
 MAX_PAYLOAD_BYTES = PAYLOAD_BYTES - HEADER_BYTES - TENSOR_REF_BYTES
-"""Beside a tensor."""
+"""The limit of a payload beside a tensor."""
 
 # A block is combined with those of all ranks before the next one: it stays in the cache between.
 _BLOCK_BYTES = 256 * 1024
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 Finish = Callable[[torch.Tensor, int, list[MessageSlot]], None]
 """finish(this rank's part of a piece, reduced over the group; the number of the piece; the message slots of all ranks):
-what else has to be done with it, in place, before the others copy it"""
+complete the part, in place, before the others copy it."""
 
 
 class SharedMemoryGroup:

@@ -21,13 +21,13 @@ _LEAST_BYTES = 64 * 1024
 _MOST_OPENED = 64
 
 _segment_refs: dict[int, SegmentRef] = {}
-"""By the address of a storage: all that were made here and are alive."""
+"""The segments that were made here and are alive, by the address of their storage."""
 
 
 _CPU = torch.device("cpu")
 
 _reserved: dict[int, torch.Tensor] = {}
-"""By the number of its bytes: what was made ahead of time."""
+"""The memory that was created ahead of time, by its number of bytes."""
 
 
 def shareable_zeros(numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:

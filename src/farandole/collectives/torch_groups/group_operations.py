@@ -27,7 +27,7 @@ _RING_KNOWS_S = 0.1  # the time that the ring may need, after a connection of th
 _WIDER = {torch.int16: torch.int32}
 
 NO_LIMIT_S = 30.0 * 24 * 3600
-"""Who is alive is the coordinator's business: a group is not to give up by itself."""
+"""The time limit of a group, long enough to have no effect: the coordinator decides which workers are alive."""
 
 OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
     Reduction.SUM: dist.ReduceOp.SUM,

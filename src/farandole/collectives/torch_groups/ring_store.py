@@ -17,10 +17,10 @@ from farandole.collectives.named.wake import Wake
 
 
 class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
-    """The store of one rank. A thread that builds a group sets values and reads those of others; another thread carries
-    them.
+    """The store of one rank.
 
-    A read raises TimeoutError after `timeout_s` seconds.
+    A thread that builds a group sets values and reads those of others; another thread carries them. A read raises
+    TimeoutError after `timeout_s` seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
