@@ -167,6 +167,8 @@ async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
 
 
 def _as_lost(error: OSError) -> ConnectionError:
-    """Convert to ConnectionError: the kernel also reports "timed out" and "no route to host", which Python counts among
-    other errors."""
+    """Convert the error to a ConnectionError.
+
+    The kernel also reports "timed out" and "no route to host", which Python counts among other errors.
+    """
     return error if isinstance(error, ConnectionError) else ConnectionError(str(error))

@@ -108,8 +108,10 @@ class HostStatus(msgspec.Struct, frozen=True):
 
 
 class SlotInBackoff(msgspec.Struct, frozen=True):
-    """A slot in which no worker is started for `for_s` more seconds, since so many workers in a row failed there soon
-    after their start."""
+    """A slot in which no worker is started for `for_s` more seconds.
+
+    The reason is the number of workers in a row that failed there soon after their start.
+    """
 
     host: str
     slot: int

@@ -55,8 +55,10 @@ class Acceptor:
             self._drop(old)
 
     def close(self) -> None:
-        """Release the connection unless it was taken, and leave the selector. A peer that dials from now on waits for
-        the next build."""
+        """Release the connection unless it was taken, and leave the selector.
+
+        A peer that dials from now on waits for the next build.
+        """
         if self._sock is not None:
             self._sock.close()
         for sock in (self._listener.sock, *(caller.sock for caller in self._listener.callers)):

@@ -66,8 +66,7 @@ class Caller:
         return self.nonce
 
     def may_become_a_peer(self) -> bool:
-        """Return whether the caller is still connected and has sent at most an introduction. Only for unanswered
-        callers."""
+        """Return whether an unanswered caller is still connected and has sent at most an introduction."""
         said = peek(self.sock)
         if said is None:
             return True

@@ -94,8 +94,7 @@ class RingTransport:
 
     @property
     def still_since_s(self) -> float | None:
-        """The time since when a running collective has not moved a byte; None while bytes move or none runs. For any
-        thread."""
+        """The time since when a running collective has not moved a byte; None otherwise. Callable from any thread."""
         return self._connections.still_since_s
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
@@ -242,8 +241,10 @@ class RingTransport:
         return interruption
 
     def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
-        """Raise the error of an interruption: PeerLost, GenerationEnded, or CollectiveMismatch if other ranks are in an
-        operation of the ring."""
+        """Raise the error of an interruption.
+
+        PeerLost, GenerationEnded, or CollectiveMismatch if other ranks are in an operation of the ring.
+        """
         op = header.operation.name.lower()
         if isinstance(interruption, PeerCalled) and self._abort_reason is None:
             outgoing: Outgoing = deque()
@@ -314,8 +315,11 @@ class RingTransport:
         self._failure = lambda later_op: PeerLost(later_op, generation, rank, detail)
 
     def _end_by_mismatch(self, text: str) -> None:
-        """End after a mismatch, without a shutdown: the message travels against the ring, from rank to rank, and
-        end-of-file must not overtake it. close() does the rest."""
+        """End after a mismatch, without a shutdown.
+
+        The message travels against the ring, from rank to rank, and end-of-file must not overtake it. close() does the
+        rest.
+        """
         self._failure = lambda _: CollectiveMismatch(text)
         self._connections.say_why(text)
 

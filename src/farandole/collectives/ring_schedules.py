@@ -113,8 +113,10 @@ def reduce_around(
 
 
 def compare_around(outgoing: Outgoing, agreement: Agreement) -> Schedule:
-    """Exchange only the header, where some ranks are known to be in another operation: a rank that learns of it from
-    its neighbours raises, and the error goes around."""
+    """Exchange only the header, where some ranks are known to be in another operation.
+
+    A rank that learns of it from its neighbours raises, and the error goes around.
+    """
     outgoing.append(memoryview(agreement.packed))
     header = memoryview(bytearray(HEADER_BYTES))
     yield header

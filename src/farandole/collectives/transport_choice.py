@@ -141,8 +141,10 @@ def own_devices(choice: str) -> Devices:
 
 @cache
 def _own_devices() -> Devices:
-    """Return the devices, counted once: counting may ask the driver, which takes milliseconds that a regroup does not
-    have."""
+    """Return the devices, counted once.
+
+    Counting may ask the driver, which takes milliseconds that a regroup does not have.
+    """
     return Devices(torch.cuda.device_count(), own_problem())
 
 

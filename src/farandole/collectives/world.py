@@ -91,8 +91,10 @@ def refuse_collectives(why: str | None) -> None:
 
 
 def interrupt_collectives(why: str | None) -> None:
-    """Make every collective raise GenerationEnded from now on, because other ranks do not take part in it; None permits
-    them again. fd.mean and fd.any have their own handling (agreement.py)."""
+    """Make every collective raise GenerationEnded from now on, because other ranks do not take part in it.
+
+    None permits them again. fd.mean and fd.any have their own handling (agreement.py).
+    """
     global _interruption
     _interruption = why
 

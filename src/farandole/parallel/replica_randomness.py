@@ -98,8 +98,10 @@ def _multi_head_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a recurrent layer draws: its only float argument is the dropout between layers, followed by the
-    training flag."""
+    """Return whether a recurrent layer draws.
+
+    Its only float argument is the dropout between layers, followed by the training flag.
+    """
     for place, arg in enumerate(args):
         if isinstance(arg, float):
             return arg > 0 and bool(args[place + 1])

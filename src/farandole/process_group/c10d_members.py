@@ -130,8 +130,7 @@ class Some:
         self.forget()
 
     def forget(self) -> None:
-        """Release the transport after the end of the generation, so that a group that is still referenced does not keep
-        it."""
+        """Release the transport, so that a group that outlives its generation does not hold memory."""
         self._transport = None
 
     def _connect(self, here: world.World, op: str) -> Transport:

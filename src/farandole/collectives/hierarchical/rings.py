@@ -45,8 +45,7 @@ class Rings:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enclose any operation: an error that ends one ring ends all, so that ranks that wait for this one learn of
-        it."""
+        """Enclose any operation: an error that ends one ring ends all, so that waiting ranks learn of it."""
         try:
             yield
         except BaseException as error:

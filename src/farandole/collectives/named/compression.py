@@ -62,7 +62,7 @@ class BF16Compressor:
 
 
 class Compression:
-    """The values of `compression=`: one of these, or a class of your own (see Compressor)."""
+    """The values of `compression=`: one of these, or a user's own class (see Compressor)."""
 
     # Declared as aliases, so that type checkers accept `class Mine(Compression.none)`.
     none: TypeAlias = NoneCompressor

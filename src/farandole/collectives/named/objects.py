@@ -51,7 +51,11 @@ def broadcast_object(
     Args:
         obj: The value; ranks other than the root may pass anything, None for example.
         root_rank: A global rank.
-        name: Only matters when several threads broadcast at once.
+        name: Needed only when several threads broadcast at once.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's `obj`.
     """
     name = name or "broadcast_object"
     is_root = world.current().placement.rank == root_rank
@@ -65,7 +69,15 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's `obj`, by rank. `name` only matters when several threads gather at once."""
+    """Gather every rank's `obj`.
+
+    Args:
+        obj: The value of this rank.
+        name: Needed only when several threads gather at once.
+
+    Returns:
+        The values of all ranks, by rank.
+    """
     name = name or "allgather_object"
     payload = _to_bytes(obj)
     lengths = allgather(torch.tensor([payload.numel()]), f"{name}.length").tolist()
@@ -84,6 +96,8 @@ def broadcast_optimizer_state(
     zeros, as in Horovod.
 
     Args:
+        optimizer: The optimizer to overwrite.
+        root_rank: The global rank whose state is sent.
         model: Unused; part of Horovod's signature.
 
     Raises:

@@ -152,7 +152,7 @@ class Outstanding:
         return taken
 
     def awaited(self, pending: Pending) -> list[int]:
-        """Return the members that have not submitted this operation; if all have, those that lack a part of its
+        """Return the members that have not submitted this operation; if all have, those that lack a part of the
         cluster."""
         return self.all_awaited([pending])[0]
 

@@ -35,8 +35,7 @@ class ResponseCache:
         return place
 
     def use(self, matched: Matched) -> int | None:
-        """Mark this operation as most recently used. Return a place that now holds another operation; None if there is
-        none."""
+        """Mark this operation as most recently used. Return a place that now holds another operation, if any."""
         key = matched.agreed.key
         place = self._places.get(key)
         changed = None

@@ -131,8 +131,7 @@ class _Begun:
 
 
 def _failure(group: Any) -> str:
-    """Return a failure that torch's watchdog has detected since, such as a broken connection between hosts; empty if
-    none."""
+    """Return a failure that torch's watchdog has detected since, e.g. a broken connection; empty if none."""
     if not hasattr(group, "get_error"):  # in older versions
         return ""
     name = str(group.get_error().name)

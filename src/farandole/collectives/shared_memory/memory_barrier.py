@@ -1,5 +1,4 @@
-"""Wait until all ranks have arrived: spin for a moment, then sleep. shared_memory_transport.py builds on these
-barriers."""
+"""Wait until all ranks have arrived: spin for a moment, then sleep. shared_memory_transport.py builds on it."""
 
 from __future__ import annotations
 

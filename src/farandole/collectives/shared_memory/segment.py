@@ -97,8 +97,11 @@ def open_segment(ref: SegmentRef) -> memoryview:
 
 
 def _map(descriptor: int, nbytes: int, protection: int) -> npt.NDArray[np.uint8]:
-    """Call mmap(2) through the C library: Python's mmap keeps a descriptor of its own for each mapping (until 3.13,
-    which has trackfd=False), which would make that two for each rank of the host, and four in a regroup."""
+    """Call mmap(2) through the C library.
+
+    Python's mmap keeps a descriptor of its own for each mapping (until 3.13, which has trackfd=False), which would make
+    that two for each rank of the host, and four in a regroup.
+    """
     address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
     if address == _FAILED:
         error = ctypes.get_errno()

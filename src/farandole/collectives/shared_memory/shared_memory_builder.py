@@ -80,8 +80,7 @@ def share_memory(ring: RingTransport, control_blocks: ControlBlocks | None = Non
 
 
 def share_control_blocks(ring: RingTransport, mates: Sequence[int]) -> ControlBlocks | str:
-    """Return the control blocks of `mates` for one transport of all ranks of the ring; as
-    OwnControlBlocks.open_those_of()."""
+    """Return the control blocks of `mates` for one transport of all ranks, as OwnControlBlocks.open_those_of()."""
     own = OwnControlBlocks(ring.rank, 1)
     received = ring.all_gather(msgspec.msgpack.encode(own.refs))
     opened = own.open_those_of(ring, mates, [msgspec.msgpack.decode(each, type=ControlBlockRefs) for each in received])

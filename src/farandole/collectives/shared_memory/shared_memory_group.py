@@ -184,16 +184,14 @@ class SharedMemoryGroup:
         self.meet(header)  # as in reduce(); nor does the source leave before all have opened its memory
 
     def _make_ref(self, flat: torch.Tensor) -> tuple[TensorRef, torch.Tensor]:
-        """Return the reference for the readers of this tensor, and the memory of its first piece, or of all unless
-        staged."""
+        """Return the reference for readers of the tensor and the memory of its first piece, or of all unless staged."""
         tensor_ref = self._stage.make_ref(flat, is_read=self.size > 1)
         if not tensor_ref.is_staged:
             return tensor_ref, flat
         return tensor_ref, self._stage.put(tensor_ref, flat[: self._piece_bytes // flat.element_size()])
 
     def _read(self, header: Header, tensor_ref: TensorRef, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
-        """Return piece `number` of another rank, which begins at element `start` and has the length and dtype of
-        `like`."""
+        """Return piece `number` of another rank, from element `start`, with the length and dtype of `like`."""
         item_bytes = like.element_size()
         where = tensor_ref.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
         try:

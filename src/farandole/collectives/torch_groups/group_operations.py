@@ -142,8 +142,10 @@ class GroupOperations:
             raise
 
     def _wait(self, begin: Callable[[], Begun], header: Header) -> None:
-        """Wait until the operation has ended. Raises at once an error that ends it for this rank, even if the group
-        goes on."""
+        """Wait until the operation has ended.
+
+        Raises at once an error that ends it for this rank, even if the group goes on.
+        """
         try:
             work = begin()
         except dist.DistError as error:
@@ -161,8 +163,10 @@ class GroupOperations:
             self._ring.end_by(self._whose_failure(str(error)), header)
 
     def _whose_failure(self, detail: str) -> Broken:
-        """Name the rank of a failed connection of the group; mostly the ring soon knows it, otherwise a neighbour is
-        named."""
+        """Name the rank of a failed connection of the group.
+
+        Mostly the ring soon knows it; otherwise a neighbour is named.
+        """
         deadline_s = now_s() + _RING_KNOWS_S
         while now_s() < deadline_s:
             interruption = self._ring.interruption()
