@@ -43,7 +43,7 @@ class Heartbeats:
         return self.sequence
 
     def hear(self, sequence: int, heard: int) -> bool:
-        """Record heartbeat `sequence` of the other side, which acknowledges our heartbeat `heard`.
+        """Record heartbeat `sequence` of the other side, which acknowledges this side's `heard`.
 
         Returns whether that is news of both directions: the same heartbeat may come twice, on two paths.
         """

@@ -92,7 +92,7 @@ class Dialer:
         proof = dialer_proof(self._key, self._introduction, self._reply)
         if proof is None:
             self._hang_up(sock, "it did not prove who it is")
-        elif peek(sock) == b"":  # it timed out while this process could not run, and would not read our proof
+        elif peek(sock) == b"":  # it timed out while this process could not run, and would not read this side's proof
             self._hang_up(sock, "it hung up")
         elif self._say(sock, proof):
             self._selector.unregister(sock)

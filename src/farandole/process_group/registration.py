@@ -27,7 +27,7 @@ _made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their
 
 
 def register(init: Callable[[], None]) -> None:
-    """Make our group the default one when init_process_group("farandole") is called. Idempotent.
+    """Make Farandole's group the default one when init_process_group("farandole") is called. Idempotent.
 
     `init` enters the world, unless that was done before.
     """

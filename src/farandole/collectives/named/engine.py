@@ -186,7 +186,7 @@ class NamedCollectives:
         return True
 
     def _is_over_for_all(self) -> bool:
-        """Return whether this rank has to find out why a neighbour has gone, so that no later round can end.
+        """Return whether this rank must find out why a neighbour has gone, without which no round can end.
 
         If no operation waits here, the neighbour may have finished normally. But the ranks beyond, which cannot see it,
         must not wait for it.

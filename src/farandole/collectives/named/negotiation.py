@@ -109,7 +109,7 @@ class Negotiation:
         return decisions
 
     def requested(self, payloads: Sequence[RoundPayload]) -> Iterator[tuple[int, Key]]:
-        """Yield (rank, key) of each operation submitted in a round that is not decided yet: for the timeline."""
+        """Yield (rank, key) for each operation submitted in a round that is not decided yet: for the timeline."""
         for rank, payload in enumerate(payloads):
             for place in payload.repeated:
                 yield rank, self._cache[place].agreed.key

@@ -147,7 +147,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the global ranks of all process sets of this world by id, those without this rank included."""
+    """Return the global ranks of all process sets of this world by id, including those without this rank."""
     return {number: list(ranks) for number, ranks in engine().process_sets.items()}
 
 

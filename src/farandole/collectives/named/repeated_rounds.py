@@ -25,7 +25,7 @@ class RepeatedRound:
 
 
 class RepeatedRounds:
-    """The last rounds that repeat cached requests. They are valid while the cache keeps the same in these places."""
+    """Recent rounds that repeat cached requests. They are valid while the cache keeps the same in these places."""
 
     def __init__(self) -> None:
         self._repeated_rounds: dict[Repeated, RepeatedRound] = {}

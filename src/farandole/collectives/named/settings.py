@@ -9,7 +9,7 @@ from farandole.errors import ConfigError
 
 @dataclass(frozen=True)
 class NamedSettings:
-    """Horovod's settings, under our names. Raises ConfigError for invalid values.
+    """Horovod's settings, under Farandole's names. Raises ConfigError for invalid values.
 
     Attributes:
         cache_capacity: The number of cached requests; repeating one costs a byte or two. 0 for none.
