@@ -1,5 +1,7 @@
-"""Farandole: elastic data-parallel training for PyTorch. The public names, loaded when first used: the command
-line must start without torch."""
+"""Farandole: elastic data-parallel training for PyTorch.
+
+The public names are loaded when first used: the command line must start without torch.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ _MODULES = {
     "compression": "farandole.collectives.named.compression",
     "optimizer": "farandole.optim.distributed_optimizer",
 }
-"""Modules by the names under which scripts reach them, `hvd.mpi_ops.synchronize` for one."""
+"""Modules by the names that scripts use, e.g. `hvd.mpi_ops.synchronize`."""
 
 _HOME = {name: f"farandole.{home}" for home, names in _HOMES.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""`python -m farandole`: the command line."""
+"""Run the command line for `python -m farandole`."""
 
 from __future__ import annotations
 

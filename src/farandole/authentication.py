@@ -1,17 +1,16 @@
-"""Proof of the job token: the handshake that opens an agent's connection, and the MAC on each frame after it.
+"""Prove the job token: the handshake that opens an agent's connection, and the MAC on each frame after it.
 
-Pure: payloads of frames in, payloads of frames out (channel.py moves them). The coordinator listens, an
-agent dials:
+Pure: payloads of frames in, payloads of frames out (channel.py moves them). The coordinator listens, an agent dials:
 
     listener -> dialer   Challenge: version, nonce of the listener, id of the job
     dialer -> listener   Answer:    version, nonce of the dialer, proof of the token over both nonces
     listener -> dialer   Welcome:   the listener's own proof
 
-A stranger learns nothing but the job's id: the dialer proves the token first, and the proofs of the two roles
-differ, so that neither can be sent back as the other. The session's keys, one for each direction, come from the
-token and both nonces; no frame can be replayed, reordered, dropped from the middle, reflected or carried into
-another connection or job. Frames are authentic, not secret: someone on the path can read them (and cut the
-connection), so no key ever travels in one.
+A stranger learns only the job's id: the dialer proves the token first, and the proofs of the two roles differ, so that
+neither can be sent back as the other. The session's keys, one for each direction, are derived from the token and both
+nonces; no frame can be replayed, reordered, dropped from the middle, reflected or moved into another connection or job.
+Frames are authenticated, not encrypted: an attacker on the path can read them (and cut the connection), so no key is
+ever sent in one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from farandole.membership import GenerationId
 from farandole.messages import PROTOCOL_VERSION
 
 HANDSHAKE_FRAME_LIMIT = 128
-"""Largest payload, in bytes, before the other side has proved the token."""
+"""The largest payload, in bytes, before the other side has proved the token."""
 
 MAC_BYTES = 32
 _NONCE_BYTES = 32
@@ -39,17 +38,17 @@ _ANSWER = struct.Struct(f">8sH{_NONCE_BYTES}s{MAC_BYTES}s")
 
 
 def new_token() -> bytes:
-    """A random job token: 32 bytes that whoever belongs to the job knows, and nobody else."""
+    """Return a random job token: 32 bytes that are known only to the processes of the job."""
     return secrets.token_bytes(32)
 
 
 def derive_data_key(token: bytes, generation: GenerationId) -> bytes:
-    """The key (32 bytes) by which data connections of one generation prove themselves at both ends."""
+    """Return the key (32 bytes) by which data connections of one generation prove their identity at both ends."""
     return _derive(token, b"data", msgspec.msgpack.encode(generation))
 
 
 class Role(enum.Enum):
-    """Which end of a connection this is."""
+    """The role of one end of a connection."""
 
     DIALER = b"dialer"
     LISTENER = b"listener"
@@ -67,14 +66,17 @@ class Session:
         self._sent = self._received = 0
 
     def seal(self, payload: bytes) -> bytes:
-        """`payload` with its MAC behind it."""
+        """Return `payload` followed by its MAC."""
         mac = _frame_mac(self._send_key, self._sent, payload)
         self._sent += 1
         return payload + mac
 
     def open(self, sealed: bytes) -> bytes:
-        """The payload of the next sealed frame. Raises AuthenticationError when the other side did not send
-        exactly this frame next; the connection must be closed then."""
+        """Return the payload of the next sealed frame.
+
+        Raises AuthenticationError when the other side did not send exactly this frame next; the connection must be
+        closed then.
+        """
         payload, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
         if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, payload)):
             raise AuthenticationError(f"frame {self._received} of the connection has a wrong MAC")
@@ -83,10 +85,11 @@ class Session:
 
 
 class Handshake:
-    """One end of the handshake. Send what `begin` returns, then feed what arrives to `receive` and send what
-    it returns, until `session` is there.
+    """A dialer's or listener's end of the handshake.
 
-    job_id  at most 64 bytes; None: a dialer takes the job that the listener names
+    Send the result of `begin`, then pass received frames to `receive` and send its results, until `session` is set.
+
+    `job_id` has at most 64 bytes; with None a dialer takes the job that the listener names.
     """
 
     def __init__(self, role: Role, token: bytes, job_id: str | None) -> None:
@@ -101,15 +104,18 @@ class Handshake:
         return self._role is Role.LISTENER
 
     def begin(self) -> bytes | None:
-        """The listener's challenge; a dialer has nothing to say before it heard one."""
+        """Return the listener's challenge; a dialer sends nothing before it has received one."""
         if self._role is Role.DIALER:
             return None
         assert self._job_id is not None, "a listener has a job"
         return _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, self._nonce) + self._job_id
 
     def receive(self, payload: bytes) -> bytes | None:
-        """The reply to a frame of the other side, or None. Raises ProtocolError on what is no handshake or
-        another version, AuthenticationError on a wrong proof."""
+        """Return the reply to a frame of the other side, or None.
+
+        Raises ProtocolError for a frame that is not of a handshake or has another version, and AuthenticationError for
+        a wrong proof.
+        """
         if self.session is not None:
             raise ProtocolError("the handshake is over")
         if self._role is Role.LISTENER:
@@ -154,7 +160,7 @@ class Handshake:
 
 
 def _unpack(layout: struct.Struct, payload: bytes) -> tuple[bytes, ...]:
-    """The fields behind magic and version."""
+    """Return the fields after magic and version."""
     if len(payload) < _BEGINNING.size or not payload.startswith(_MAGIC):
         raise ProtocolError("the other side does not speak Farandole's protocol")
     _, version = _BEGINNING.unpack_from(payload)
@@ -169,7 +175,7 @@ def _unpack(layout: struct.Struct, payload: bytes) -> tuple[bytes, ...]:
 
 
 def _derive(key: bytes, *parts: bytes) -> bytes:
-    """A key for exactly these parts. Each goes in with its length, so that no two lists look the same."""
+    """Derive a key from exactly these parts. Each is prefixed by its length, so that no two lists are encoded alike."""
     text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(key, text, "sha256")
 

@@ -1,6 +1,6 @@
-"""An authenticated connection between an agent, or a command, and the coordinator, on asyncio. Used by both ends.
+"""An authenticated connection between an agent, or a command, and the coordinator, on asyncio. Both ends use it.
 
-The proof itself is pure and lives in authentication.py; this file moves its frames, under a deadline.
+authentication.py computes the proofs and is pure; this module moves its frames, under a deadline.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from farandole.messages import Message
 from farandole.wire import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
 
 HANDSHAKE_DEADLINE_S = 5.0
-"""How long a stranger may take to prove the token."""
+"""The time, in seconds, in which a stranger must prove the token."""
 
 UNREAD_LIMIT = 2 * AGENT_FRAME_LIMIT
-"""Bytes that may wait for a peer that does not read; beyond it the connection is given up."""
+"""The number of bytes that may wait for a peer that does not read; beyond it the connection is closed."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -41,8 +41,10 @@ class Channel(Generic[T]):
         self._session, self._decoder = session, decoder
 
     def send(self, message: Message) -> None:
-        """Hand `message` to the kernel now, or as soon as it takes more. A broken connection is no error
-        here: `receive` tells it, to the one task that deals with it."""
+        """Pass `message` to the kernel now, or as soon as it accepts more.
+
+        A broken connection raises no error here: `receive` raises it, in the one task that handles it.
+        """
         if self._writer.is_closing():
             return
         self._writer.write(frame(self._session.seal(encode(message))))
@@ -56,40 +58,43 @@ class Channel(Generic[T]):
 
     @property
     def unsent_bytes(self) -> int:
-        """What the kernel has not taken yet."""
+        """The number of bytes that the kernel has not accepted yet."""
         return self._writer.transport.get_write_buffer_size()
 
     async def receive(self) -> T:
-        """The next message. Raises ConnectionError when the other side is gone, ProtocolError or
-        AuthenticationError when it said what it must not say; the channel is to be closed after any."""
+        """Return the next message.
+
+        Raises ConnectionError when the other side is gone, and ProtocolError or AuthenticationError when it sent an
+        invalid frame; the channel must be closed after any of them.
+        """
         sealed = await _read_frame(self._reader, AGENT_FRAME_LIMIT + MAC_BYTES)
         return decode(self._decoder, self._session.open(sealed))
 
     def expecting(self, decoder: msgspec.msgpack.Decoder[U]) -> Channel[U]:
-        """The same connection, on which from now on other messages are received; in place of this object."""
+        """Return a channel on the same connection that receives other messages from now on; it replaces this object."""
         return Channel(self._reader, self._writer, self._session, decoder)
 
     def close(self) -> None:
-        """Close the connection once everything sent so far is out. Idempotent."""
+        """Close the connection once all messages so far are sent. Idempotent."""
         self._writer.close()
 
     def abort(self) -> None:
-        """Close the connection now; what is not out yet is dropped. Idempotent."""
+        """Close the connection now; unsent messages are dropped. Idempotent."""
         self._writer.transport.abort()
 
 
 class TokenRefused(ConnectionError):
-    """The listener hung up on this side's proof of the token."""
+    """The listener disconnected after this side's proof of the token."""
 
 
 async def connect(
     host: str, port: int, token: bytes, job_id: str | None, decoder: msgspec.msgpack.Decoder[T]
 ) -> Channel[T]:
-    """Dial a listener and prove the token to each other. `job_id` None: whatever job is there.
+    """Dial a listener and prove the token to each other. With `job_id` None any job is accepted.
 
-    Raises ConnectionError when nobody listens, hangs up (TokenRefused: as a listener does on a wrong token) or takes
-    longer than the deadline; AuthenticationError when the listener does not know the token; ProtocolError when it
-    speaks another protocol or another version of it.
+    Raises ConnectionError when there is no listener, or it disconnects (TokenRefused: as a listener does on a wrong
+    token) or takes longer than the deadline; AuthenticationError when the listener does not know the token;
+    ProtocolError when it uses another protocol or another version of it.
     """
     try:
         return await within(HANDSHAKE_DEADLINE_S, _dial(host, port, token, job_id, decoder))
@@ -104,7 +109,7 @@ async def accept(
     job_id: str,
     decoder: msgspec.msgpack.Decoder[T],
 ) -> Channel[T]:
-    """The listener's side of `connect`, with the same errors. The connection is closed after any of them."""
+    """Run the listener's side of `connect`, with the same errors. The connection is closed after any of them."""
     try:
         handshake = _shake_hands(reader, writer, Handshake(Role.LISTENER, token, job_id))
         session = await within(HANDSHAKE_DEADLINE_S, handshake)
@@ -162,5 +167,8 @@ async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
 
 
 def _as_lost(error: OSError) -> ConnectionError:
-    """The kernel also says "timed out" and "no route to host", which Python counts among other errors."""
+    """Convert the error to a ConnectionError.
+
+    The kernel also reports "timed out" and "no route to host", which Python counts among other errors.
+    """
     return error if isinstance(error, ConnectionError) else ConnectionError(str(error))

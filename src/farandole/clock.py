@@ -1,4 +1,4 @@
-"""The only teller of time."""
+"""The only module that reads clocks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import time
 
 
 def now_s() -> float:
-    """Seconds on the machine's monotonic clock: for deadlines and durations, comparable between processes."""
+    """Return seconds on the machine's monotonic clock: for deadlines and durations, comparable between processes."""
     return time.monotonic()
 
 
 def since_boot_s() -> float:
-    """As now_s(), but it also counts while the machine is suspended, where the system can tell: for leases."""
+    """Return now_s() plus the time for which the machine was suspended, where the system counts that: for leases."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 def now_ns() -> int:
-    """The same clock in nanoseconds."""
+    """Return the time of now_s() in nanoseconds."""
     return time.monotonic_ns()
 
 
 def wall_time_s() -> float:
-    """Seconds since 1970: for people."""
+    """Return seconds since 1970, for display."""
     return time.time()

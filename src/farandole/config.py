@@ -1,4 +1,4 @@
-"""What a job was asked to be: checked when built, never changed afterwards."""
+"""The configuration of a job: checked when built, never changed afterwards."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from typing import Literal, TypeAlias
 from farandole.errors import ConfigError
 
 ForkServerUse: TypeAlias = Literal["off", "auto", "on"]
-"""Whether workers are forked by a process that has imported torch: never; those that are started some seconds after the
-beginning of the training, which replace others; all."""
+"""The workers that a process forks which has imported torch: "off" none; "auto" replacements, which start some seconds
+after the beginning of the training; "on" all."""
 
 LEAST_DETECTION_BUDGET_S = 0.1
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """Size, budgets and time limits of one job. Raises ConfigError on values that cannot work.
+    """Size, budgets and time limits of one job. Raises ConfigError for invalid values.
 
-    num_proc            workers to start with and to keep
-    min_np, max_np      fewest workers that may train; most that may ever train
-    restarts            how often a slot's worker is replaced after it was lost
-    elastic_timeout_s   how long a job may stay below min_np before it fails
-    start_timeout_s     from the first worker's init() until all workers must have called it
-    detection_budget_s  how long a silent host or a stopped worker may stay unnoticed
-    grace_s             from SIGTERM to SIGKILL when a worker is stopped
-    deferred_restart_s   how long, at most, a lost worker's replacement waits for the survivors to train again
-    takes_agents        agents of other machines may join at any time
-    spares              workers beyond those that train, which wait until one of them is lost
-    step_timeout_s      how long no worker may come any further before those that hang are stopped; None: for ever
+    Attributes:
+        num_proc: The number of workers to start with and to keep.
+        min_np, max_np: The fewest workers that may train; the most that may ever train.
+        restarts: The number of times that a slot's worker is replaced after it was lost.
+        elastic_timeout_s: How long a job may stay below min_np before it fails.
+        start_timeout_s: The time from the first worker's init() until all workers must have called it.
+        detection_budget_s: How long a silent host or a stopped worker may stay undetected.
+        grace_s: The time from SIGTERM to SIGKILL when a worker is stopped.
+        deferred_restart_s: How long, at most, a lost worker's replacement waits for the survivors to train again.
+        takes_agents: Agents of other machines may join at any time.
+        spares: The number of workers beyond those that train, which wait until one of them is lost.
+        step_timeout_s: The time without progress of any worker after which workers that hang are stopped; None: never.
 
-    What elastic jobs of Horovod do otherwise:
+    Options for the different behaviour of Horovod's elastic jobs:
 
-    on_failure          what a lost worker costs the job: its "slot" is restarted within its budget, or its
-                        whole "host" is out and all workers there with it, whatever the budget
-    cooldown_range_s    shortest and longest time for which a host is out; None: for ever
-    reset_limit         generations after the first one that may be started, at most; None: any number
-    fills_slots         the job has as many workers as hosts offer slots (up to max_np) and follows the hosts as
-                        they come and go; num_proc is what it waits for before it begins
-    waits_for_newcomers members hear of new hosts at once and then wait for the workers there; otherwise they
-                        hear of new workers once those are ready to train
+        on_failure: The consequence of a lost worker: its "slot" is restarted within its budget, or its whole "host" is
+            excluded with all workers there, whatever the budget.
+        cooldown_range_s: The shortest and longest time for which a host is excluded; None: for ever.
+        reset_limit: The highest number of generations after the first one; None: any number.
+        fills_slots: The job has as many workers as hosts offer slots (up to max_np) and follows the hosts as they come
+            and go; it waits for num_proc workers before it begins.
+        waits_for_newcomers: Members are told of new hosts at once and then wait for the workers there; otherwise they
+            are told of new workers once those are ready to train.
     """
 
     num_proc: int
@@ -62,7 +63,7 @@ class JobConfig:
 
     @property
     def may_change(self) -> bool:
-        """Whether the job may survive the loss of a worker, or grow. False for a job of fixed size."""
+        """True when the job may survive the loss of a worker, or grow. False for a job of fixed size."""
         most = self.num_proc if self.max_np is None else self.max_np
         return self.fills_slots or self.restarts > 0 or self.spares > 0 or not self.min_np == self.num_proc == most
 

@@ -1,7 +1,7 @@
-"""What a person's command and the coordinator say to each other: requests, answers, and the status of a job.
+"""Messages between a user's command and the coordinator: requests, answers, and the status of a job.
 
-They travel on the same authenticated connection as an agent's words; the first message says which of the two has
-dialed. coordinator/status.py makes a Status, coordinator/clients.py answers, launch/control_commands.py asks.
+They use the same authenticated connection as an agent's messages; the first message tells which of the two has dialed.
+coordinator/status.py makes a Status, coordinator/clients.py answers, launch/control_commands.py asks.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from farandole.messages import Message
 
 
 class ClientHello(Message, frozen=True):
-    """First message of a command, after both ends proved the job token."""
+    """The first message of a command, after both ends proved the job token."""
 
     version: int
 
 
 class AskStatus(Message, frozen=True):
-    """How is the job? Answer: Status."""
+    """Request the status of the job. Answer: Status."""
 
 
 class AskScale(Message, frozen=True):
-    """The job should have `size` workers from now on. Answer: Accepted or Declined."""
+    """Request that the job has `size` workers from now on. Answer: Accepted or Declined."""
 
     size: int
 
 
 class AskDrain(Message, frozen=True):
-    """The workers of `host` should leave at the next boundary, and nothing be started there any more.
-    Answer: Accepted or Declined."""
+    """Request that the workers of `host` leave at the next boundary, and that no further workers are started there.
+
+    Answer: Accepted or Declined.
+    """
 
     host: str
 
 
 class AskUndrain(Message, frozen=True):
-    """`host` may be used again. Answer: Accepted or Declined."""
+    """Request that `host` may be used again. Answer: Accepted or Declined."""
 
     host: str
 
@@ -51,26 +53,27 @@ ClientMessage: TypeAlias = ClientHello | AskStatus | AskScale | AskDrain | AskUn
 
 
 class Accepted(Message, frozen=True):
-    """It is being done. `what` says so in words; the Status shows when it is."""
+    """The request is being carried out. `what` describes it; the Status shows its completion."""
 
     what: str
 
 
 class Declined(Message, frozen=True):
-    """It cannot be done, and nothing has changed."""
+    """The request cannot be carried out, and nothing has changed."""
 
     reason: str
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker whose process is not known to be gone.
+    """The state of one worker whose process is not known to be gone.
 
-    rank           in the current generation; None for one that is no member
-    pid            of its process on its host; 0 until it called init()
-    state          "trains", "leaves", "has finished", "fails"; of one that is no member "starts", "waits" (for its
-                   admission), "ends"
-    restarts_left  how often it may still be replaced
-    step           decided steps of a member (commits under the commit rule), not older than some seconds; None: unseen
+    Attributes:
+        rank: Its rank in the current generation; None if it is not a member.
+        pid: The id of its process on its host; 0 until it called init().
+        state: Of a member "trains", "leaves", "has finished" or "fails"; of others "starts", "waits" (for its
+            admission) or "ends".
+        restarts_left: The number of times that it may still be replaced.
+        step: Decided steps of a member (commits under the commit rule), at most some seconds old; None: unknown.
     """
 
     worker: str
@@ -84,14 +87,15 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True):
-    """One host.
+    """The state of one host.
 
-    slots           room for so many workers
-    workers         so many run there
-    is_connected    its agent is there
-    is_drained      nothing is started there, because somebody wanted so
-    failures        how often workers lost there have taken it out (--on-failure host)
-    out_for_s       so long nothing is started there for that; 0: it is in. Infinite times are -1
+    Attributes:
+        slots: The number of workers for which it has room.
+        workers: The number of workers that run there.
+        is_connected: Its agent is connected.
+        is_drained: No workers are started there, by a user's request.
+        failures: The number of times that lost workers have excluded it (--on-failure host).
+        out_for_s: The remaining seconds of that exclusion; 0: it is not excluded. Infinite times are -1.
     """
 
     host: str
@@ -104,8 +108,10 @@ class HostStatus(msgspec.Struct, frozen=True):
 
 
 class SlotInBackoff(msgspec.Struct, frozen=True):
-    """A slot that nothing is started in for `for_s` seconds more, since so many workers in a row failed there soon
-    after their start."""
+    """A slot in which no worker is started for `for_s` more seconds.
+
+    The reason is the number of workers in a row that failed there soon after their start.
+    """
 
     host: str
     slot: int
@@ -114,26 +120,27 @@ class SlotInBackoff(msgspec.Struct, frozen=True):
 
 
 class PastEvent(msgspec.Struct, frozen=True):
-    """What was said in the job's log, and how long ago."""
+    """A line of the job's log, and its age."""
 
     ago_s: float
     line: str
 
 
 class Status(Message, frozen=True):
-    """How a job is, at one moment.
+    """The state of a job at one moment.
 
-    state       "starting" (not all have called init() yet), "training", "regrouping" (nobody trains), "finishing",
-                "ending"
-    generation  the number of the one that was started last; 0: none
-    change      a planned change that is under way: its generation's number; 0: none
-    step        the newest step that the coordinator has heard of; None: it was told of none
-    wanted      workers that the job should have
-    spares      newcomers that should wait beyond those (--spares)
-    min_np, max_np   fewest and most workers; None: no limit
-    members     by rank; newcomers: all others that run
-    regroups    generations after the first one
-    events      the last ones, the oldest first
+    Attributes:
+        state: "starting" (not all have called init() yet), "training", "regrouping" (no worker trains), "finishing" or
+            "ending".
+        generation: The number of the generation that was started last; 0: none.
+        change: The generation's number of a planned change in progress; 0: none.
+        step: The newest step that the coordinator knows; None: none was reported.
+        wanted: The number of workers that the job should have.
+        spares: The number of newcomers that should wait beyond those (--spares).
+        min_np, max_np: The fewest and the most workers; None: no limit.
+        members: By rank; `newcomers` are all other running workers.
+        regroups: The number of generations after the first one.
+        events: The last events, the oldest first.
     """
 
     job: str
@@ -157,11 +164,11 @@ ToClient: TypeAlias = Status | Accepted | Declined
 
 
 def is_scaled(status: Status, size: int) -> bool:
-    """Whether the job has come to have `size` workers."""
+    """Return whether the job has reached `size` workers."""
     return status.state == "training" and not status.change and len(status.members) == size == status.wanted
 
 
 def is_drained(status: Status, host: str) -> bool:
-    """Whether no worker is left on the host."""
+    """Return whether no worker is left on the host."""
     here = [each for each in status.hosts if each.host == host]
     return all(each.workers == 0 for each in here)

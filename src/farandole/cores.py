@@ -1,5 +1,7 @@
-"""The cores that a process may use: those of its CPU affinity, no more than its control group's CPU quota grants. Used
-where cores are shared among workers, and where a worker decides whether it may spin or compute in the background."""
+"""Count the cores that a process may use: those of its CPU affinity, limited by its control group's CPU quota.
+
+Used where cores are shared among workers, and where a worker decides whether it may spin or compute in the background.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ _PROC = Path("/proc/self")
 def usable_cores(proc: Path = _PROC) -> int:
     """Return the number of cores that this process may use, at least 1.
 
-    A quota of 2.5 cores counts as 2: a third busy thread would have all of them wait for the next period.
+    A quota of 2.5 cores counts as 2: with a third busy thread, all of them would wait for the next period.
 
     Args:
-        proc: the /proc folder of the process whose control groups count. They are looked at once.
+        proc: The /proc folder of the process whose control groups count. They are read once.
     """
     return max(1, min(affinity_cores(), math.floor(_quota_cores(proc))))
 
@@ -30,21 +32,22 @@ def affinity_cores() -> int:
     return os.cpu_count() or 1
 
 
-@functools.cache  # it is asked for in each generation, and takes milliseconds where /proc is slow
+@functools.cache  # it is called in each generation, and takes milliseconds where /proc is slow
 def _quota_cores(proc: Path) -> float:
-    """Return the lowest CPU quota of the process's control group and those around it, in cores; a very large number
-    where there is none. Both versions of control groups: cgroups(7), "cpu.max" in the kernel's admin-guide/cgroup-v2
-    and "cpu.cfs_quota_us" in scheduler/sched-bwc."""
+    """Return the lowest CPU quota of the process's control group and its ancestors, in cores.
+
+    A very large number where there is none. Supports both versions of control groups: cgroups(7), "cpu.max" in the
+    kernel's admin-guide/cgroup-v2 and "cpu.cfs_quota_us" in scheduler/sched-bwc.
+    """
     quotas = [float(1 << 20)]
-    with contextlib.suppress(OSError, ValueError):  # not Linux, or hidden by a sandbox: the affinity has to do
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or hidden by a sandbox: the affinity must suffice
         for folder in _cpu_groups(proc):
             quotas += [_second_version(folder), _first_version(folder)]
     return min(quotas)
 
 
 def _cpu_groups(proc: Path) -> list[Path]:
-    """Return the folders of the process's control groups for CPU time, from the innermost one to the outermost one
-    that can be seen from here."""
+    """Return the folders of the process's control groups for CPU time, from the innermost to the outermost visible."""
     paths: dict[str, PurePosixPath] = {}  # by controller; "" is the hierarchy of version 2
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -60,7 +63,7 @@ def _cpu_groups(proc: Path) -> list[Path]:
             group = paths.get("cpu")
         else:
             continue
-        # A container may see its own group at the mount's root, though its path is told as from the host's root.
+        # A container may see its own group at the mount's root, though its path is given relative to the host's root.
         is_below = group is not None and group.is_relative_to(root)
         inside = group.relative_to(root) if group is not None and is_below else PurePosixPath()
         folders += [Path(mounted_at) / each for each in (inside, *inside.parents)]

@@ -1,4 +1,4 @@
-"""A time limit for what is awaited, and what must come to its end whatever happens."""
+"""Await with a time limit, and await operations that must complete even if the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 async def within(limit_s: float, awaited: Awaitable[T]) -> T:
-    """What `awaited` gives, or asyncio.TimeoutError after `limit_s` seconds; it is cancelled then.
+    """Return the result of `awaited`, or raise asyncio.TimeoutError after `limit_s` seconds; it is cancelled then.
 
-    In place of asyncio.wait_for(), which before Python 3.12 loses a cancellation of the caller that comes together
-    with the result: the caller would go on for ever, and whoever cancelled it would wait for ever.
+    Replaces asyncio.wait_for(), which before Python 3.12 loses a cancellation of the caller that coincides with the
+    result: the caller would go on for ever, and the task that cancelled it would wait for ever.
     """
     task = asyncio.ensure_future(awaited)
     try:
@@ -28,9 +28,9 @@ async def within(limit_s: float, awaited: Awaitable[T]) -> T:
 
 
 async def to_its_end(awaited: Awaitable[T]) -> T:
-    """What `awaited` gives. A cancellation of the caller does not reach it, and is raised when it has ended.
+    """Return the result of `awaited`. A cancellation of the caller does not reach it, and is raised when it has ended.
 
-    For cleaning up: who is cancelled while it does so would leave the rest behind.
+    For cleanup: a cancelled caller would otherwise leave it unfinished.
     """
     task = asyncio.ensure_future(awaited)
     cancelled: asyncio.CancelledError | None = None

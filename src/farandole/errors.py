@@ -1,21 +1,21 @@
-"""Every exception of Farandole.
+"""The exceptions of Farandole.
 
 FarandoleError
 ├── HorovodInternalError   a collective failed: Horovod's name, for scripts that catch or raise it
 │   ├── RecoverableError   the run loop handles it: regroup, then go on
-│   │   ├── PeerLost       a rank vanished inside a collective
+│   │   ├── PeerLost       a rank was lost inside a collective
 │   │   └── GenerationEnded  the generation was aborted, or a planned change waits; also for later calls
-│   └── CollectiveMismatch ranks disagree on what they are doing; fatal too
-└── FatalError             a person has to act
-    ├── ConfigError        flags, arguments or environment that cannot work
+│   └── CollectiveMismatch ranks disagree on the operation; fatal too
+└── FatalError             a user has to act
+    ├── ConfigError        invalid flags, arguments or environment
     ├── NotInitialized     a call that needs init() came before it
-    ├── GroupOutdated  a process group of an earlier generation was used
+    ├── GroupOutdated      a process group of an earlier generation was used
     ├── ShardLost          a part of a sharded state has no holder any more
     ├── StateDiverged      workers at the same step had different states
     ├── StepError          the training loop broke a rule of the step
     ├── DataError          data set, loader or cursor do not fit together
     ├── AuthenticationError  the other side of a connection did not prove the job token
-    ├── ProtocolError      the other side of a connection said something it must not say
+    ├── ProtocolError      the other side of a connection sent an invalid message
     └── JobEnded           the coordinator ended the job, or agent and coordinator are gone
 
 HostsUpdatedInterrupt      no error: a planned change waits, the commit rule's run loop regroups
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 
 class FarandoleError(RuntimeError):
-    """Base of all."""
+    """The base class of all exceptions of Farandole."""
 
 
 class HorovodInternalError(FarandoleError):
@@ -33,11 +33,11 @@ class HorovodInternalError(FarandoleError):
 
 
 class RecoverableError(HorovodInternalError):
-    """The elastic run loop catches it, regroups and goes on. Outside an elastic function it ends the worker."""
+    """An error on which the elastic run loop regroups and goes on. Outside an elastic function it ends the worker."""
 
 
 class PeerLost(RecoverableError):
-    """A rank vanished inside a collective. worker/run_loop.py catches it and regroups."""
+    """A rank was lost inside a collective. worker/run_loop.py catches it and regroups."""
 
     def __init__(self, op: str, generation: int, rank: int, detail: str = "") -> None:
         super().__init__(op, generation, rank, detail)
@@ -49,7 +49,7 @@ class PeerLost(RecoverableError):
 
 
 class GenerationEnded(RecoverableError):
-    """The generation ended by an abort. Sticky: every later call of that generation raises it too."""
+    """The generation was aborted. Every later call of that generation raises it too."""
 
     def __init__(self, op: str, generation: int, reason: str = "") -> None:
         super().__init__(op, generation, reason)
@@ -61,11 +61,11 @@ class GenerationEnded(RecoverableError):
 
 
 class FatalError(FarandoleError):
-    """Nothing to recover; a person has to act."""
+    """An error without recovery; a user has to act."""
 
 
 class ConfigError(FatalError, ValueError):
-    """Flags, arguments or environment that cannot work."""
+    """The flags, arguments or environment are invalid."""
 
 
 class NotInitialized(FatalError, ValueError):
@@ -73,8 +73,7 @@ class NotInitialized(FatalError, ValueError):
 
 
 class GroupOutdated(FatalError):
-    """A subgroup of torch.distributed was made in a generation that is over. Its ranks are other workers now, or
-    nobody."""
+    """A subgroup of torch.distributed belongs to an earlier generation. Its ranks are other workers now, or none."""
 
 
 class ShardLost(FatalError):
@@ -86,8 +85,10 @@ class StateDiverged(FatalError):
 
 
 class CollectiveMismatch(FatalError, HorovodInternalError):
-    """Ranks disagree on what they are doing: operation, shape, dtype, step or samples. Doing it again would not
-    help, so the run loop lets it pass."""
+    """Ranks disagree on the operation, shape, dtype, step or samples.
+
+    A repetition would not help, so the run loop does not catch it.
+    """
 
 
 class StepError(FatalError):
@@ -103,7 +104,7 @@ class AuthenticationError(FatalError):
 
 
 class ProtocolError(FatalError):
-    """The other side of a connection said something it must not say."""
+    """The other side of a connection sent an invalid message."""
 
 
 class JobEnded(FatalError):
@@ -111,9 +112,9 @@ class JobEnded(FatalError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts came or will go: raised on all ranks by the same commit() or check_host_updates().
+    """Hosts were added or will be removed: raised on all ranks by the same commit() or check_host_updates().
 
-    skip_sync  kept for scripts that read it; Farandole always re-agrees on the state
+    `skip_sync` is kept for scripts that read it; Farandole always syncs the state.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

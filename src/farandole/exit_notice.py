@@ -1,12 +1,11 @@
-"""How the death of a process is known before the kernel has torn its memory down: a robust mutex in shared memory.
+"""Detect the end of a process before the kernel has freed its memory: a robust mutex in shared memory.
 
-The kernel frees a dead process's memory first and tells of its exit afterwards: 20 ms later with 300 MB, 150 ms with
-2 GB. But the robust mutexes that a thread holds are marked, and whoever waits for them is woken, when the thread
-begins to end. status_reporting.py has the main thread of a worker lock one; launch/exit_watcher.py waits for all of
-them.
+The kernel frees a dead process's memory first and reports its exit afterwards: 20 ms later with 300 MB, 150 ms with
+2 GB. But the robust mutexes that a thread holds are marked, and their waiters are woken, when the thread begins to end.
+status_reporting.py has the main thread of a worker lock one; launch/exit_watcher.py waits for all of them.
 
-It is a hint: the mark says that a thread ends, not that its process does. Linux on x86-64 with glibc; elsewhere nobody
-holds a mutex, and nothing is ever hinted.
+It is a hint: the mark says that a thread ends, not that its process does. Linux on x86-64 with glibc; elsewhere no
+thread holds a mutex, and there are no notices.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 from farandole.clock import now_s
 
 MOST_WORDS = 127
-"""Of as many mutexes wait() can be told at a time: Linux's limit, but for the word that interrupts it."""
+"""The largest number of mutexes for wait(): Linux's limit, less one for the word that interrupts it."""
 
 _FUTEX, _FUTEX_WAITV = 202, 449
 _WAKE = 1
@@ -37,14 +36,14 @@ _FLAGS = 6  # of /proc/PID/stat, counted from the state
 
 
 def is_supported() -> bool:
-    """Whether this system has all that is needed: futex_waitv came with Linux 5.16."""
+    """Return whether this system has all required features: futex_waitv came with Linux 5.16."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     return _has_waitv()
 
 
 def lock(memory: mmap.mmap, offset: int) -> None:
-    """The calling thread holds a mutex at this place of shared memory for as long as it lives. Raises OSError."""
+    """Lock a mutex at this place of shared memory for the life of the calling thread. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
     attributes = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
@@ -59,39 +58,42 @@ def lock(memory: mmap.mmap, offset: int) -> None:
         number = call(*arguments)
         if number:
             raise OSError(number, os.strerror(number))
-    # The list of its mutexes that the kernel reads when the thread ends leads through this memory: it stays for ever.
+    # The kernel's list of a thread's mutexes, which it reads when the thread ends, is in this memory: it is never
+    # freed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-    # The kernel wakes only if somebody waits; saying so is usually the business of who waits. Nobody but this thread,
-    # and the kernel when it ends, ever stores into this word: no atomic exchange is needed.
+    # The kernel wakes only if the word says that there are waiters; usually a waiter sets that. Only this thread, and
+    # the kernel when it ends, ever store into this word: no atomic exchange is needed.
     word = ctypes.c_uint32.from_address(address)
     word.value |= _HAS_WAITERS
     _syscall()(_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
 def is_marked(word: int) -> bool:
-    """Whether the first 32 bits of a mutex say that the thread which held it is ending."""
+    """Return whether the first 32 bits of a mutex say that the thread which held it is ending."""
     return bool(word & _OWNER_DIED)
 
 
 def is_held(word: int) -> bool:
-    """Whether some thread holds the mutex, or held it when it ended."""
+    """Return whether some thread holds the mutex, or held it when it ended."""
     return word != 0
 
 
 def is_main_thread_ending(pid: int) -> bool:
-    """Whether the main thread of a process has begun to end, or is gone."""
+    """Return whether the main thread of a process has begun to end, or is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             text = stat.read()
     except OSError:
         return True
-    fields = text[text.rindex(b")") + 2 :].split()  # the name before may hold anything
+    fields = text[text.rindex(b")") + 2 :].split()  # the name before may contain any character
     return bool(int(fields[_FLAGS]) & _EXITING) or fields[0] == b"Z"
 
 
 def wait(words: Sequence[tuple[int, int]], timeout_s: float) -> None:
-    """Sleep until one of these (address, value) has another value and its waiters are woken, or for `timeout_s`. May
-    return early. Releases the interpreter's lock. At most MOST_WORDS + 1."""
+    """Sleep until one of these (address, value) has another value and its waiters are woken, or for `timeout_s`.
+
+    May return early. Releases the interpreter's lock. At most MOST_WORDS + 1 words.
+    """
     waiters = (_Waiter * len(words))(*[_Waiter(value, address, _SIZE_32, 0) for address, value in words])
     until_s = now_s() + timeout_s
     limit = _TimeSpec(int(until_s), int(until_s % 1 * 1e9))
@@ -99,7 +101,7 @@ def wait(words: Sequence[tuple[int, int]], timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake who waits for the word at this address, to be called when it has changed."""
+    """Wake the waiters for the word at this address. Call it when the word has changed."""
     _syscall()(_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
@@ -121,7 +123,7 @@ _CLOCK_MONOTONIC = 1
 
 @functools.cache
 def _has_waitv() -> bool:
-    """Asked with nothing to wait for: EINVAL where there is the call; ENOSYS, or a sandbox's EPERM, where not."""
+    """Probe the call without words: EINVAL where it exists; ENOSYS, or a sandbox's EPERM, where not."""
     _syscall()(_FUTEX_WAITV, None, 0, 0, None, 0)
     return ctypes.get_errno() == errno.EINVAL
 
@@ -133,7 +135,7 @@ def _syscall() -> Callable[..., int]:
     call.restype = ctypes.c_long
 
     def with_whole_words(number: int, *arguments: object) -> int:
-        # Integers go as C's long: ctypes would cut addresses to an int.
+        # Integers are passed as C's long: ctypes would truncate addresses to an int.
         whole = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
         return int(call(ctypes.c_long(number), *whole))
 

@@ -1,8 +1,8 @@
-"""Sockets that a forked child must not keep. Collectives and the control link register theirs here.
+"""Close sockets that a forked child must not keep. Collectives and the control link register theirs here.
 
-A DataLoader worker is a fork of its training process. While it holds copies of the process's sockets, the
-death of the process is not seen by its peers: end-of-file comes only when the last copy is closed. (With two
-loader workers, peers saw it 4 s after a kill -9.)
+A DataLoader worker is a fork of its training process. While it holds copies of the process's sockets, the peers cannot
+detect the death of the process: end-of-file comes only when the last copy is closed. (With two loader workers, peers
+detected it 4 s after a kill -9.)
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 
 
 def close_at_fork(sock: socket.socket) -> None:
-    """From now on a forked child closes its copy of `sock` before anything else runs in it.
+    """Have a forked child close its copy of `sock` before any other code runs in it.
 
-    Only the child's descriptor goes; the connection of the parent is not touched. Using `sock` in the child
+    Only the child's descriptor is closed; the connection of the parent is not affected. Using `sock` in the child
     raises OSError.
     """
     _sockets.add(sock)

@@ -1,8 +1,7 @@
-"""Heartbeats as datagrams, beside the connection: TCP sends what was lost again after 200 ms at the earliest. Used by
-coordinator and agents, for budgets below a second. Pure.
+"""Send heartbeats as datagrams, beside the connection: TCP retransmits lost data after 200 ms at the earliest. Pure.
 
-A datagram names its connection by a random id and carries a MAC. Nothing is secret in it, and an old one, sent again
-by somebody on the path, tells nothing new.
+Coordinator and agents use it, for budgets below a second. A datagram names its connection by a random id and carries a
+MAC. It contains no secret, and a datagram that an attacker on the path replays has no effect.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from farandole.authentication import Role
 
 HEARTBEAT_ID_BYTES = 16
 SLOW_BUDGET_S = 1.0
-"""From this budget on, TCP is fast enough."""
+"""The budget from which on TCP is fast enough, in seconds."""
 
 _MAC_BYTES = 16
 _HEARTBEAT = struct.Struct(f">{HEARTBEAT_ID_BYTES}sQQ")
 
 
 def heartbeat_id_of(datagram: bytes) -> bytes | None:
-    """Which connection a datagram is about, if it is a heartbeat at all. Nothing is proved yet."""
+    """Return the id of a datagram's connection, if it is a heartbeat. It is not authenticated yet."""
     return datagram[:HEARTBEAT_ID_BYTES] if len(datagram) == _HEARTBEAT.size + _MAC_BYTES else None
 
 
 class HeartbeatSeal:
-    """Of one end (`role`: who dialed is the agent) of one connection."""
+    """Seals and opens the heartbeats of one end of one connection. The `role` of the end that dialed is the agent."""
 
     def __init__(self, token: bytes, heartbeat_id: bytes, role: Role) -> None:
         self._id = heartbeat_id
@@ -40,7 +39,7 @@ class HeartbeatSeal:
         return heartbeat + _mac(self._own_key, heartbeat)
 
     def open(self, datagram: bytes) -> tuple[int, int] | None:
-        """(sequence, heard) of a heartbeat of the other end; None for anything else."""
+        """Return (sequence, heard) of a heartbeat of the other end; None for any other datagram."""
         if heartbeat_id_of(datagram) != self._id:
             return None
         heartbeat, mac = datagram[: _HEARTBEAT.size], datagram[_HEARTBEAT.size :]

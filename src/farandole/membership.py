@@ -1,4 +1,4 @@
-"""Who is in a job: values that workers, agents and the coordinator share. Pure; never imports torch."""
+"""The membership of a job: values that workers, agents and the coordinator share. Pure; never imports torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import msgspec
 
 
 class GenerationId(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of one agreed membership. Data paths compare it for equality, never by order.
+    """The identity of one agreed membership. Data paths compare it for equality, never by order.
 
-    run_id       changes when a job restarts from a durable checkpoint without a holder of its state
-    coordinator_epoch  counts the starts of the job's coordinator
-    number       counts the generations of the job, from 1; never used twice
-    nonce        random, so that two coordinators cannot produce the same identity
+    Attributes:
+        run_id: Changes when a job restarts from a durable checkpoint without a holder of its state.
+        coordinator_epoch: Counts the starts of the job's coordinator.
+        number: Counts the generations of the job, from 1; never used twice.
+        nonce: Random, so that two coordinators cannot produce the same identity.
     """
 
     run_id: int
@@ -24,7 +25,7 @@ class GenerationId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process listens: a numeric host address and a TCP port."""
+    """The address at which a process listens: a numeric host address and a TCP port."""
 
     host: str
     port: int
@@ -42,8 +43,10 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's place in one generation. All ranks are dense and may change with the generation;
-    the slot of a worker does not."""
+    """The ranks of a worker in one generation.
+
+    All ranks are dense and may change with the generation; the slot of a worker does not.
+    """
 
     rank: int
     size: int
@@ -56,8 +59,9 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
 class Shortfall(msgspec.Struct, frozen=True):
     """Training that was promised, by epochs(total) or by a framework's trainer, and not done.
 
-    epochs, epochs_left  promised; not begun, or ended before their last batch. 0 of a promise that counts steps
-    steps, steps_left    promised; not made. 0 where they cannot be counted, as of streams
+    Attributes:
+        epochs, epochs_left: Promised; not begun, or ended before their last batch. 0 for a promise that counts steps.
+        steps, steps_left: Promised; not made. 0 where they cannot be counted, as for streams.
     """
 
     epochs: int
@@ -67,12 +71,13 @@ class Shortfall(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """How far a worker's state is. Ordered; after a fault the highest progress wins.
+    """The progress of a worker's state. Ordered; after a fault the highest progress wins.
 
-    step      decided optimizer steps since the start of the job
-    epoch     completed epochs
-    cursor    samples of the current epoch that decided steps have consumed
-    boundary  boundaries passed (each next batch, epoch advance, commit)
+    Attributes:
+        step: Decided optimizer steps since the start of the job.
+        epoch: Completed epochs.
+        cursor: Samples of the current epoch that decided steps have consumed.
+        boundary: Boundaries passed (each next batch, epoch advance, commit).
     """
 
     run_id: int = 1
@@ -83,11 +88,12 @@ class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where the numbers of a job with checkpoints begin: above all that jobs with the same folder have used.
+    """The first numbers of a job with checkpoints: above all numbers that jobs with the same folder have used.
 
-    run_id      of this job
-    generation  the highest number so far; the first generation gets the next one
-    has_checkpoint  there is one to go on from
+    Attributes:
+        run_id: That of this job.
+        generation: The highest number so far; the first generation gets the next one.
+        has_checkpoint: There is a checkpoint to resume from.
     """
 
     run_id: int

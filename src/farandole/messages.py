@@ -1,8 +1,8 @@
-"""What worker, agent and coordinator say to each other. Typed, validated on arrival, never pickled.
+"""Messages between worker, agent and coordinator. Typed, validated on arrival, never pickled.
 
-A worker talks with its agent only; the agent carries the worker's messages to the coordinator inside
-`FromWorker` and the coordinator's answers back. Every message that speaks of a membership carries the
-number of its generation, so that old news can be told from new (protocol: fencing).
+A worker communicates only with its agent; the agent forwards the worker's messages to the coordinator inside
+`FromWorker`, and the coordinator's answers back. Every message about a membership carries the number of its generation,
+so that outdated messages can be recognized (protocol: fencing).
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages; the class's name is the tag on the wire."""
+    """The base class of all messages; the class's name is the tag on the wire."""
 
 
 # Worker -> agent (-> coordinator) --------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """First message of a worker: it called `init()` and listens for its peers at `address`."""
+    """The first message of a worker: it called `init()` and listens for its peers at `address`."""
 
     worker: str
-    secret: str  # given to the worker by its agent; not carried further
+    secret: str  # given to the worker by its agent; not forwarded
     pid: int
     version: int
     address: Address
 
 
 class Elastic(Message, frozen=True):
-    """The main thread entered an elastic function: a member is recoverable from now on;
-    a worker that is no member yet asks to be admitted and is READY for any generation."""
+    """The main thread entered an elastic function: a member is recoverable from now on.
+
+    A worker that is not a member yet asks to be admitted and is READY for any generation.
+    """
 
 
 class Ready(Message, frozen=True):
@@ -53,7 +55,7 @@ class Synced(Message, frozen=True):
 
 
 class LinkBroken(Message, frozen=True):
-    """A hint, never a verdict: a data connection of generation `number` failed."""
+    """A data connection of generation `number` failed. This is a hint, never a verdict."""
 
     number: int
     peer: str
@@ -62,8 +64,10 @@ class LinkBroken(Message, frozen=True):
 
 
 class Probed(Message, frozen=True):
-    """In generation `number` this worker tried to connect to its neighbours' data listeners anew, because nothing moved
-    or it was asked to: these answered, those did not. Evidence; the coordinator judges."""
+    """The worker has tried to connect to its neighbours' data listeners in generation `number`, with these results.
+
+    The reason is that no data moved, or that it was asked to. The coordinator judges the evidence.
+    """
 
     number: int
     reachable: tuple[str, ...]
@@ -71,7 +75,7 @@ class Probed(Message, frozen=True):
 
 
 class Connected(Message, frozen=True):
-    """In generation `number` tensors move this way, unlike before. From rank 0, for the log only."""
+    """The way that tensors move in generation `number` has changed to this one. From rank 0, for the log only."""
 
     number: int
     way: str
@@ -80,15 +84,16 @@ class Connected(Message, frozen=True):
 class FirstStep(Message, frozen=True):
     """The first step of generation `number` is decided here. Once per regroup; durations, one after the other.
 
-    ready_s       from an ABORT heard until READY was said; 0 for a planned change
-    waited_s      until START: for the others, and for the coordinator
-    connected_s   until the data connections stood
-    synced_s      until the state was everybody's
-    stepped_s     until the step was decided
-    steps_redone, samples_redone   begun before the fault, and done again; of the whole job
-    counts        what progress is counted in: under the commit rule in commits
-    began_at      so many of them there were when the state was everybody's. Under the commit rule it went back there,
-                  and steps_redone are this worker's since that commit, which are done again
+    Attributes:
+        ready_s: From the receipt of ABORT until READY was sent; 0 for a planned change.
+        waited_s: Until START: for the others, and for the coordinator.
+        connected_s: Until the data connections were established.
+        synced_s: Until all workers had the state.
+        stepped_s: Until the step was decided.
+        steps_redone, samples_redone: Begun before the fault, and done again; of the whole job.
+        counts: The unit of progress: commits under the commit rule.
+        began_at: The count when all workers had the state. Under the commit rule the state was reset to that commit,
+            and steps_redone are this worker's steps since then, which are done again.
     """
 
     number: int
@@ -106,9 +111,10 @@ class FirstStep(Message, frozen=True):
 class StatesDiffered(Message, frozen=True):
     """Members of generation `number` had different states after `step` steps. From rank 0, for the log only.
 
-    name, objects  the first parameter, buffer or other tensor that differed, and how many did
-    ranks, source  whose, and the rank whose state is everybody's now
-    is_fatal       the job ends instead
+    Attributes:
+        name, objects: The first parameter, buffer or other tensor that differed, and the number of such tensors.
+        ranks, source: The ranks that differed, and the rank whose state all workers have now.
+        is_fatal: The job ends instead.
     """
 
     number: int
@@ -121,28 +127,31 @@ class StatesDiffered(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """User code raised. `summary` is the exception's last line, `traceback` the whole text."""
+    """User code raised an exception. `summary` is its last line, `traceback` the whole text."""
 
     summary: str
     traceback: str
 
 
 class Finished(Message, frozen=True):
-    """The elastic function returned on this worker, in generation `number`; `shortfall`: what it did not do of what
-    its loader had promised."""
+    """The elastic function returned on this worker, in generation `number`.
+
+    `shortfall` is the training that its loader had promised and that was not done.
+    """
 
     number: int
     shortfall: Shortfall | None = None
 
 
 class Leaving(Message, frozen=True):
-    """This worker was asked to leave (SIGTERM) and does so at the next boundary."""
+    """The worker was asked to leave (SIGTERM) and does so at the next boundary."""
 
 
 class MayPublish(Message, frozen=True):
-    """All but the manifest of the checkpoint `name` is on the disk. Answer: PublishAnswer.
+    """All files but the manifest of the checkpoint `name` are on the disk. Answer: PublishAnswer.
 
-    file  not a checkpoint but a file of the script's own, by this path; `name` only tells one question from another
+    With `file` the request is not for a checkpoint but for a file of the script's own, by this path; `name` then only
+    distinguishes requests.
     """
 
     name: str
@@ -181,31 +190,35 @@ WorkerMessage: TypeAlias = (
 
 
 class Newcomer(Message, frozen=True):
-    """Answer to a Hello while the job runs already: this worker is a world of one until it is admitted. `members`: how
-    many workers the generation has that runs now."""
+    """Answer to a Hello while the job already runs: this worker is a world of one until it is admitted.
+
+    `members` is the number of workers of the running generation.
+    """
 
     members: int
 
 
 class Abort(Message, frozen=True):
-    """A fault: whatever runs in a generation below `number` must end now. Answer: Ready(number)."""
+    """A fault: all operations of generations below `number` must end now. Answer: Ready(number)."""
 
     number: int
     reason: str
 
 
 class Probe(Message, frozen=True):
-    """Somebody cannot reach this worker: can it reach its neighbours of generation `number`? Answer: Probed, also while
-    the main thread computes."""
+    """Request to test the connections to the neighbours of generation `number`, since a peer cannot reach this worker.
+
+    Answer: Probed, also while the main thread computes.
+    """
 
     number: int
 
 
 class Prepare(Message, frozen=True):
     """A planned change: move to generation `number` at a boundary that all members agree on.
-    Answer, once there: Ready(number). An Abort with a higher number cancels it.
 
-    update  what changes, in Horovod's numbers: 1 workers go, 2 workers come, 3 both
+    Answer, once there: Ready(number). An Abort with a higher number cancels it. `update` is the kind of change, in
+    Horovod's numbers: 1 workers go, 2 workers come, 3 both.
     """
 
     number: int
@@ -214,11 +227,12 @@ class Prepare(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Generation `id` begins. To each member its own place and its neighbours on the ring.
+    """Generation `id` begins. Each member receives its own place and its neighbours on the ring.
 
-    bootstrap  nobody holds state yet: rank 0's is everybody's
-    data_key  proves both ends of the data connections of this generation; derived by the agent from the
-              job token, never sent over a network
+    Attributes:
+        bootstrap: No worker holds state yet: all workers take that of rank 0.
+        data_key: Proves both ends of the data connections of this generation; derived by the agent from the job token,
+            never sent over a network.
     """
 
     id: GenerationId
@@ -240,9 +254,9 @@ class Left(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """The job ends; `reason` says why. The worker exits.
+    """The job ends for the given `reason`. The worker exits.
 
-    saves  before that, this one of the workers writes an emergency checkpoint
+    With `saves` this worker writes an emergency checkpoint first; only one worker does.
     """
 
     reason: str
@@ -250,7 +264,7 @@ class Stop(Message, frozen=True):
 
 
 class PublishAnswer(Message, frozen=True):
-    """Answer to MayPublish; `refusal` says why not, and is empty when the manifest may be written."""
+    """Answer to MayPublish. `refusal` is the reason, empty when the manifest may be written."""
 
     name: str
     refusal: str
@@ -263,10 +277,11 @@ ToWorker: TypeAlias = Newcomer | Abort | Probe | Prepare | Start | Released | Le
 
 
 class AgentHello(Message, frozen=True):
-    """First message of an agent, after both proved the job token.
+    """The first message of an agent, after both ends proved the job token.
 
-    process    random, the same for the life of the agent's process: another one must not take its place
-    is_apart   it is no part of the coordinator's process. Answer: Welcome or Refused
+    Attributes:
+        process: Random, the same for the life of the agent's process: another one must not take its place.
+        is_apart: It is not a part of the coordinator's process. Answer: Welcome or Refused.
     """
 
     agent: str
@@ -278,7 +293,7 @@ class AgentHello(Message, frozen=True):
 
 
 class FromWorker(Message, frozen=True):
-    """A worker's message, carried by its agent."""
+    """A worker's message, forwarded by its agent."""
 
     worker: str
     message: WorkerMessage
@@ -286,8 +301,12 @@ class FromWorker(Message, frozen=True):
 
 class WorkerExited(Message, frozen=True):
     """A worker's process is gone and reaped; its process group was killed.
-    `exit_code` as subprocess gives it: negative for a signal. `last_lines`: the end of its stderr. `stacks`: where its
-    threads were, if that was asked for."""
+
+    Attributes:
+        exit_code: As in subprocess: negative for a signal.
+        last_lines: The end of its stderr.
+        stacks: The stacks of its threads, if they were requested.
+    """
 
     worker: str
     exit_code: int
@@ -296,8 +315,10 @@ class WorkerExited(Message, frozen=True):
 
 
 class WorkerDying(Message, frozen=True):
-    """A worker's main thread has ended and its process group was killed: it will not do anything any more. Its exit,
-    with the code, follows when the kernel has freed its memory; the slot is not free before."""
+    """A worker's main thread has ended and its process group was killed: it will not act any more.
+
+    Its exit, with the code, follows when the kernel has freed its memory; the slot is not free before.
+    """
 
     worker: str
 
@@ -311,28 +332,34 @@ class SpawnFailed(Message, frozen=True):
 
 class AgentLeaving(Message, frozen=True):
     """The agent was asked to end (SIGTERM, as a preemption notice): its workers are to leave at the next boundary.
-    Answer, once they have: Dismissed."""
+
+    Answer, once they have left: Dismissed.
+    """
 
     reason: str
 
 
 class WorkersSeen(Message, frozen=True):
-    """Where all workers of this agent are that can be seen: when that changes, a few times a second at most, and every
-    few seconds when it does not."""
+    """The status of all workers of this agent that report one.
+
+    Sent when that changes, a few times a second at most, and every few seconds when it does not.
+    """
 
     workers: dict[str, WorkerStatus]
 
 
 class Heartbeat(Message, frozen=True):
-    """The agent is alive. `heard`: the newest CoordinatorHeartbeat that reached it; None when it gets none."""
+    """The agent is alive. `heard` is the newest CoordinatorHeartbeat that it received; None when it gets none."""
 
     sequence: int
     heard: int | None = None
 
 
 class WorkerPrinted(Message, frozen=True):
-    """Lines that a worker wrote, without their ends. `dropped_bytes`: of its output before them, because the
-    connection could not take it."""
+    """Lines that a worker wrote, without their ends.
+
+    `dropped_bytes` is the amount of its output lost before them, because the connection could not take it.
+    """
 
     worker: str
     stream: Literal["stdout", "stderr"]
@@ -341,7 +368,7 @@ class WorkerPrinted(Message, frozen=True):
 
 
 class WorkerRanked(Message, frozen=True):
-    """Lines of the worker are those of this rank from now on; or it will most likely get it."""
+    """Lines of the worker belong to this rank from now on, or will most likely do so."""
 
     worker: str
     rank: int
@@ -349,7 +376,7 @@ class WorkerRanked(Message, frozen=True):
 
 
 class WorkerSilent(Message, frozen=True):
-    """The worker has ended and all its lines have come."""
+    """The worker has ended and all its lines have been sent."""
 
     worker: str
 
@@ -375,12 +402,15 @@ AgentMessage: TypeAlias = (
 
 
 class Welcome(Message, frozen=True):
-    """Answer to the AgentHello of an agent apart: what it has to know of the job.
+    """Answer to the AgentHello of a separate agent: the facts of the job that it needs.
 
-    command      what each worker runs, in `folder`
-    environment  what its environment has beside that of the agent's machine
-    heartbeat_id  names this connection in datagrams with heartbeats, which go to `heartbeat_port`; 0: there are none
-    The others are as in AgentConfig.
+    The other fields are as in AgentConfig.
+
+    Attributes:
+        command: The command of each worker, run in `folder`.
+        environment: The variables of each worker in addition to the environment of the agent's machine.
+        heartbeat_id: Names this connection in datagrams with heartbeats, which go to `heartbeat_port`; 0: there are
+            none.
     """
 
     job_id: str
@@ -396,22 +426,24 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Answer to an AgentHello: this agent may not join. `is_final`: nor later."""
+    """Answer to an AgentHello: this agent may not join. With `is_final`, it may not join later either."""
 
     reason: str
     is_final: bool
 
 
 class CoordinatorHeartbeat(Message, frozen=True):
-    """The coordinator is alive. `heard`: the newest Heartbeat that reached it."""
+    """The coordinator is alive. `heard` is the newest Heartbeat that it received."""
 
     sequence: int
     heard: int
 
 
 class Spawn(Message, frozen=True):
-    """Start a worker in this slot. `expected`: the place that it will most likely get, for scripts that look at it
-    before init()."""
+    """Start a worker in this slot.
+
+    `expected` is the place that it will most likely get, for scripts that read it before init().
+    """
 
     worker: str
     slot: int
@@ -419,8 +451,10 @@ class Spawn(Message, frozen=True):
 
 
 class Kill(Message, frozen=True):
-    """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0. With `dumps_stacks` it writes
-    the stacks of its threads before, for its WorkerExited."""
+    """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0.
+
+    With `dumps_stacks` it writes the stacks of its threads before, for its WorkerExited.
+    """
 
     worker: str
     grace_s: float
@@ -429,22 +463,22 @@ class Kill(Message, frozen=True):
 
 
 class TellWorkers(Message, frozen=True):
-    """The same message to several workers of this agent."""
+    """Send the same message to several workers of this agent."""
 
     workers: tuple[str, ...]
     message: ToWorker
 
 
 class StartWorkers(Message, frozen=True):
-    """One START for each member of the generation that lives on this agent."""
+    """The START messages of all members of the generation on this agent."""
 
     starts: dict[str, Start]
 
 
 class Dismissed(Message, frozen=True):
-    """The job goes on without this host, on which no worker of it is left; the agent goes.
+    """The job goes on without this host, which has no worker of it any more; the agent ends.
 
-    is_drained  somebody wanted so: no other agent is to be started there
+    With `is_drained` a user has requested that: no other agent is to be started there.
     """
 
     reason: str
@@ -452,7 +486,7 @@ class Dismissed(Message, frozen=True):
 
 
 class JobEnded(Message, frozen=True):
-    """The job is over; the agent ends what is left of its workers and goes."""
+    """The job is over; the agent ends its remaining workers and exits."""
 
     exit_code: int
     reason: str

@@ -1,4 +1,4 @@
-"""Waiting for one descriptor, whatever its number: select() takes those below 1024 only."""
+"""Wait for one descriptor, whatever its number: select() accepts only those below 1024."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ class HasDescriptor(Protocol):
 
 
 def can_read(descriptor: int | HasDescriptor, within_s: float | None) -> bool:
-    """Whether there is something to read, or nothing will come any more; waits for up to `within_s` seconds, for ever
-    with None. Raises ValueError for a closed one."""
+    """Return whether a read would not block: there is data, or the end.
+
+    Waits for up to `within_s` seconds, for ever with None. Raises ValueError for a closed descriptor.
+    """
     return _is_ready(descriptor, select.POLLIN, within_s)
 
 
 def can_write(descriptor: int | HasDescriptor, within_s: float | None) -> bool:
-    """Whether a write would not block, or would fail; waits as can_read()."""
+    """Return whether a write would not block, or would fail; waits as can_read() does."""
     return _is_ready(descriptor, select.POLLOUT, within_s)
 
 

@@ -1,9 +1,10 @@
-"""One small page of shared memory per worker: the worker stores in it where it is, its agent reads it. The agent makes
-it; status_reporting.py writes it; launch/status_pages.py reads it.
+"""A small page of shared memory per worker: the worker stores its status in it, its agent reads it.
 
-The reader needs nothing from the worker: the page tells where a worker is that holds the interpreter's lock, waits for
-a lock for ever, or is stopped. A store takes no lock and no system call. The page has no name in any file system, so
-nothing is left behind; the worker opens it through /proc, as transports do with each other's memory.
+The agent makes it; status_reporting.py writes it; launch/status_pages.py reads it.
+
+The reader needs no cooperation of the worker: the page shows the status of a worker that holds the interpreter's lock,
+waits for a lock for ever, or is stopped. A store takes no lock and no system call. The page has no name in any file
+system, so nothing is left behind; the worker opens it through /proc, as transports do with each other's memory.
 
     0     count        64-bit words, little endian: changes whenever any of the following does
     8     generation
@@ -30,7 +31,7 @@ _COUNT, _GENERATION, _STEP, _PHASE, _CAN_DUMP = range(_WORDS)
 
 
 class StatusPage:
-    """The agent's end. Raises OSError when there is no room for it, or no such thing on this system."""
+    """The agent's end. Raises OSError when there is no memory for it, or the system does not support it."""
 
     def __init__(self) -> None:
         if sys.platform != "linux":
@@ -40,7 +41,7 @@ class StatusPage:
             os.ftruncate(self._descriptor, PAGE_BYTES)
             import fcntl  # not on every system
 
-            # A worker that made it shorter would take the agent down with it.
+            # A worker that made it shorter would crash the agent.
             fcntl.fcntl(self._descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
             self.memory = mmap.mmap(self._descriptor, PAGE_BYTES)
         except BaseException:
@@ -50,16 +51,16 @@ class StatusPage:
 
     @property
     def path(self) -> str:
-        """Where the worker finds it, and by what it knows it: the descriptor may be another file's one day."""
+        """The path by which the worker opens and identifies it: its descriptor may refer to another file later."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}#{os.fstat(self._descriptor).st_ino}"
 
     @property
     def can_dump(self) -> bool:
-        """Whether DUMP_SIGNAL may be sent; a process that is not prepared for it would end."""
+        """True when DUMP_SIGNAL may be sent; it would end a process without a handler for it."""
         return self._words[_CAN_DUMP] == 1
 
     def look(self) -> WorkerStatus | None:
-        """Where the worker is; None before it has said anything, or when it has stored nonsense."""
+        """Return the worker's status; None before it has stored one, or when it has stored invalid values."""
         count, generation, step, phase, _ = self._words
         try:
             return WorkerStatus(count, generation, step, Phase(phase)) if count else None
@@ -67,22 +68,22 @@ class StatusPage:
             return None
 
     def stacks(self) -> str:
-        """What the worker has written of its threads' stacks; empty: nothing yet."""
+        """Return the stacks of the worker's threads that it has written; empty if there are none yet."""
         text, _, _ = self.memory[STACKS_AT:].partition(b"\0")
         return text.decode("utf-8", "backslashreplace")
 
     def close(self) -> None:
-        """No other process can open it any more. The memory goes with its last view."""
+        """Close the descriptor, so that no other process can open the page. The memory is freed with its last view."""
         os.close(self._descriptor)
 
 
 class OwnStatusPage:
-    """The worker's end. Raises OSError when it cannot be opened, or is not there any more."""
+    """The worker's end. Raises OSError when it cannot be opened, or does not exist any more."""
 
     def __init__(self, path: str) -> None:
         file, _, inode = path.partition("#")
         self.descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        """At the beginning of the place for stacks: what is written to it comes to stand there."""
+        """A descriptor at the start of the area for stacks: data written to it is stored there."""
         if str(os.fstat(self.descriptor).st_ino) != inode:
             os.close(self.descriptor)
             raise FileNotFoundError(f"{file} is another file than the page that was there")

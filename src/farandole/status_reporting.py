@@ -1,7 +1,7 @@
-"""Where this worker is, told to its agent through a page of shared memory. Worker, collectives and state call it.
+"""Report this worker's status to its agent through a page of shared memory. Worker, collectives and state call it.
 
-Every function is free to call anywhere and at any time: without a page, in a process that no agent started, it does
-nothing. One costs well below a microsecond.
+Every function may be called anywhere and at any time: without a page, in a process that no agent started, it does
+nothing. A call costs well below a microsecond.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from farandole.status_page import MUTEX_AT, OwnStatusPage
 from farandole.worker_status import Phase
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
-"""On this signal a worker writes the stacks of all its threads into its page, whatever it is in. A real-time signal:
-nobody else uses it, while scripts have SIGUSR1 and SIGUSR2 for checkpoints."""
+"""The signal on which a worker writes the stacks of all its threads into its page, whatever it executes. A real-time
+signal: no other code uses it, while scripts use SIGUSR1 and SIGUSR2 for checkpoints."""
 
 _page: OwnStatusPage | None = None
 _phase = Phase.OUTSIDE
@@ -27,10 +27,10 @@ _main = threading.main_thread().ident
 
 
 def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
-    """From now on the agent sees where this worker is. To be called by the main thread; by another one, or when the
-    page cannot be opened, it stays unseen, which takes nothing from the worker.
+    """Open the status page, so that the agent sees the status of this worker. Called by the main thread.
 
-    gives_exit_notice  the agent may know of this process's death before its memory is freed
+    In another thread, or when the page cannot be opened, the status stays unreported, which does the worker no harm.
+    With `gives_exit_notice` the agent may learn of this process's death before its memory is freed.
     """
     global _page, _main
     if threading.current_thread() is not threading.main_thread():
@@ -47,7 +47,7 @@ def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
 
 
 def set_phase(phase: Phase) -> Phase:
-    """The main thread is in this phase from now on; gives the one before. Threads beside it change nothing."""
+    """Set the phase of the main thread, and return the previous one. Calls of other threads have no effect."""
     global _phase
     before = _phase
     if before != phase and (threading.get_ident() == _main or _is_of_autograd()):
@@ -58,19 +58,19 @@ def set_phase(phase: Phase) -> Phase:
 
 
 def set_step(generation: int, step: int) -> None:
-    """So many steps are decided, and this is the generation."""
+    """Set the number of decided steps, and the generation."""
     if _page is not None:
         _page.set_step(generation, step)
 
 
 def report_progress() -> None:
-    """Something has been achieved: a boundary was passed, a batch evaluated."""
+    """Report progress: a boundary was passed, a batch evaluated."""
     if _page is not None:
         _page.report_progress()
 
 
 class InPhase:
-    """`with InPhase(phase):` the main thread is in this phase, and then in the one before again."""
+    """Set the phase of the main thread within a `with` block, `with InPhase(phase):`, and restore it afterwards."""
 
     __slots__ = ("_before", "_phase")
 
@@ -87,7 +87,7 @@ class InPhase:
 
 
 class WaitingForPeers(InPhase):
-    """`with WaitingForPeers():` the main thread waits for other workers."""
+    """Mark within a `with` block, `with WaitingForPeers():`, that the main thread waits for other workers."""
 
     __slots__ = ()
 
@@ -96,8 +96,10 @@ class WaitingForPeers(InPhase):
 
 
 def _is_of_autograd() -> bool:
-    """Whether this thread was not made by Python: torch computes the gradients of devices in threads of its own, for
-    which the main thread waits."""
+    """Return whether this thread was not made by Python.
+
+    torch computes the gradients of devices in threads of its own, for which the main thread waits.
+    """
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
@@ -106,5 +108,5 @@ def _forget() -> None:
     _page = None
 
 
-if hasattr(os, "register_at_fork"):  # a loader process is not where its worker is
+if hasattr(os, "register_at_fork"):  # a loader process must not report for its worker
     os.register_at_fork(after_in_child=_forget)

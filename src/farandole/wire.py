@@ -1,7 +1,7 @@
-"""Frames on a byte stream and the messages inside them. Used by worker link, agent and coordinator.
+"""Frames on a byte stream and the messages inside them. Worker link, agent and coordinator use it.
 
-A frame is a length of four bytes, big-endian, and that many bytes of payload. A message is MessagePack of
-one of the types in messages.py; whatever is not exactly such a message is refused.
+A frame is a length of four bytes, big-endian, and that many bytes of payload. A message is MessagePack of one of the
+types in messages.py; any other content is refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from farandole.errors import ProtocolError
 from farandole.messages import AgentMessage, Message, ToAgent, ToWorker, WorkerMessage
 
 WORKER_FRAME_LIMIT = 1 << 20
-"""Largest payload between a worker and its agent, in bytes; a longer traceback has to be cut."""
+"""The largest payload between a worker and its agent, in bytes; a longer traceback has to be cut."""
 
 AGENT_FRAME_LIMIT = 16 << 20
-"""Largest payload between an agent and the coordinator, in bytes: one START for each slot of a host."""
+"""The largest payload between an agent and the coordinator, in bytes: one START for each slot of a host."""
 
 WORKER_MESSAGES: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
@@ -29,7 +29,7 @@ TO_CLIENT: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 DIALERS_MESSAGES: msgspec.msgpack.Decoder[AgentMessage | ClientMessage] = msgspec.msgpack.Decoder(
     AgentMessage | ClientMessage
 )
-"""Until the first message has said who dials."""
+"""Decodes the first message, which tells whether an agent or a command has dialed."""
 TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 LENGTH = struct.Struct(">I")
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def encode(message: Message) -> bytes:
-    """The payload that carries `message`."""
+    """Return the payload that carries `message`."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
-    """The message in `payload`. Raises ProtocolError when it is none of the decoder's types."""
+    """Return the message in `payload`. Raises ProtocolError when it is none of the decoder's types."""
     try:
         return decoder.decode(payload)
     except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
@@ -51,13 +51,15 @@ def decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
 
 
 def frame(payload: bytes) -> bytes:
-    """`payload` as it goes onto the stream."""
+    """Return `payload` as a frame of the stream."""
     return LENGTH.pack(len(payload)) + payload
 
 
 def frame_length(prefix: bytes, limit: int) -> int:
-    """The length announced by the first four bytes of a frame. Raises ProtocolError above `limit`:
-    nobody makes us wait for, or set aside, more than that."""
+    """Return the length in the first four bytes of a frame. Raises ProtocolError above `limit`.
+
+    The limit bounds the time and the memory that a peer can make this process spend.
+    """
     (length,) = LENGTH.unpack(prefix)
     if length > limit:
         raise ProtocolError(f"a frame of {length} bytes was announced, at most {limit} are allowed here")
@@ -72,8 +74,11 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes, in order. Raises ProtocolError as soon as a frame announces
-        more than the limit; the stream has lost its meaning then and the connection must be closed."""
+        """Return the payloads that `data` completes, in order.
+
+        Raises ProtocolError as soon as a frame announces more than the limit; the stream cannot be decoded then and the
+        connection must be closed.
+        """
         self._bytes += data
         payloads = []
         start = 0

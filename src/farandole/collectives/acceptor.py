@@ -1,4 +1,4 @@
-"""One connection from the previous rank, out of all who call. Half of ring_builder.py."""
+"""Accept one connection from the previous rank among all callers. ring_builder.py uses it together with dialer.py."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from farandole.errors import ProtocolError
 
 
 class Acceptor:
-    """Listens to all callers at once, so that none can hold up the one that counts.
+    """Listens to all callers at once, so that no other caller can delay the previous rank.
 
-    `expected` says who that is; its nonce means nothing. Callers of a newer generation, or of a higher channel of
-    this one, stay with the listener for that build; all others are hung up on. The events of `selector` carry the
+    `expected` introduces the previous rank; its nonce is ignored. Callers of a newer generation, or of a higher channel
+    of this one, stay with the listener for that build; all others are disconnected. The events of `selector` carry the
     function to call.
     """
 
@@ -40,23 +40,25 @@ class Acceptor:
 
     @property
     def is_done(self) -> bool:
-        """Whether the previous rank has proved itself."""
+        """True when the previous rank has proved its identity."""
         return self._sock is not None
 
     def take(self) -> socket.socket:
-        """Its connection, which the caller owns from now on."""
+        """Return the connection, which the caller owns from now on."""
         sock, self._sock = self._sock, None
         assert sock is not None, "take() before is_done"
         return sock
 
     def drop_surplus(self) -> None:
-        """Hang up on callers that are too many, or do not go on; to be called now and then."""
+        """Disconnect surplus and overdue callers. The builder calls this periodically."""
         for old in self._listener.surplus():
             self._drop(old)
 
     def close(self) -> None:
-        """Release the connection unless it was taken, and leave the selector; whoever dials from now on waits
-        for the next build."""
+        """Release the connection unless it was taken, and leave the selector.
+
+        A peer that dials from now on waits for the next build.
+        """
         if self._sock is not None:
             self._sock.close()
         for sock in (self._listener.sock, *(caller.sock for caller in self._listener.callers)):
@@ -75,7 +77,7 @@ class Acceptor:
     def _hear(self, caller: Caller) -> None:
         if caller not in self._listener.callers:
             return  # dropped by an earlier event of the same round
-        # Not one byte more than the proof: what follows belongs to the ring.
+        # Read not one byte more than the proof: the bytes that follow belong to the ring.
         limit = PROOF_BYTES if caller.nonce else INTRODUCTION_LIMIT + 1
         try:
             data = caller.sock.recv(limit - len(caller.received))
@@ -84,7 +86,7 @@ class Acceptor:
         except OSError:
             data = b""
         if not data or (caller.introduction is not None and not caller.nonce):
-            self._drop(caller)  # hung up, or went on before it was answered
+            self._drop(caller)  # disconnected, or sent more before it was answered
             return
         caller.received += data
         if caller.introduction is None:
@@ -113,7 +115,8 @@ class Acceptor:
             and introduction.channel <= self._expected.channel
         ):
             self._drop(caller)
-        # Else it is ahead of us. Order only says who may wait: identity is proved.
+        # Otherwise the caller is ahead of this worker. The order only decides which caller may wait; identity is
+        # proved.
 
     def _hear_proof(self, caller: Caller, introduction: Introduction) -> None:
         if self.is_done or not is_dialer_proved(self._key, introduction, caller.nonce, caller.received):

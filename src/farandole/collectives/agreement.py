@@ -1,4 +1,4 @@
-"""fd.mean and fd.any: small values that every worker must see alike.
+"""fd.mean and fd.any: small values that must be equal on all workers.
 
 In the loop body of an elastic function a call survives the loss of a worker: see worker/body_calls.py.
 """
@@ -19,14 +19,21 @@ def mean(value: float, weight: float = ...) -> float: ...
 @overload
 def mean(value: torch.Tensor, weight: float = ...) -> torch.Tensor: ...
 def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tensor:
-    """Weighted mean over all workers: sum(weight * value) / sum(weight), the same bits everywhere.
+    """Return the weighted mean over all workers, sum(weight * value) / sum(weight), with the same bits on all of them.
 
-    value   a number, or a tensor of any shape (the same on all workers)
-    weight  how much this worker's value counts, e.g. the number of samples behind it; not negative
+    The sums are computed in float64. When a worker is lost during the call, in the loop body of an elastic function,
+    the result is the mean over the remaining workers.
 
-    Summed in float64. A tensor comes back in its own shape and, if floating, dtype (else float64), without
-    gradient. NaN when all weights are 0. When a worker is lost meanwhile, in the loop body of an elastic function, it
-    is the mean over the workers that are left. Raises CollectiveMismatch when workers disagree on the shape.
+    Args:
+        value: A number, or a tensor of any shape (the same on all workers).
+        weight: The weight of this worker's value, e.g. the number of samples behind it; not negative.
+
+    Returns:
+        A number for a number. A tensor keeps its shape and, if floating, its dtype (else float64), without gradient.
+        NaN when all weights are 0.
+
+    Raises:
+        CollectiveMismatch: The workers disagree on the shape.
     """
     if weight < 0:
         raise ValueError(f"mean: weight must not be negative, got {weight}")
@@ -34,7 +41,7 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
         value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
     )
     sums = torch.empty(tensor.numel() + 1, dtype=torch.float64)
-    # A worker with weight 0 has nothing to say, not even NaN.
+    # A worker with weight 0 contributes nothing, not even NaN.
     sums[:-1] = tensor.reshape(-1).double() * weight if weight else 0.0
     sums[-1] = weight
     sums = _sum(sums, f"mean of {tuple(tensor.shape)}")
@@ -46,12 +53,12 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
 
 
 def any(flag: bool) -> bool:
-    """Whether the flag is true on at least one worker; every worker gets the same answer."""
+    """Return True if the flag is true on at least one worker; all workers get the same answer."""
     return bool(_sum(torch.tensor([1 if flag else 0], dtype=torch.int64), "any").item())
 
 
 class CallHandler(Protocol):
-    """Carries out the calls in the place of a plain reduction (worker/body_calls.py)."""
+    """Carries out the calls instead of a plain reduction (worker/body_calls.py)."""
 
     def call(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks. May raise RecoverableError."""
@@ -62,7 +69,7 @@ _handler: CallHandler | None = None
 
 
 def install(handler: CallHandler | None) -> None:
-    """Have `handler` carry out the calls from now on; None takes it away."""
+    """Have `handler` carry out the calls from now on; None removes the handler."""
     global _handler
     _handler = handler
 

@@ -1,4 +1,7 @@
-"""A world of one: every collective is local. Used without a launcher, before admission, by a last survivor."""
+"""The transport of a world of one: every collective is local.
+
+It is used without a launcher, before admission, and by the last survivor.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from farandole.readiness import can_read
 class AloneTransport:
     """A Transport (transport.py) whose only rank is 0.
 
-    It refuses what a ring would refuse, so that a script which runs alone also runs with others.
+    It refuses the calls that a ring would refuse, so that a script which runs alone also runs with others.
     """
 
     def __init__(self, generation: int = 0) -> None:
@@ -61,7 +64,7 @@ class AloneTransport:
                 self._abort_reason = reason
 
     def close(self) -> None:
-        """Later calls raise GenerationEnded."""
+        """Make later calls raise GenerationEnded."""
         self.abort("its transport was closed")
 
     def _raise_if_ended(self, op: str) -> None:

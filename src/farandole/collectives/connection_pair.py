@@ -1,8 +1,8 @@
-"""Bytes to the next rank and from the previous one, both at once, in the calling thread. ring.py uses it.
+"""Move bytes to the next rank and from the previous one at the same time, in the calling thread. ring.py uses it.
 
-Each of the two sockets carries data one way only. That makes endings simple: what a rank has sent arrives,
-however it goes, because the kernel discards data only on a socket whose owner left something unread. The
-other way carries at most one word: why the next rank stopped (`say_why`).
+Each of the two sockets carries data in one direction only. That makes shutdown simple: all data that a rank has sent
+arrives, however the rank ends, because the kernel discards data only on a socket whose owner left bytes unread. The
+other direction carries at most one message: the reason why the next rank stopped (`say_why`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ from farandole.status_reporting import report_progress
 _SLICE_MS = 1000
 _BUFFERS_PER_SEND = 16
 _WORD_BYTES = 1024
-_SPINS = 100  # looks at both sockets, of 1 or 2 us each, before a wait sleeps
+_SPINS = 100  # checks of both sockets, of 1 or 2 us each, before a wait sleeps
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
 class Broken(NamedTuple):
-    """A connection failed before this rank had all it needs."""
+    """A connection failed before this rank had received all that it needs."""
 
     direction: str  # "send": to the next rank; "receive": from the previous one
     detail: str
 
 
 class PeerCalled(NamedTuple):
-    """The previous rank has sent something."""
+    """The previous rank has sent data."""
 
 
 Interruption: TypeAlias = Broken | PeerCalled
 
 
 class ConnectionPair:
-    """Two connected sockets, which it owns. `move` is for one thread, `shut_down` for any.
+    """Owns two connected sockets. `move` is for one thread, `shut_down` for any.
 
-    check     called at least once a second while nothing moves; what it raises ends the operation
-    may_spin  `move` may look for a moment before it sleeps. In the main thread only: beside it, the interpreter is its
+    Args:
+        check: Called at least once a second while nothing moves; an error that it raises ends the operation.
+        may_spin: `move` may poll for a moment before it sleeps. It does so in the main thread only: any other thread
+            would keep the interpreter from the main thread.
     """
 
     def __init__(
@@ -63,21 +65,24 @@ class ConnectionPair:
         self._cannot_send: str | None = None
         self._has_lost_previous = False
         self.still_since_s: float | None = None
-        """Since when `move` waits and nothing has moved; None while something does. Other threads read it."""
+        """The time since when `move` has waited without progress; None while data moves. Other threads read it."""
         to_next.setblocking(False)
         from_previous.setblocking(False)
 
     @property
     def cannot_send(self) -> str | None:
-        """Why the next rank cannot be reached any more; None while it can."""
+        """The reason why the next rank cannot be reached any more; None while it can."""
         return self._cannot_send
 
     def look_around(self, check: Callable[[], None], every_s: float) -> None:
-        """Have `check` called more often, instead of the one that there was."""
+        """Replace `check` by the given function, and call it every `every_s` seconds."""
         self._check, self._slice_ms = check, max(1, int(every_s * 1000))
 
     def peek(self, nbytes: int) -> bytes:
-        """What the previous rank has sent and nobody has taken yet; not more than `nbytes`, maybe less."""
+        """Return bytes from the previous rank that have not been read yet, without consuming them.
+
+        At most `nbytes`, possibly fewer.
+        """
         with contextlib.suppress(OSError):
             return self._from_previous.recv(nbytes, socket.MSG_PEEK)
         return b""
@@ -88,11 +93,11 @@ class ConnectionPair:
         return str(self._to_next.getsockname()[0])
 
     def move(self, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool) -> Broken | None:
-        """Run a schedule to its end: None, or what failed.
+        """Run a schedule to its end. Return None, or the connection that failed.
 
-        With `is_done_when_received` a rank that has received everything has its result, whatever became of
-        the next rank: completion beats failure, and the next operation will notice. Raises what the schedule
-        or `check` raises, and CollectiveMismatch when the next rank says so.
+        With `is_done_when_received` a rank that has received everything has its result, even if the next rank was lost:
+        completion takes precedence over failure, and the next operation will notice. Raises the errors of the schedule
+        and of `check`, and CollectiveMismatch when the next rank reports one.
         """
         try:
             return self._move(outgoing, schedule, is_done_when_received)
@@ -125,9 +130,12 @@ class ConnectionPair:
                 self._wait(wants_to_send=bool(outgoing), wants_to_receive=wanted is not None)
 
     def wait_for_data(self, wake: int) -> bool | None:
-        """Between operations: wait for bytes from the previous rank (True), for something to read from `wake`, or
-        for a neighbour to go (False); None when a second has passed. Once a neighbour has gone, only `wake` counts.
-        Raises what `check` raises, and CollectiveMismatch when the next rank says so."""
+        """Wait, between operations, for bytes from the previous rank.
+
+        Returns True for such bytes, False for data on `wake` or for a neighbour that has gone, and None after a second.
+        Once a neighbour has gone, only `wake` counts. Raises the errors of `check`, and CollectiveMismatch when the
+        next rank reports one.
+        """
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         if not (self._has_lost_previous or self._cannot_send):
@@ -143,7 +151,7 @@ class ConnectionPair:
         return self._previous_fd in events and self._has_data()
 
     def interruption(self) -> Interruption | None:
-        """Without waiting: what a rank that waits for something else should know. Raises as wait_for_data()."""
+        """Return, without waiting, a reason to stop waiting for something else. Raises as wait_for_data()."""
         if self._cannot_send:
             return Broken("send", self._cannot_send)
         poll = select.poll()
@@ -159,19 +167,19 @@ class ConnectionPair:
         return None
 
     def _has_data(self) -> bool:
-        """Whether the previous rank has sent something; otherwise it has gone."""
+        """Return whether the previous rank has sent data; otherwise it has gone."""
         if self.peek(1):
             return True
         self._has_lost_previous = True
         return False
 
     def say_why(self, text: str) -> None:
-        """Tell the previous rank, best effort, why this one stops; it raises CollectiveMismatch with it."""
+        """Tell the previous rank, best effort, why this one stops; that rank raises CollectiveMismatch with it."""
         with contextlib.suppress(OSError):
             self._from_previous.send(text.encode()[:_WORD_BYTES])
 
     def shut_down(self) -> None:
-        """From any thread: end the transfer in flight at both ends, and every later one."""
+        """End the transfer in flight at both ends, and every later one. Callable from any thread."""
         for sock in (self._to_next, self._from_previous):
             with contextlib.suppress(OSError):  # not connected any more, or closed
                 sock.shutdown(socket.SHUT_RDWR)
@@ -182,7 +190,7 @@ class ConnectionPair:
         self._from_previous.close()
 
     def _send(self, outgoing: Outgoing) -> bool:
-        """Whether anything went out."""
+        """Return whether any bytes were sent."""
         if self._cannot_send:
             return False
         try:
@@ -200,7 +208,7 @@ class ConnectionPair:
         return True
 
     def _receive(self, wanted: memoryview) -> int | str:
-        """How many bytes came, 0 for none yet; or why none will come."""
+        """Return the number of received bytes, 0 for none yet, or the reason why none will come."""
         try:
             return self._from_previous.recv_into(wanted) or "end of file"
         except BlockingIOError:
@@ -209,7 +217,7 @@ class ConnectionPair:
             return str(error)
 
     def _wait(self, *, wants_to_send: bool, wants_to_receive: bool) -> None:
-        """Until something can move, or the next rank says why it stopped."""
+        """Wait until bytes can move, or the next rank reports why it stopped."""
         if wants_to_receive:
             self._poll.register(self._previous_fd, select.POLLIN)
         else:
@@ -222,7 +230,7 @@ class ConnectionPair:
             self._poll.register(self._next_fd, select.POLLIN | (select.POLLOUT if wants_to_send else 0))
         events = self._poll.poll(self._slice_ms)
         if events:
-            report_progress()  # however slowly
+            report_progress()  # even if it is slow
         elif self._check is not None:
             self._check()
         for descriptor, event in events:
@@ -230,7 +238,7 @@ class ConnectionPair:
                 self._hear_why()
 
     def _hear_why(self) -> None:
-        """The next rank stopped, or a word of it may wait: end-of-file is a failure, a word a mismatch."""
+        """Handle the end of the next rank: end-of-file is a failure, a message is a mismatch."""
         try:
             word = self._to_next.recv(_WORD_BYTES)
         except BlockingIOError:
@@ -244,5 +252,5 @@ class ConnectionPair:
 
 
 def _next_buffer(schedule: Iterator[memoryview]) -> memoryview | None:
-    """The next buffer with room; a schedule may yield empty ones."""
+    """Return the next buffer with room; a schedule may yield empty ones."""
     return next((buffer for buffer in schedule if len(buffer)), None)

@@ -1,8 +1,10 @@
-"""All collectives where tensors on devices need not pass through the host's memory: words and CPU tensors take a
-transport of the host's, tensors on devices a process group of torch's. nccl/ says what is special about NCCL.
+"""Run collectives on tensors of devices without a copy through the host's memory.
 
-The group is connected in the first operation on a tensor that it takes: only then it is known which device each rank
-uses, and a job that has no such tensors never waits for it.
+Bytes and CPU tensors take a transport of the host; tensors on devices take a process group of torch. nccl/ holds the
+parts that are specific to NCCL.
+
+The group is connected in the first operation on a tensor that it takes: only then the device of each rank is known, and
+a job without such tensors never waits for it.
 """
 
 from __future__ import annotations
@@ -27,37 +29,41 @@ logger = logging.getLogger("farandole")
 
 
 class DeviceGroups(Protocol):
-    """How ranks connect their devices. name: for messages."""
+    """Connects the devices of the ranks. `name` is for messages."""
 
     name: str
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether tensors like this one are for the group."""
+        """Return whether the group takes tensors like this one."""
         ...
 
     def identity(self, device: torch.device) -> str:
-        """In up to 64 bytes: the same for two ranks only if they share the device."""
+        """Return up to 64 bytes that are equal for two ranks only if they share the device."""
         ...
 
     def connect(self, ring: RingTransport, device: torch.device) -> TorchGroup | str:
-        """The group of all ranks of the ring, which call it at once; or, on all alike, why there is none. Raises
-        PeerLost and GenerationEnded."""
+        """Return the group of all ranks of the ring, or, on all ranks alike, the reason why there is none.
+
+        All ranks call it at once. Raises PeerLost and GenerationEnded.
+        """
         ...
 
 
 class DeviceTransport:
-    """A Transport (transport.py).
+    """A Transport (transport.py) that moves tensors on devices through a process group.
 
-    below        for words, and for tensors in the host's memory; for all tensors where devices cannot be connected.
-                 close() closes it
-    ring         the one of `below` that connects all ranks
-    is_required  raise ConfigError, on all ranks alike, where devices cannot be connected; else a warning says so once
+    Args:
+        below: The transport for bytes and for tensors in the host's memory; for all tensors where devices cannot be
+            connected. close() closes it.
+        ring: The ring of `below` that connects all ranks.
+        is_required: Raise ConfigError, on all ranks alike, where devices cannot be connected; otherwise log one
+            warning.
     """
 
     def __init__(self, below: StagedTransport, ring: RingTransport, groups: DeviceGroups, is_required: bool) -> None:
         self.below, self._ring, self._groups = below, ring, groups
         self._is_required = is_required
-        self._device: torch.device | None = None  # that was connected, or that it was tried for
+        self._device: torch.device | None = None  # the device that was connected, or for which it was attempted
         self._operations: GroupOperations | None = None
 
     @property
@@ -101,19 +107,19 @@ class DeviceTransport:
         return self.below.wait_for_peer(wake)
 
     def abort(self, reason: str) -> None:
-        self.below.abort(reason)  # first: whoever is woken finds out why
+        self.below.abort(reason)  # first, so that a thread that is woken finds the reason
         operations = self._operations
         if operations is not None:
             operations.abort()
 
     def close(self) -> None:
-        """Only while no collective runs. Later calls raise GenerationEnded."""
+        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self.below.close()
         if self._operations is not None:
             self._operations.group.release()
 
     def _connected(self, flat: torch.Tensor, operation: Operation, source: int) -> GroupOperations | None:
-        """The operations of the group; None where tensors have to take the way through the host."""
+        """Return the operations of the group; None where tensors have to pass through the host."""
         if self._device is None:
             self._connect(flat, operation, source)
         elif flat.device != self._device:
@@ -124,7 +130,7 @@ class DeviceTransport:
         return self._operations
 
     def _connect(self, flat: torch.Tensor, operation: Operation, source: int) -> None:
-        """In the middle of the first operation, so that ranks which are not in it learn of that, too."""
+        """Connect within the first operation, so that ranks in another operation learn of the mismatch, too."""
         mine = self._groups.identity(flat.device).encode()[:_IDENTITY_BYTES].ljust(_IDENTITY_BYTES)
         nbytes = flat.numel() * flat.element_size()
         header = Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
@@ -141,7 +147,7 @@ class DeviceTransport:
 
 
 def shared_devices(identities: list[bytes]) -> str:
-    """By the ranks' devices: which of them share one; empty if none do."""
+    """Describe the ranks that share a device; empty if none do."""
     ranks: dict[bytes, list[int]] = {}
     for rank, identity in enumerate(identities):
         ranks.setdefault(identity, []).append(rank)

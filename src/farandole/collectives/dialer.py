@@ -1,4 +1,4 @@
-"""One connection to the next rank, dialed until it stands. Half of ring_builder.py."""
+"""Dial the next rank until one connection is established. ring_builder.py uses it together with acceptor.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _RETRY_S = 0.02
 
 
 class Dialer:
-    """Dials `address` again and again: a peer that was building an older generation, or was called by too
-    many strangers, may have hung up on the first attempts.
+    """Dials `address` repeatedly until a connection is proved.
 
-    `introduction` says who dials whom; each attempt has its own nonce. The events of `selector` carry the
+    A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
+    attempts. `introduction` names both workers; each attempt has its own nonce. The events of `selector` carry the
     function to call.
 
-    failure     why the last attempt failed, for an error message
-    retry_at_s  when `dial_if_due` makes the next attempt; None while one is under way
+    Attributes:
+        failure: Why the last attempt failed, for an error message.
+        retry_at_s: When `dial_if_due` makes the next attempt; None while one is in progress.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Dialer:
         self.retry_at_s: float | None = now_s()
 
     def dial_if_due(self) -> None:
-        """Begin the next attempt if it is time."""
+        """Start the next attempt if it is due."""
         if self.retry_at_s is None or now_s() < self.retry_at_s:
             return
         self.retry_at_s = None
@@ -56,7 +57,7 @@ class Dialer:
             self._hang_up(sock, os.strerror(code))
 
     def take(self) -> socket.socket:
-        """The proved connection, which the caller owns from now on."""
+        """Return the proved connection, which the caller owns from now on."""
         sock, self._sock = self._sock, None
         assert sock is not None, "take() before is_done"
         return sock
@@ -91,14 +92,14 @@ class Dialer:
         proof = dialer_proof(self._key, self._introduction, self._reply)
         if proof is None:
             self._hang_up(sock, "it did not prove who it is")
-        elif peek(sock) == b"":  # it lost patience while this process could not run, and would not read our proof
+        elif peek(sock) == b"":  # it timed out while this process could not run, and would not read this side's proof
             self._hang_up(sock, "it hung up")
         elif self._say(sock, proof):
             self._selector.unregister(sock)
             self.is_done = True
 
     def _say(self, sock: socket.socket, text: bytes) -> bool:
-        """A few bytes into an empty send buffer: all of them or none."""
+        """Send a few bytes into an empty send buffer; all of them or none."""
         try:
             sock.send(text)
         except OSError as error:

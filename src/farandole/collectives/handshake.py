@@ -1,12 +1,12 @@
-"""Both ends of a data connection prove who they are when it opens (protocol, rule 25). Pure.
+"""Both ends of a data connection prove their identity when it opens (protocol, rule 25). Pure.
 
     dialer   -> acceptor   introduction: generation, both workers, channel, nonce of the dialer
     acceptor -> dialer     nonce of the acceptor, its proof
     dialer   -> acceptor   its proof
 
-A proof is an HMAC-SHA256 under the generation's data key over the role, everything in the introduction and
-the acceptor's nonce. So a connection of another generation, between other workers, or played back from a
-recording proves nothing, and neither role's proof can be sent back as the other's.
+A proof is an HMAC-SHA256 under the generation's data key over the role, all fields of the introduction and the
+acceptor's nonce. So a connection of another generation or between other workers, or a replayed recording, proves
+nothing, and neither role's proof can be sent back as the other's.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 REPLY_BYTES = NONCE_BYTES + PROOF_BYTES
 INTRODUCTION_LIMIT = 1024
-"""Largest introduction in bytes, length included: all that a stranger can make us keep."""
+"""The largest introduction in bytes, length included: it limits the memory that a stranger can occupy."""
 
 _PREFIX = struct.Struct("!4sH")
 _MAGIC = b"Frdd"
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
-    """Who dials whom, for what. Ids of workers are those of the job."""
+    """The generation, workers and channel of a connection attempt. Worker ids are those of the job."""
 
     generation: GenerationId
     dialer: str
@@ -39,14 +39,14 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     channel: int = 0
 
     def encode(self) -> bytes:
-        """As the dialer sends it. Raises ValueError when the ids are too long to introduce."""
+        """Return the bytes that the dialer sends. Raises ValueError when the ids are too long to introduce."""
         body = msgspec.msgpack.encode(self)
         if _PREFIX.size + len(body) > INTRODUCTION_LIMIT:
             raise ValueError(f"worker ids {self.dialer!r} and {self.acceptor!r} are too long to introduce")
         return _PREFIX.pack(_MAGIC, len(body)) + body
 
     def announces(self, other: Introduction) -> bool:
-        """Whether both speak of the same connection; the nonce, new for each attempt, does not count."""
+        """Return whether both describe the same connection; the nonce, new for each attempt, is ignored."""
         return (self.generation, self.dialer, self.acceptor, self.channel) == (
             other.generation,
             other.dialer,
@@ -56,7 +56,10 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decode_introduction(received: bytes) -> Introduction | None:
-    """What a caller sent so far; None while incomplete. Raises ProtocolError for what never becomes one."""
+    """Decode the bytes that a caller has sent so far; None while they are incomplete.
+
+    Raises ProtocolError for bytes that cannot become an introduction.
+    """
     if not _MAGIC.startswith(received[: len(_MAGIC)]):
         raise ProtocolError("the caller does not speak Farandole's data protocol")
     if len(received) < _PREFIX.size:
@@ -76,12 +79,12 @@ def decode_introduction(received: bytes) -> Introduction | None:
 
 
 def acceptor_reply(key: bytes, introduction: Introduction, nonce: bytes) -> bytes:
-    """What the acceptor answers: its nonce and its proof."""
+    """Return the acceptor's answer: its nonce and its proof."""
     return nonce + _proof(key, "acceptor", introduction, nonce)
 
 
 def dialer_proof(key: bytes, introduction: Introduction, reply: bytes) -> bytes | None:
-    """The dialer's own proof, once the acceptor's holds; None when it does not."""
+    """Return the dialer's own proof once the acceptor's is verified; None when it is wrong."""
     nonce, theirs = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
     if not hmac.compare_digest(theirs, _proof(key, "acceptor", introduction, nonce)):
         return None
@@ -89,11 +92,11 @@ def dialer_proof(key: bytes, introduction: Introduction, reply: bytes) -> bytes 
 
 
 def is_dialer_proved(key: bytes, introduction: Introduction, nonce: bytes, proof: bytes) -> bool:
-    """Whether the dialer that introduced itself knows the data key; `nonce` is the acceptor's."""
+    """Return whether the introduced dialer knows the data key; `nonce` is the acceptor's."""
     return hmac.compare_digest(proof, _proof(key, "dialer", introduction, nonce))
 
 
 def _proof(key: bytes, role: str, introduction: Introduction, nonce: bytes) -> bytes:
-    # One MessagePack value: where a field ends is part of the text.
+    # One MessagePack value, so that the boundaries of the fields are part of the text.
     text = msgspec.msgpack.encode(("farandole data connection", role, introduction, nonce))
     return hmac.digest(key, text, "sha256")

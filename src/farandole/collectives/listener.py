@@ -1,4 +1,4 @@
-"""Where a worker's peers dial it, over all generations, and the callers that are not in a ring yet."""
+"""The socket at which a worker's peers dial it, over all generations, and the callers that are not in a ring yet."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from farandole.fork_safety import close_at_fork
 from farandole.keep_alive import keep_alive
 from farandole.membership import Address
 
-_BACKLOG = 1024  # nobody accepts while a thread holds the interpreter
-_SILENT_S = 5  # at least so long who connects and says nothing stays out of the backlog
+_BACKLOG = 1024  # no thread accepts while another one holds the interpreter
+_SILENT_S = 5  # a caller that connects and sends nothing stays out of the backlog for at least this time
 _MOST_CALLERS = 64
 _PROOF_S = 5.0
 
 
 def tune(sock: socket.socket) -> None:
-    """Set a data socket up: non-blocking, small messages at once, not kept by forked children.
+    """Configure a data socket: non-blocking, small messages sent at once, not inherited by forked children.
 
-    The sizes of its buffers stay the kernel's business: what it tunes by itself was as fast over loopback as
-    any fixed size from 1 to 8 MB, and it grows with the distance, which a fixed size does not.
+    The kernel chooses the buffer sizes: its own tuning was as fast over loopback as any fixed size from 1 to 8 MB, and
+    it grows with the distance, which a fixed size does not.
     """
     sock.setblocking(False)
     keep_alive(sock)  # a ring may be idle for hours. TCP_USER_TIMEOUT would end peers that compute: they do not read
@@ -34,7 +34,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def peek(sock: socket.socket) -> bytes | None:
-    """Some of what waits to be read; None while nothing does, b"" when nothing will."""
+    """Return some of the bytes that wait to be read; None while there are none, b"" when none will come."""
     try:
         return sock.recv(INTRODUCTION_LIMIT + 1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -44,12 +44,13 @@ def peek(sock: socket.socket) -> bytes | None:
 
 
 class Caller:
-    """An accepted connection that has not proved anything yet.
+    """An accepted connection that has not proved its identity yet.
 
-    received      bytes not understood yet
-    introduction  what it says it is, once all of that has come
-    nonce         ours, once we answered; empty before
-    answered_s    when that was
+    Attributes:
+        received: The bytes that are not decoded yet.
+        introduction: The caller's introduction, once it is complete.
+        nonce: This worker's nonce, once it has answered; empty before.
+        answered_s: The time of the answer.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -60,12 +61,12 @@ class Caller:
         self.answered_s = 0.0
 
     def make_nonce(self) -> bytes:
-        """For the answer, which is given now."""
+        """Create the nonce for the answer, which is sent now."""
         self.nonce, self.answered_s = secrets.token_bytes(NONCE_BYTES), now_s()
         return self.nonce
 
     def may_become_a_peer(self) -> bool:
-        """Whether it is still there, and has said nothing but an introduction. For one that was not answered."""
+        """Return whether an unanswered caller is still connected and has sent at most an introduction."""
         said = peek(self.sock)
         if said is None:
             return True
@@ -81,9 +82,9 @@ class Caller:
 class DataListener:
     """A listening socket for data connections; one for each worker process, for life.
 
-    A peer may dial before this worker heard of the new generation. Its connection then waits in the kernel's
-    backlog, or, when another build or tidy() has already accepted it, among `callers`. They are bounded: a stranger
-    that opens connections pushes out other callers, the oldest first, and a real peer dials again.
+    A peer may dial before this worker is told of the new generation. Its connection then waits in the kernel's backlog,
+    or, when another build or tidy() has already accepted it, among `callers`. Their number is bounded: a stranger that
+    opens connections displaces other callers, the oldest first, and a real peer dials again.
 
     Raises OSError when `host` is no address of this machine.
     """
@@ -93,7 +94,7 @@ class DataListener:
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             tune(self.sock)
-            # Linux has it. Probes say nothing and hang up: they must not fill the backlog.
+            # Only Linux has it. Probes send nothing and disconnect: they must not fill the backlog.
             if hasattr(socket, "TCP_DEFER_ACCEPT"):
                 self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
             self.sock.bind((host, 0))
@@ -108,7 +109,7 @@ class DataListener:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """While a builder accepts callers and listens to them: tidy() leaves them alone."""
+        """Mark that a builder accepts callers and listens to them, so that tidy() leaves them alone."""
         with self._lock:
             self._at_work += 1
         try:
@@ -118,16 +119,18 @@ class DataListener:
                 self._at_work -= 1
 
     def tidy(self) -> None:
-        """To be called now and then, from any thread: between builds nobody else accepts, and whoever connects and
-        hangs up stays in the backlog until then. Once it is full the kernel drops what comes, and this worker looks
-        unreachable."""
+        """Accept the callers that wait between builds. Call this periodically, from any thread.
+
+        Between builds no other code accepts, and a caller that connects and disconnects stays in the backlog. Once the
+        backlog is full, the kernel drops new connections, and this worker looks unreachable.
+        """
         with self._lock:
             if self._at_work:
                 return
             for caller in list(self.callers):
                 if not caller.may_become_a_peer():
                     self.drop(caller)
-            with contextlib.suppress(OSError):  # closed meanwhile, or no descriptor is left: another time
+            with contextlib.suppress(OSError):  # closed meanwhile, or out of descriptors: retry later
                 for _ in range(_BACKLOG):
                     if self.accept() is None:
                         break
@@ -135,11 +138,11 @@ class DataListener:
                         self.drop(old)
 
     def accept(self) -> Caller | None:
-        """The next caller that may become a peer, who is among `callers` from now on; None when nobody waits."""
+        """Return the next caller that may become a peer, now among `callers`; None when there is none."""
         while True:
             try:
                 sock, _ = self.sock.accept()
-            except (BlockingIOError, ConnectionAbortedError):  # nobody, or gone already
+            except (BlockingIOError, ConnectionAbortedError):  # no caller, or gone already
                 return None
             tune(sock)
             caller = Caller(sock)
@@ -149,31 +152,31 @@ class DataListener:
             sock.close()
 
     def surplus(self, dialers: int = 1) -> list[Caller]:
-        """Whom to hang up on: the oldest callers beyond the limits, and those that were answered and do not go on.
+        """Return the callers to disconnect: the oldest beyond the limits, and answered callers that do not proceed.
 
-        Who was answered knows the generation, and competes only with others that do. `dialers`: so many may call at
-        once for good reasons.
+        An answered caller knows the generation, and competes only with others that do. `dialers` is the number of peers
+        that may legitimately call at once.
         """
         most = max(_MOST_CALLERS, dialers)
         unanswered = [caller for caller in self.callers if not caller.nonce]
         answered = [caller for caller in self.callers if caller.nonce]
         latest_s = now_s() - _PROOF_S
-        # A proof that has come counts, also when this process was too slow to read it.
+        # A proof that has arrived counts, even when this process was too slow to read it.
         overdue = [each for each in answered[-most:] if each.answered_s < latest_s and peek(each.sock) is None]
         return [*unanswered[:-most], *answered[:-most], *overdue]
 
     def drop(self, caller: Caller) -> None:
-        """Hang up."""
+        """Disconnect the caller."""
         self.callers.remove(caller)
         caller.sock.close()
 
     def release(self, caller: Caller) -> socket.socket:
-        """Hand a caller's connection over to whom it has proved itself."""
+        """Hand over the connection of a caller that has proved its identity."""
         self.callers.remove(caller)
         return caller.sock
 
     def close(self) -> None:
-        """Stop listening and hang up on all callers. Idempotent."""
+        """Stop listening and disconnect all callers. Idempotent."""
         self.sock.close()
         for caller in list(self.callers):
             self.drop(caller)

@@ -1,9 +1,9 @@
-"""Which of some addresses can be reached now, and reach back. worker/link_probe.py asks when nothing moves.
+"""Test which addresses can be reached now, and answer. worker/link_probe.py asks when no data moves.
 
-A TCP handshake takes both directions, and nothing but the kernel at the other end: a process that computes, or holds
-its interpreter for minutes, answers all the same. Nothing of an attempt stays there: it ends with a reset, and a
-listener that waits for a caller's first bytes (listener.py) forgets it then. What stayed would fill its queue, stall
-after stall, until the kernel drops what comes, and that looks like a broken link.
+A TCP handshake needs both directions, and only the kernel at the other end: a process that computes, or holds its
+interpreter for minutes, answers all the same. An attempt leaves nothing there: it ends with a reset, and a listener
+that waits for a caller's first bytes (listener.py) then forgets it. Leftover attempts would fill its queue, stall after
+stall, until the kernel drops new ones, and that looks like a broken link.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from farandole.fork_safety import close_at_fork
 from farandole.membership import Address
 
 ATTEMPTS = 6
-"""Connections that are tried at each address, one after the other: packets get lost where nothing is broken, and the
-kernel repeats one that was lost after a second only."""
+"""The number of connection attempts at each address, one after the other: packets get lost on working links, too, and
+the kernel retransmits a lost one only after a second."""
 
-_SPREAD = 0.6  # the last attempt is made after this part of the time
+_SPREAD = 0.6  # the last attempt is made after this fraction of the time
 
 _RESET = struct.pack("ii", 1, 0)  # on, within 0 s
 
-# From the other end's kernel: nobody listens there any more. That is news of a process, not of a link.
+# An answer of the other end's kernel: no process listens there any more. The process is gone, the link works.
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def answering(addresses: Collection[Address], within_s: float) -> set[Address]:
-    """Those that answer within so many seconds; returns at once when all have. What does not answer is given all the
-    time there is."""
+    """Return the addresses that answer within `within_s` seconds, at once when all have.
+
+    An address that does not answer is given the whole time.
+    """
     begin_s, made = now_s(), 0
     with contextlib.closing(_Attempts(addresses)) as attempts:
         while attempts.unanswered:
@@ -44,12 +46,12 @@ def answering(addresses: Collection[Address], within_s: float) -> set[Address]:
             next_s = within_s if made == ATTEMPTS else within_s * _SPREAD * made / ATTEMPTS
             attempts.wait(max(0.0, next_s - passed_s))
             if passed_s >= within_s:
-                break  # only now: what had come by then was read, even if this thread itself was late
+                break  # only now: all answers that had come by then were read, even if this thread itself was late
         return set(addresses) - attempts.unanswered
 
 
 class _Attempts:
-    """Connections under way. unanswered: addresses of which nothing has been heard yet."""
+    """The connection attempts in progress. `unanswered`: addresses that have not answered yet."""
 
     def __init__(self, addresses: Collection[Address]) -> None:
         self.unanswered = set(addresses)
@@ -57,7 +59,7 @@ class _Attempts:
         self._poll = select.poll()
 
     def dial(self) -> None:
-        """One more at each unanswered address."""
+        """Start one more attempt at each unanswered address."""
         for address in list(self.unanswered):
             sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
             sock.setblocking(False)
@@ -72,7 +74,7 @@ class _Attempts:
             self._trailer(address, code)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something is heard, or so many seconds have passed."""
+        """Wait until an answer comes, or `timeout_s` seconds have passed."""
         for descriptor, _ in self._poll.poll(timeout_s * 1000):
             self._poll.unregister(descriptor)
             sock, address = self._by_descriptor.pop(descriptor)

@@ -1,4 +1,4 @@
-"""How tensors of several ranks become one: the numbers are Horovod's. Pure."""
+"""The reduction operators of collectives, numbered as in Horovod. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Reduction(enum.IntEnum):
-    """The `op` of a reducing collective. Transports know SUM, MIN, MAX and PRODUCT; the rest is made of them."""
+    """The `op` of a reducing collective. Transports know SUM, MIN, MAX and PRODUCT; the others are composed of them."""
 
     AVERAGE = 0
     SUM = 1

@@ -1,4 +1,4 @@
-"""All collectives over TCP: a ring of our own, built anew for each generation by ring_builder.py."""
+"""All collectives over TCP: a ring that ring_builder.py builds anew for each generation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OnBroken = Callable[[str, str, str], None]
 
 _CHECK_EVERY_S = 1.0
 
-# Of what all_gather says at first: the length, and the payload if it is short.
+# The first block of an all_gather: the length, and the payload if it is short.
 _SLIP_BYTES = 512
 _SHORT_BYTES = _SLIP_BYTES - 8
 
@@ -44,14 +44,14 @@ _SHORT_BYTES = _SLIP_BYTES - 8
 class RingTransport:
     """A Transport (transport.py) over one connection to the next rank and one from the previous one.
 
-    Collectives run in the calling thread, one at a time; abort() may come from any. The moment one fails, the
-    rank shuts both connections down, so that the failure goes around the ring and nobody waits for a rank
-    that has given up.
+    Collectives run in the calling thread, one at a time; abort() may come from any. When one fails, the rank shuts both
+    connections down at once, so that the failure goes around the ring and no rank waits for one that has failed.
 
-    on_broken  called once, before PeerLost is raised for the first time
-    check      called once a second while nothing moves; may raise, which ends this transport. There is no
-               other limit: who is alive is the coordinator's business.
-    may_spin   there is a core for waiting without sleeping, for a moment (cores.py)
+    Args:
+        on_broken: Called once, before PeerLost is raised for the first time.
+        check: Called once a second while nothing moves; an error that it raises ends this transport. There is no other
+        limit: the coordinator decides which workers are alive.
+        may_spin: There is a core for waiting without sleeping, for a moment (cores.py).
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class RingTransport:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Those that this rank is connected with."""
+        """The peers to which this rank is connected."""
         return tuple(self._peers.values())
 
     @property
     def still_since_s(self) -> float | None:
-        """Since when a collective waits and not a byte has moved; None while some do, or none runs. From any thread."""
+        """The time since when a running collective has not moved a byte; None otherwise. Callable from any thread."""
         return self._connections.still_since_s
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
@@ -105,7 +105,7 @@ class RingTransport:
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         header = Header(Operation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
-        # Short ones travel with their lengths: one round for all, where every round has to wake every rank.
+        # Short payloads travel with their lengths: one round for all, since every round has to wake every rank.
         slip = (len(payload).to_bytes(8, "big") + payload[:_SHORT_BYTES]).ljust(_SLIP_BYTES, b"\0")
         slips = self._gather(header, slip, [_SLIP_BYTES] * self._size)
         lengths = [int.from_bytes(each[:8], "big") for each in slips]
@@ -141,24 +141,26 @@ class RingTransport:
                 self._connections.shut_down()
 
     def close(self) -> None:
-        """Only while no collective runs. Later calls raise GenerationEnded."""
+        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         with self._lock:
             if self._abort_reason is None:
                 self._abort_reason = "its transport was closed"
             self._is_closed = True
             self._connections.close()
 
-    # For a transport that moves tensors in another way, in turn with the operations above, or that has several
-    # rings --------------------------------------------------------------------------------------------------
+    # For a transport that moves tensors in another way, in turn with the operations above, or that has several rings
+    # --------------------------------------------------------------------------------------------------
 
     def serve(self, names: Sequence[int], look_around: Callable[[], None], every_s: float) -> None:
-        """Be a part of another transport, in which the ranks have other `names`. While nothing moves, `look_around` is
-        called instead of `check`, and may raise."""
+        """Become a part of another transport, in which the ranks have other `names`.
+
+        While nothing moves, `look_around` is called instead of `check`, and may raise.
+        """
         self._names = names
         self._connections.look_around(look_around, every_s)
 
     def reduce_as(self, header: Header, flat: torch.Tensor, trailer: bytes, combine: Combine) -> list[bytes]:
-        """Reduce a flat tensor, which may be a part of what the header is about, as all_reduce() does."""
+        """Reduce a flat tensor, possibly a part of the tensor that the header describes, as all_reduce() does."""
         total_bytes = flat.numel() * flat.element_size()
         if algorithm(total_bytes, self._size) is Algorithm.GATHER:
             blobs = self._gather(header, bytes(byte_view(flat)) + trailer, [total_bytes + len(trailer)] * self._size)
@@ -173,31 +175,33 @@ class RingTransport:
         return [bytes(each) for each in trailers]
 
     def broadcast_as(self, header: Header, flat: torch.Tensor, source: int) -> None:
-        """Overwrite a flat tensor with that of the rank at place `source` of this ring, as broadcast() does."""
+        """Overwrite a flat tensor with the tensor of the rank at place `source` of this ring, as broadcast() does."""
         outgoing: Outgoing = deque()
         agreement = self._agreement(header)
         schedule = broadcast_around(outgoing, agreement, self._rank, byte_view(flat), source, self._size)
-        # The source receives nothing but a header; its part is done when everything is on its way.
+        # The source receives only a header; its part is done when all bytes are sent.
         self._run(header, outgoing, schedule, is_done_when_received=self._rank != source)
 
     @property
     def host(self) -> str:
-        """The address of this host, on the way to the next rank."""
+        """The address of this host on the route to the next rank."""
         return self._connections.host
 
     def exchange(self, header: Header, words: bytes) -> list[bytes]:
-        """As an operation of this header: the words of all ranks, which are equally long, by rank."""
+        """Gather the bytes of all ranks, by rank, as an operation of this header. All must have the same length."""
         return [bytes(each) for each in self._gather(header, words, [len(words)] * self._size)]
 
     @property
     def next_sequence(self) -> int:
-        """Of the next operation's header."""
+        """The sequence number of the next operation's header."""
         return self._sequence + 1
 
     @contextmanager
     def running(self, header: Header) -> Iterator[None]:
-        """Around an operation that somebody else carries out. Raises if the transport has ended; any error in it
-        ends the transport."""
+        """Enclose an operation that another transport carries out.
+
+        Raises if this transport has ended; any error inside ends it.
+        """
         self._raise_if_ended(header.operation.name.lower())
         self._sequence = header.sequence
         try:
@@ -207,7 +211,7 @@ class RingTransport:
             raise
 
     def end(self, error: BaseException) -> None:
-        """This error has ended what the ring is a part of, so it ends the ring, too. Nobody is told of it anew."""
+        """End the ring with an error that has ended the transport it belongs to. The error is not reported again."""
         if self._failure is not None:
             return
         if isinstance(error, CollectiveMismatch):
@@ -221,8 +225,11 @@ class RingTransport:
             self._end_by_interruption(error)
 
     def interruption(self) -> Interruption | None:
-        """Why somebody who waits for all ranks in such an operation should wait no longer: a connection has failed, or
-        the previous rank is in an operation of the ring, which is not a later one. Raises what `check` does."""
+        """Return the reason why a thread that waits for all ranks in such an operation should stop waiting.
+
+        Either a connection has failed, or the previous rank is in an operation of the ring that is not a later one.
+        Raises the errors of `check`.
+        """
         interruption = self._connections.interruption()
         if isinstance(interruption, PeerCalled):
             packed = self._connections.peek(HEADER_BYTES)
@@ -234,8 +241,10 @@ class RingTransport:
         return interruption
 
     def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
-        """Raises what follows from it: PeerLost, GenerationEnded, or CollectiveMismatch if others are in an operation
-        of the ring."""
+        """Raise the error of an interruption.
+
+        PeerLost, GenerationEnded, or CollectiveMismatch if other ranks are in an operation of the ring.
+        """
         op = header.operation.name.lower()
         if isinstance(interruption, PeerCalled) and self._abort_reason is None:
             outgoing: Outgoing = deque()
@@ -253,7 +262,7 @@ class RingTransport:
         return Agreement(header, self._rank, self._names)
 
     def _gather(self, header: Header, own: bytes, lengths: list[int]) -> list[bytearray]:
-        """The blobs of all ranks, by rank."""
+        """Return the blobs of all ranks, by rank."""
         blobs = [bytearray(length) for length in lengths]
         blobs[self._rank][:] = own
         outgoing: Outgoing = deque()
@@ -263,11 +272,11 @@ class RingTransport:
     def _run(
         self, header: Header, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool = True
     ) -> None:
-        """One operation, and what its end means for all later ones."""
+        """Run one operation, and set the state that its end implies for later ones."""
         op = header.operation.name.lower()
         if self._failure is None and self._connections.cannot_send:
-            # The next rank had gone when the last operation ended well here. It may have finished, which is
-            # no news; it is now that we need it.
+            # The next rank had gone when the last operation ended well here. It may have finished, which is no failure;
+            # it is one now that this rank needs it.
             self._end_by_lost_peer(op, "send", self._connections.cannot_send)
         self._raise_if_ended(op)
         self._sequence = header.sequence
@@ -278,7 +287,7 @@ class RingTransport:
             self._end_by_mismatch(str(error))
             raise
         except BaseException as error:
-            # Somewhere in the middle of a message: nothing that follows could be understood.
+            # The stream is in the middle of a message: the bytes that follow could not be decoded.
             self._end_by_interruption(error)
             raise
         if broken is not None:
@@ -292,7 +301,7 @@ class RingTransport:
             raise self._failure(op)
 
     def _end_by_lost_peer(self, op: str, direction: str, detail: str) -> None:
-        """A connection failed; unless an abort did that, it is news."""
+        """End after a failed connection, and report it unless an abort was the cause."""
         if self._abort_reason is not None:
             return
         peer = self._peers[direction]
@@ -306,8 +315,11 @@ class RingTransport:
         self._failure = lambda later_op: PeerLost(later_op, generation, rank, detail)
 
     def _end_by_mismatch(self, text: str) -> None:
-        """No shutting down here: the word travels against the ring, from rank to rank, and end-of-file
-        must not overtake it. close() does the rest."""
+        """End after a mismatch, without a shutdown.
+
+        The message travels against the ring, from rank to rank, and end-of-file must not overtake it. close() does the
+        rest.
+        """
         self._failure = lambda _: CollectiveMismatch(text)
         self._connections.say_why(text)
 

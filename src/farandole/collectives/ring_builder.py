@@ -1,4 +1,4 @@
-"""From START to a working ring: dial the next rank, accept the previous one, prove both. worker/ uses it."""
+"""Build a working ring from START: dial the next rank, accept the previous one, prove both. worker/ uses it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _SHORTEST_KEY_BYTES = 16
 
 
 class RingBuilder:
-    """Builds the transport of one generation, once; may be aborted from another thread meanwhile and after.
+    """Builds the transport of one generation, once; another thread may abort it meanwhile and afterwards.
 
-    listener   this worker's own, the one whose address the coordinator told the previous rank
-    start      who this worker's neighbours are, and the key that proves it
-    worker     this worker's id
-    timeout_s  how long build() may take
-    on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
-               later
-    check      called at least once a second while build() or a collective waits; may raise
-    channel    tells the rings of one generation apart; each has its own. Those between the same workers are built
-               in the order of their channels
+    Args:
+        listener: This worker's listener; the coordinator has told its address to the previous rank.
+        start: Names this worker's neighbours, and holds the key that proves their identity.
+        worker: The id of this worker.
+        timeout_s: The time limit of build(), in seconds.
+        on_broken: Called with (worker of the peer, direction, detail) when a connection cannot be made, or fails later.
+        check: Called at least once a second while build() or a collective waits; may raise.
+        channel: Distinguishes the rings of one generation. Rings between the same workers are built in the order of
+            their channels.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class RingBuilder:
         self._abort_reason: str | None = None
         self._wake: socket.socket | None = None
         self.still_since_s: float | None = None
-        """Since when build() waits for its neighbours; None while it does not. Other threads read it."""
+        """The time since when build() has waited for its neighbours; None while it does not. Other threads read it."""
         self._transport: Transport | None = None
 
     def build(self) -> Transport:
-        """The transport, connected to both neighbours; a world of one gets an AloneTransport.
+        """Return the transport, connected to both neighbours; a world of one gets an AloneTransport.
 
-        Raises PeerLost when a neighbour cannot be reached in time, GenerationEnded after abort(), what
-        `check` raises, and ProtocolError when START carries no key to prove anything with. After an error
-        nothing is left open but the listener.
+        Raises PeerLost when a neighbour cannot be reached in time, GenerationEnded after abort(), the errors of
+        `check`, and ProtocolError when START carries no key for the proofs. After an error only the listener is left
+        open.
         """
         number, placement = self._start.id.number, self._start.placement
         if placement.size == 1:
@@ -94,11 +94,11 @@ class RingBuilder:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Those that it connects to."""
+        """The peers to which the ring connects."""
         return (self._start.next, self._start.previous)
 
     def abort(self, reason: str) -> None:
-        """From any thread: end build() within 5 ms, or the transport that it returned."""
+        """End build() within 5 ms, or the transport that it returned. Callable from any thread."""
         with self._lock:
             if self._abort_reason is None:
                 self._abort_reason = reason
@@ -110,16 +110,16 @@ class RingBuilder:
 
     @property
     def has_built(self) -> bool:
-        """Whether there is a transport, which others may abort from now on."""
+        """True when there is a transport, which other threads may abort from now on."""
         return self._transport is not None
 
     def close(self) -> None:
-        """After build(): close the transport that it returned, if it did. Idempotent."""
+        """Close the transport that build() returned, if any. Idempotent."""
         if self._transport is not None:
             self._transport.close()
 
     def _publish(self, transport: Transport) -> Transport:
-        """From here an abort reaches the transport; one that came before ends it now."""
+        """Let aborts reach the transport from now on; an earlier abort ends it now."""
         with self._lock:
             self._transport = transport
         if self._abort_reason is not None:
@@ -132,7 +132,7 @@ class RingBuilder:
             raise GenerationEnded("connect", self._start.id.number, self._abort_reason)
 
     def _connect(self) -> tuple[socket.socket, socket.socket]:
-        """Two proved connections: to the next rank, from the previous one."""
+        """Return two proved connections: to the next rank, from the previous one."""
         start = self._start
         ours = Introduction(start.id, self._worker, start.next.worker, b"", self._channel)
         theirs = Introduction(start.id, start.previous.worker, self._worker, b"", self._channel)
@@ -148,7 +148,7 @@ class RingBuilder:
             return dialer.take(), acceptor.take()
 
     def _wait(self, selector: selectors.BaseSelector, dialer: Dialer, acceptor: Acceptor) -> None:
-        """Until both connections are proved."""
+        """Wait until both connections are proved."""
         deadline_s = now_s() + self._timeout_s
         while not (dialer.is_done and acceptor.is_done):
             self._raise_if_aborted()
@@ -167,7 +167,7 @@ class RingBuilder:
                 self._check()
 
     def _give_up(self, dialer: Dialer) -> None:
-        """Time is up: blame the neighbour that is missing."""
+        """Raise after the time limit, and name the missing neighbour."""
         if dialer.is_done:
             missing: Peer = self._start.previous
             detail = f"worker {missing.worker} did not connect within {self._timeout_s:g} s"
@@ -182,7 +182,7 @@ class RingBuilder:
         raise PeerLost("connect", self._start.id.number, missing.rank, detail)
 
     def _open_wake(self, selector: selectors.BaseSelector, cleanup: contextlib.ExitStack) -> None:
-        """A pair of sockets by which abort() ends a wait."""
+        """Open a pair of sockets by which abort() ends a wait."""
         woken, wake = socket.socketpair()
         for sock in (woken, wake):
             sock.setblocking(False)

@@ -1,7 +1,7 @@
-"""The header in front of every operation on the ring, by which neighbours notice that they disagree.
+"""The header in front of every operation on the ring, by which neighbours detect a mismatch.
 
-All ranks send the same header for the same call, so one comparison of bytes checks everything: operation,
-dtype, size, source, length of the trailer, and how many operations came before.
+All ranks send the same header for the same call, so one comparison of bytes checks everything: operation, dtype, size,
+source, length of the trailer, and the number of earlier operations.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ HEADER_BYTES = _LAYOUT.size
 
 
 class Operation(enum.IntEnum):
-    """Codes on the wire; the names are those of the transport's methods."""
+    """The codes on the wire; the names are those of the transport's methods."""
 
     ALL_REDUCE = 1
     ALL_GATHER = 2
     BROADCAST = 3
     BARRIER = 4
-    ALL_REDUCE_ON_DEVICE = 5  # all_reduce and broadcast of a tensor that does not leave its device
+    ALL_REDUCE_ON_DEVICE = 5  # all_reduce and broadcast of a tensor that stays on its device
     BROADCAST_ON_DEVICE = 6
 
 
@@ -35,13 +35,14 @@ _BROADCASTING = (Operation.BROADCAST, Operation.BROADCAST_ON_DEVICE)
 
 
 class Header(NamedTuple):
-    """One operation as a rank understands it.
+    """The description of one operation on a rank.
 
-    sequence     operations of this generation, this one included
-    dtype_code   buffers.dtype_code; 0 where there is no tensor
-    source       rank whose tensor is broadcast; the Reduction of an all_reduce; 0 elsewhere
-    total_bytes  of the tensor, or of all payloads together once their lengths are known
-    trailer_bytes  of one rank's trailer
+    Attributes:
+        sequence: The number of operations of this generation, including this one.
+        dtype_code: That of tensor_bytes.dtype_code(); 0 where there is no tensor.
+        source: The rank whose tensor is broadcast; the Reduction of an all_reduce; 0 elsewhere.
+        total_bytes: The size of the tensor, or of all payloads together once their lengths are known.
+        trailer_bytes: The size of one rank's trailer.
     """
 
     operation: Operation
@@ -56,7 +57,7 @@ class Header(NamedTuple):
         return _LAYOUT.pack(_MAGIC, operation, dtype_code, source, sequence, total_bytes, trailer_bytes)
 
     def describe(self) -> str:
-        """For an error message: `all_reduce of 4000 bytes of float32 (operation 7)`."""
+        """Describe the operation for an error message: `all_reduce of 4000 bytes of float32 (operation 7)`."""
         text = self.operation.name.lower()
         if self.dtype_code:
             dtype = str(DTYPES[self.dtype_code - 1]).removeprefix("torch.")
@@ -73,7 +74,7 @@ class Header(NamedTuple):
 
 
 def sequence_of(packed: bytes) -> int | None:
-    """The sequence number in a header; None for what is none."""
+    """Return the sequence number in a header; None if it is not a header."""
     if len(packed) != HEADER_BYTES:
         return None
     magic, _, _, _, sequence, _, _ = _LAYOUT.unpack(packed)
@@ -81,7 +82,7 @@ def sequence_of(packed: bytes) -> int | None:
 
 
 def describe_packed(packed: bytes) -> str:
-    """What a neighbour's header says, or that it is none."""
+    """Describe a neighbour's header, or report that it is not a header."""
     magic, operation, dtype_code, source, sequence, total_bytes, trailer_bytes = _LAYOUT.unpack(packed)
     known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(Operation)
     if not known or (operation in _REDUCING and source not in list(Reduction)):

@@ -1,8 +1,8 @@
-"""Who sends what when on the ring: one generator for each way around. ring.py hands them to a ConnectionPair.
+"""Order the sends and receives of each algorithm on the ring, as generators. ring.py gives them to a ConnectionPair.
 
-A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is
-resumed when that buffer is full. What has to go to the next rank it appends to `outgoing`. What arrives is
-what is passed on, so a schedule never waits to send and no rank ever stands still for another one's block.
+A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is resumed
+when that buffer is full. It appends the data for the next rank to `outgoing`. A rank passes on the data that arrives,
+so a schedule never waits to send, and no rank is idle while another one's block travels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from farandole.collectives.tensor_bytes import byte_view
 from farandole.errors import CollectiveMismatch
 
 BLOCK_BYTES = 1 << 20
-"""A block is added, or passed on, as soon as it is there. Smaller ones would stay in a core's cache, but cost more
-calls of the kernel than that saves. A multiple of every dtype's size."""
+"""The unit of reduction and forwarding. Smaller blocks would stay in a core's cache, but cost more system calls than
+that saves. A multiple of every dtype's size."""
 
 Combine = Callable[..., torch.Tensor]
 """combine(a, b, out=...): one of torch's elementwise functions, such as torch.add"""
@@ -31,7 +31,7 @@ Schedule = Iterator[memoryview]
 class Agreement:
     """The header of one operation, which must be the previous rank's as well.
 
-    ranks  what the ranks are called in error messages, in their order; `rank` is this one's place among them
+    `ranks` are the names of the ranks in error messages, in their order; `rank` is this one's place among them.
     """
 
     def __init__(self, header: Header, rank: int, ranks: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class Agreement:
         self._header, self._rank, self._ranks = header, rank, ranks
 
     def check(self, theirs: memoryview, back: int = 1) -> None:
-        """Raises CollectiveMismatch unless the previous rank, or the one `back` ranks before, has the same header."""
+        """Raise CollectiveMismatch unless the previous rank, or the one `back` ranks before, has the same header."""
         if theirs != self.packed:
             previous = self._ranks[self._rank - back]
             raise CollectiveMismatch(
@@ -49,7 +49,7 @@ class Agreement:
 
 
 def gather_around(outgoing: Outgoing, agreement: Agreement, rank: int, blobs: list[bytearray]) -> Schedule:
-    """Every rank's blob to every rank. `blobs[rank]` is full; the others have their length and are filled."""
+    """Send every rank's blob to every rank. `blobs[rank]` is full; the others have their length and are filled."""
     size = len(blobs)
     outgoing.append(memoryview(agreement.packed + blobs[rank]))
     first = memoryview(bytearray(HEADER_BYTES + len(blobs[rank - 1])))
@@ -74,8 +74,8 @@ def reduce_around(
     """Reduce `flat` over all ranks in place: reduce-scatter, then all-gather, each of size - 1 steps.
 
     In step s of the reduce-scatter a rank receives chunk and trailer of rank - s - 1, combines its own part with the
-    chunk and passes both on. Then it owns the finished chunk of the next rank, and the finished chunks go
-    around once more. Each chunk is reduced once, along one path, so that all ranks get the same bits.
+    chunk and passes both on. Then it owns the finished chunk of the next rank, and the finished chunks go around once
+    more. Each chunk is reduced once, along one path, so that all ranks get the same bits.
     """
     size = len(trailers)
     data, item_bytes = byte_view(flat), flat.element_size()
@@ -113,8 +113,10 @@ def reduce_around(
 
 
 def compare_around(outgoing: Outgoing, agreement: Agreement) -> Schedule:
-    """Nothing but the header, where it is known already that some ranks are in another operation: who learns it from
-    its neighbours raises, and the word goes around."""
+    """Exchange only the header, where some ranks are known to be in another operation.
+
+    A rank that learns of it from its neighbours raises, and the error goes around.
+    """
     outgoing.append(memoryview(agreement.packed))
     header = memoryview(bytearray(HEADER_BYTES))
     yield header
@@ -126,7 +128,7 @@ def compare_around(outgoing: Outgoing, agreement: Agreement) -> Schedule:
 def broadcast_around(
     outgoing: Outgoing, agreement: Agreement, rank: int, data: memoryview, source: int, size: int
 ) -> Schedule:
-    """`data` of rank `source` into `data` of every rank, in blocks, a pipeline that ends before it."""
+    """Copy `data` of rank `source` into `data` of every rank, in blocks, as a pipeline that ends before the source."""
     outgoing.append(memoryview(agreement.packed))
     if rank == source:
         outgoing.append(data)

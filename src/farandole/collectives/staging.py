@@ -1,8 +1,9 @@
-"""Tensors on other devices through a transport that moves memory of the host: they are copied there and back. The way
-of CUDA tensors without NCCL; on the wire nobody sees a difference.
+"""Move tensors on other devices through a transport of the host's memory: they are copied there and back.
 
-The copies are ordinary ones, queued behind what the tensor's current stream was given before, and the calling thread
-waits for each of them: what a call returns is there, and after one that raised nothing is written any more.
+CUDA tensors without NCCL take this path; the bytes on the wire are the same as for CPU tensors.
+
+The copies are ordinary ones, queued behind the earlier work of the tensor's current stream, and the calling thread
+waits for each of them: the result is ready when a call returns, and nothing is written after a call that raised.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from farandole.collectives.transport import Transport
 
 
 def host_transport(transport: Transport) -> Transport:
-    """The one that moves tensors in the host's memory: the one below, where others take care of devices."""
+    """Return the transport of tensors in the host's memory: the one below, where another layer handles devices."""
     while (below := getattr(transport, "below", None)) is not None:
         transport = below
     return transport
@@ -28,10 +29,11 @@ def is_in_host_memory(tensor: torch.Tensor) -> bool:
 
 
 class StagedTransport:
-    """A Transport (transport.py).
+    """A Transport (transport.py) that copies tensors on devices through the host's memory.
 
-    below    moves what is in the host's memory; close() closes it
-    is_host  whether it takes a tensor as it is
+    Args:
+        below: Moves tensors in the host's memory; close() closes it.
+        is_host: Tells whether `below` takes a tensor as it is.
     """
 
     def __init__(self, below: Transport, is_host: Callable[[torch.Tensor], bool] = is_in_host_memory) -> None:
@@ -84,9 +86,9 @@ class StagedTransport:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _room_for(self, flat: torch.Tensor) -> torch.Tensor:
-        """Uninitialized; the same memory for every operation, as much as the largest tensor needs."""
+        """Return uninitialized memory; all operations share it, and it is as large as the largest tensor needs."""
         nbytes = flat.numel() * flat.element_size()
         if self._memory.numel() < nbytes:
-            # Pinned, so that the device copies by itself, at its full speed.
+            # Pinned, so that the device copies by itself, at full speed.
             self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=flat.is_cuda)
         return self._memory[:nbytes].view(flat.dtype)

@@ -1,4 +1,4 @@
-"""The bytes of a tensor, for sending from and receiving into without a copy. All transports use it."""
+"""The bytes of a tensor, sent and received without a copy. All transports use it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.int8,
     torch.uint8,
 )
-"""What can be reduced and broadcast. A dtype's code on the wire is its place here, plus 1."""
+"""The dtypes that can be reduced and broadcast. A dtype's code on the wire is its place here, plus 1."""
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The code of a dtype on the wire, from 1. Raises ValueError for one that cannot travel."""
+    """Return the code of a dtype on the wire, from 1. Raises ValueError for a dtype that cannot be sent."""
     code = _CODES.get(dtype)
     if code is None:
         names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
@@ -42,7 +42,7 @@ _COMBINERS: dict[Reduction, Callable[..., torch.Tensor]] = {
 
 
 def combiner(op: Reduction) -> Callable[..., torch.Tensor]:
-    """f(a, b, out=...) for what transports can reduce by. Raises ValueError for the rest."""
+    """Return f(a, b, out=...) for a reduction that transports know. Raises ValueError for the others."""
     combine = _COMBINERS.get(op)
     if combine is None:
         names = ", ".join(each.name for each in _COMBINERS)
@@ -51,9 +51,9 @@ def combiner(op: Reduction) -> Callable[..., torch.Tensor]:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory as one dimension, outside autograd.
+    """Return the tensor's own memory as one dimension, outside autograd.
 
-    Raises ValueError unless it is a contiguous CPU tensor of a dtype that can travel.
+    Raises ValueError unless it is a contiguous CPU tensor of a dtype that can be sent.
     """
     if tensor.device.type != "cpu":
         raise ValueError(f"this transport takes CPU tensors, got shape {tuple(tensor.shape)} on {tensor.device}")
@@ -61,7 +61,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_on_its_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The same for a tensor on any device that has memory."""
+    """Return the same as flat_view() for a tensor on any device that has memory."""
     dtype_code(tensor.dtype)
     if tensor.device.type == "meta" or not tensor.is_contiguous():
         raise ValueError(
@@ -72,5 +72,5 @@ def flat_on_its_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def byte_view(flat: torch.Tensor) -> memoryview:
-    """The memory of a one-dimensional tensor as bytes; writing into it writes into the tensor."""
+    """Return the memory of a one-dimensional tensor as bytes; writing into it writes into the tensor."""
     return flat.view(torch.uint8).numpy().data

@@ -1,5 +1,7 @@
-"""Which transport a world gets: the fastest one that its workers have in common. worker/ asks it for each ring, and for
-the steps' one also what becomes of tensors on devices."""
+"""Choose the transport of a world: the fastest one that its workers have in common.
+
+worker/ asks for each ring, and for the ring of the steps also how to move tensors on devices.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ logger = logging.getLogger("farandole")
 
 
 class Way(enum.Enum):
-    """How tensors move; the values say it to a person."""
+    """The way that tensors move; the values are readable names."""
 
     ALONE = "nowhere, there is one worker"
     TCP = "over TCP"
@@ -40,16 +42,17 @@ class Way(enum.Enum):
 
 
 def decide(hosts: Sequence[Hashable], choice: str) -> Way:
-    """What a world should have. Pure.
+    """Return the way that a world should use. Pure.
 
-    hosts   where each rank is, by rank
-    choice  auto          shared memory if all are on one host, hierarchical if some are together on one; else TCP
-            shm           shared memory
-            hierarchical  as auto
-            tcp           TCP
-            gloo          torch's Gloo: a reference, slower, and without proof of who connects
-            nccl          as auto; see for_devices()
-    Raises ConfigError for another word, and for shm on several hosts.
+        auto: shared memory if all ranks are on one host, hierarchical if some are together on one; else TCP
+        shm: shared memory
+        hierarchical: as auto
+        tcp: TCP
+        gloo: torch's Gloo: a reference, slower, and without proof of the peers' identity
+        nccl: as auto; see for_devices()
+
+    `hosts` is the host of each rank, by rank; `choice` is one of the words above. Raises ConfigError for another word,
+    and for shm on several hosts.
     """
     if choice not in CHOICES:
         raise ConfigError(f"FARANDOLE_TRANSPORT must be one of {', '.join(CHOICES)}, got {choice!r}")
@@ -76,19 +79,24 @@ def choose(
     connect: Connect,
     control_blocks: ControlBlocks | str | None = None,
 ) -> tuple[Transport, Way]:
-    """`ring` itself, or a transport that owns it, and what that is. All its ranks call it at once, with the same
-    hosts and choice.
+    """Return `ring` itself, or a transport that owns it, and the way that it moves tensors.
 
-    connect  for the rings of some of its ranks
-    pages    those of this rank's host, if they were shared before, or why they could not be
-    With auto the ring is what there is where memory cannot be shared; a warning says so. Raises what building raises,
-    and ConfigError where memory cannot be shared though `choice` says so, or as decide() does.
+    All its ranks call it at once, with the same hosts and choice. With auto, the ring is used where memory cannot be
+    shared; a warning says so.
+
+    Args:
+        connect: Builds the rings of some of its ranks.
+        control_blocks: Those of this rank's host, if they were shared before, or why they could not be.
+
+    Raises:
+        ConfigError: Memory cannot be shared although `choice` requires it, or as decide() does. Errors of building the
+            transport are raised, too.
     """
     way = decide(hosts, choice)
     if way in (Way.ALONE, Way.TCP) or not isinstance(ring, RingTransport):
         return ring, way
     if way is Way.GLOO:
-        from farandole.collectives.gloo.gloo_builder import use_gloo  # loaded by those only who ask for it
+        from farandole.collectives.gloo.gloo_builder import use_gloo  # loaded only if it is chosen
 
         return use_gloo(ring), way
     if isinstance(control_blocks, str):
@@ -110,10 +118,11 @@ def choose(
 
 
 class Devices(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has for NCCL.
+    """A worker's devices for NCCL.
 
-    count    CUDA devices that it sees
-    problem  why it cannot use NCCL
+    Attributes:
+        count: The number of CUDA devices that it sees.
+        problem: The reason why it cannot use NCCL.
     """
 
     count: int = 0
@@ -121,7 +130,10 @@ class Devices(msgspec.Struct, frozen=True, array_like=True):
 
 
 def own_devices(choice: str) -> Devices:
-    """This process's, where `choice` leaves it to them. No device is touched: a CUDA context takes memory on it."""
+    """Return this process's devices, where `choice` permits NCCL.
+
+    No device is touched: a CUDA context takes memory on it.
+    """
     if choice not in ("auto", "nccl"):
         return Devices()
     return _own_devices()
@@ -129,17 +141,24 @@ def own_devices(choice: str) -> Devices:
 
 @cache
 def _own_devices() -> Devices:
-    """Once: counting may ask the driver, which takes milliseconds that a regroup does not have."""
+    """Return the devices, counted once.
+
+    Counting may ask the driver, which takes milliseconds that a regroup does not have.
+    """
     return Devices(torch.cuda.device_count(), own_problem())
 
 
 def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str) -> bool:
-    """Whether CUDA tensors go through NCCL, if ranks turn out to have devices of their own. Pure.
+    """Return whether CUDA tensors go through NCCL, if ranks turn out to have devices of their own. Pure.
 
-    hosts    where each rank is, by rank
-    devices  of each rank, by rank
-    With auto: if all can, and each host has a device for each of its workers. Raises ConfigError where one of them
-    cannot though `choice` says so.
+    With auto they do if all ranks can, and each host has a device for each of its workers.
+
+    Args:
+        hosts: The host of each rank, by rank.
+        devices: The devices of each rank, by rank.
+
+    Raises:
+        ConfigError: A rank cannot use NCCL although `choice` requires it.
     """
     if choice == "nccl":
         for rank, each in enumerate(devices):
@@ -155,10 +174,10 @@ def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str
 def for_devices(
     host: Transport, ring: Transport, way: Way, hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str
 ) -> tuple[Transport, str]:
-    """`host` itself, or a transport that owns it and also takes tensors on devices; and how tensors move, for a person.
+    """Return `host` itself, or a transport that owns it and also takes tensors on devices; and a name for logs.
 
-    host  what choose() has made of `ring`, in this `way`
-    Raises ConfigError as uses_nccl() does.
+    `host` is the result of choose() for `ring`, and moves tensors in this `way`. Raises ConfigError as uses_nccl()
+    does.
     """
     through_nccl = uses_nccl(hosts, devices, choice)
     if not isinstance(ring, RingTransport) or not torch.accelerator.is_available():
@@ -166,7 +185,7 @@ def for_devices(
     staged = StagedTransport(host)
     if not through_nccl:
         return staged, way.value
-    from farandole.collectives.device_transport import DeviceTransport  # loaded by those only who need it
+    from farandole.collectives.device_transport import DeviceTransport  # loaded only if it is needed
     from farandole.collectives.nccl.nccl_builder import NcclGroups
 
     transport = DeviceTransport(staged, ring, NcclGroups(), is_required=choice == "nccl")

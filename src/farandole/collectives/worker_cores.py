@@ -1,4 +1,4 @@
-"""How many cores there are for whoever waits or works in the background."""
+"""Count the cores for threads that wait or work in the background."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ __all__ = ["may_spin", "own_cores"]
 
 
 def may_spin(local_size: int) -> bool:
-    """Whether a worker, one of `local_size` on its host, may wait for the others without sleeping for a moment: only
-    while nobody needs the core that it takes. To sleep and to be woken costs 10 to 100 us."""
+    """Return whether a worker, one of `local_size` on its host, may wait for the others for a moment without sleeping.
+
+    It may only while no other thread needs the core. To sleep and to be woken costs 10 to 100 us.
+    """
     return own_cores() >= local_size

@@ -1,4 +1,4 @@
-"""The process's view of the current generation; rank(), the optimizer and the run loop read it here."""
+"""The process's view of the current generation, for rank(), the optimizer and the run loop."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """One generation as this worker sees it.
+    """A generation, seen from this worker.
 
-    transport       for the main thread: gradients, agreements, state. All ranks make the same calls in the same order
-    named           the named collectives, on connections of their own
-    p2p             messages from one rank to another; for the main thread, too
-    is_homogeneous  every host has the same number of workers
+    Attributes:
+        transport: For the main thread: gradients, agreements, state. All ranks make the same calls in the same order.
+        named: The named collectives, on connections of their own.
+        p2p: Messages from one rank to another; for the main thread, too.
+        is_homogeneous: Every host has the same number of workers.
     """
 
     id: GenerationId
@@ -52,7 +53,7 @@ def enter(world: World | None) -> None:
 
 
 def on_enter(callback: Callable[[World | None], None]) -> None:
-    """From now on `callback(world)` is called whenever a world has become the current one."""
+    """Call `callback(world)` from now on whenever a world has become the current one."""
     _on_enter.append(callback)
 
 
@@ -65,7 +66,7 @@ def current() -> World:
 
 @contextmanager
 def placed_as(rank: int, size: int) -> Iterator[None]:
-    """Within it a world of one gives itself out as this rank of `size`. Its collectives stay local."""
+    """Present a world of one as this rank of `size`. Its collectives stay local."""
     global _current
     here = current()
     _current = replace(here, placement=msgspec.structs.replace(here.placement, rank=rank, size=size))
@@ -76,19 +77,24 @@ def placed_as(rank: int, size: int) -> Iterator[None]:
 
 
 def is_entered() -> bool:
-    """Whether there is a current world."""
+    """Return whether there is a current world."""
     return _current is not None
 
 
 def refuse_collectives(why: str | None) -> None:
-    """From now on nobody may begin, or wait for, what can fail because of another rank; with None everybody may."""
+    """Refuse collectives from now on: no call may start, or wait for, an operation that another rank can fail.
+
+    None permits them again.
+    """
     global _refusal
     _refusal = why
 
 
 def interrupt_collectives(why: str | None) -> None:
-    """Make every collective raise GenerationEnded from now on, because other ranks do not take part in it; with None
-    collectives are carried out again. fd.mean and fd.any have a way of their own (agreement.py)."""
+    """Make every collective raise GenerationEnded from now on, because other ranks do not take part in it.
+
+    None permits them again. fd.mean and fd.any have their own handling (agreement.py).
+    """
     global _interruption
     _interruption = why
 
@@ -106,7 +112,7 @@ def raise_if_refused(op: str) -> None:
 
 
 def _refuse_in_child() -> None:
-    """A forked child knows its parent's rank, but must not speak in its place."""
+    """Drop the world in a forked child: it inherits its parent's rank, but must not act as that rank."""
     if _current is not None:
         refuse_collectives(
             f"in process {os.getpid()}, which was forked by a worker and is no worker itself: train in the worker, or "

@@ -1,1 +1,1 @@
-"""One process, several threads or devices: fd.DataParallel."""
+"""Replicas in one process, in several threads or on several devices: fd.DataParallel."""

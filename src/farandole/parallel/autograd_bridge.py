@@ -1,8 +1,8 @@
-"""The graphs of the replicas, made part of the caller's: their backward passes run in the threads of a pool.
+"""Join the graphs of the replicas to the caller's: their backward passes run in the threads of a pool.
 
-torch's engine runs all of a CPU graph in the thread that called backward(). So each replica computes with leaves of its
+torch's engine runs a whole CPU graph in the thread that called backward(). So each replica computes with leaves of its
 own, and one node of the caller's graph stands for all replicas: it runs their backward passes at the same time, and
-hands out the sum of what they give. The parameters get one gradient in each pass, and their hooks fire once.
+returns the sum of their gradients. The parameters get one gradient in each pass, and their hooks fire once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _PARALLEL_SUM_BYTES = 1 << 20  # below it, waking threads costs more than it sav
 
 
 class Graph(NamedTuple):
-    """What one replica has computed.
+    """The graph that one replica has computed.
 
-    masters  tensors of the caller: parameters, and parts of the batch that need gradients
-    leaves   what the replica has computed with, instead
-    outs     what came out and needs gradients
+    Attributes:
+        masters: Tensors of the caller: parameters, and parts of the batch that need gradients.
+        leaves: The tensors that the replica has used in their place.
+        outs: The outputs that need gradients.
     """
 
     masters: Tensors
@@ -36,7 +37,7 @@ class Graph(NamedTuple):
 
 
 def bridge(pool: ThreadPool, graphs: Sequence[Graph], is_shared: bool = False) -> list[Tensors]:
-    """For each replica tensors as its `outs`, through which gradients flow to the masters, to any order."""
+    """Return for each replica tensors equal to its `outs`, through which gradients of any order reach the masters."""
     masters = list({id(master): master for graph in graphs for master in graph.masters}.values())
     place_of = {id(master): place for place, master in enumerate(masters)}
     places = [[place_of[id(master)] for master in graph.masters] for graph in graphs]
@@ -48,11 +49,11 @@ def bridge(pool: ThreadPool, graphs: Sequence[Graph], is_shared: bool = False) -
 
 
 def traced(masters: Tensors, leaves: Tensors, outs: Tensors) -> Graph:
-    """The graph of one replica, with the leaves that it has used: torch calls the hooks of a parameter for each node
-    that could give it a gradient.
+    """Return the graph of one replica, with only the leaves that it has used.
 
-    Raises ConfigError when the replica has computed with something that needs a gradient and is none of its leaves:
-    that gradient would be lost."""
+    torch calls the hooks of a parameter for each node that could give it a gradient. Raises ConfigError when the
+    replica has used a tensor that needs a gradient and is not one of its leaves: that gradient would be lost.
+    """
     ours = {id(leaf) for leaf in leaves}
     used = {id(out) for out in outs if out.is_leaf}
     waiting = [out.grad_fn for out in outs if out.grad_fn is not None]
@@ -64,7 +65,7 @@ def traced(masters: Tensors, leaves: Tensors, outs: Tensors) -> Graph:
             if id(variable) not in ours:
                 raise _foreign(variable)
             used.add(id(variable))
-        elif node.name() == "CheckpointFunctionBackward":  # reentrant: what it has used does not show
+        elif node.name() == "CheckpointFunctionBackward":  # reentrant: the tensors that it has used are not visible
             used = ours
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -83,10 +84,11 @@ def _foreign(variable: torch.Tensor) -> ConfigError:
 
 
 class _Node:
-    """What the node in the caller's graph knows.
+    """The data of the node in the caller's graph.
 
-    graphs       None when a backward pass has freed them
-    is_shared    graphs are also part of those of another node, whose backward pass must find them whole
+    Attributes:
+        graphs: None when a backward pass has freed them.
+        is_shared: The graphs are also part of those of another node, whose backward pass must find them whole.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class _Replicas(torch.autograd.Function):
 
 
 def _pass(graph: Graph, grads: Gradients, needed: Sequence[bool], keeps: bool) -> Gradients:
-    """The gradients of the leaves; tensors that nobody else has."""
+    """Return the gradients of the leaves, as tensors that are not shared."""
     outs = [out for out, grad in zip(graph.outs, grads, strict=True) if grad is not None]
     given = [grad for grad in grads if grad is not None]
     if not outs:
@@ -160,7 +162,7 @@ def _some(graph: Graph, outs: Tensors, grads: Tensors, needed: Sequence[bool], k
 
 
 def _sum_in_place(pool: ThreadPool, found: Sequence[Gradients], places: list[list[int]], count: int) -> Gradients:
-    """Into the first replica's gradient of each master, in the order of the replicas."""
+    """Add all gradients into the first replica's gradient of each master, in the order of the replicas."""
     totals: list[torch.Tensor | None] = [None] * count
     more: list[tuple[torch.Tensor, torch.Tensor]] = []
     for grads, where in zip(found, places, strict=True):
@@ -191,7 +193,7 @@ def _add(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _divided(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int, byte_count: int
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Lists of about as many bytes; the additions of one tensor are in one list, in their order."""
+    """Return lists of similar size in bytes; the additions of one tensor are in one list, in their order."""
     lists: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(count)]
     place_of: dict[int, int] = {}
     filled = 0
@@ -208,7 +210,7 @@ def _divided(
 def _with_graph(
     node: _Node, graphs: Sequence[Graph], of_outs: Sequence[Gradients], needed: Sequence[bool]
 ) -> Gradients:
-    """The same for backward(create_graph=True): gradients are outputs of the replicas, too, and are grafted."""
+    """Compute the same for backward(create_graph=True): gradients are outputs of the replicas, too, and are bridged."""
     second, tasks = [], []
     for graph, grads, places in zip(graphs, of_outs, node.places, strict=True):
         given = [grad for grad in grads if grad is not None]

@@ -1,4 +1,4 @@
-"""DataParallel: one process, several threads or devices, one optimizer. Scripts put it around their module."""
+"""DataParallel: one process, several threads or devices, one optimizer. Scripts wrap their module in it."""
 
 from __future__ import annotations
 
@@ -24,43 +24,47 @@ _OF_STATE = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What decides how a module is saved and loaded: the same objects for both."""
+"""The attributes that decide how a module is saved and loaded: the same objects for both."""
 
 
 class DataParallel(torch.nn.Module):
     """A module whose forward and backward passes run on the parts of a batch at the same time.
 
-    model = fd.DataParallel(model, threads=2)         # on the CPU
-    model = fd.DataParallel(model.cuda(), [0, 1])     # on two devices
+        model = fd.DataParallel(model, threads=2)         # on the CPU
+        model = fd.DataParallel(model.cuda(), [0, 1])     # on two devices
 
-    module         on the CPU, or on the first device; it stays the master copy, which the optimizer moves
-    device_ids     CUDA devices; all of this machine, if the module is on one
-    output_device  where outputs go: the first device
-    dim            of tensors going in and coming out: the one of the samples
-    threads        replicas on the CPU; as many as torch uses within one operation, which are divided among them
-    scalars        tensors without dimensions, such as losses: their "mean", weighted by each replica's samples, so that
-                   it is that of the whole batch; their "sum"; or "each", a vector with one for each replica. A mean of
-                   integers is refused, unless they are the same
-    min_local_batch      fewest samples of a replica: 2 for BatchNorm. A batch with fewer than twice as many is computed
-                         whole
-
-    Inputs may be nested in any way. Tensors are divided along `dim`, in parts that differ by one sample at most; those
-    of size 1 there, and all that is no tensor, come to each replica as they are. Tensors that come out are
-    concatenated; all that is no tensor must be the same in all replicas.
+    Inputs may be nested in any way. Tensors are divided along `dim`, in parts that differ by one sample at most;
+    tensors of size 1 there, and values that are not tensors, are passed to each replica unchanged. Output tensors are
+    concatenated; other outputs must be equal in all replicas.
 
     Gradients are those of the module: summed over the replicas before they reach a parameter, whose hooks fire once in
-    each pass. Losses that couple the samples of a batch, and BatchNorm, see a replica's part. Buffers are those that
-    the first replica leaves, attributes that forward() sets are lost. On the CPU random numbers of torch follow from
-    the state of its default generator (replica_randomness.py), those of Python and numpy from who is first. Hooks of
-    modules run in each replica.
+    each pass. Losses that couple the samples of a batch, and BatchNorm, see a replica's part. Buffers are those of the
+    first replica; attributes that forward() sets are lost. On the CPU random numbers of torch are derived from the
+    state of its default generator (replica_randomness.py), those of Python and numpy depend on the order of the
+    threads. Hooks of modules run in each replica.
 
-    Parameters, buffers, state_dict() and attributes are the module's, by the module's names: what was saved with or
+    Parameters, buffers, state_dict() and attributes are the module's, by the module's names: a state saved with or
     without DataParallel, also torch's, can be loaded with or without.
 
-    Raises ConfigError: from the constructor for parameters on several devices or without a shape, and for arguments
-    that do not fit the module; from forward() for inputs with different numbers of samples, outputs that do not fit
-    together, compiled and scripted modules, SyncBatchNorm, a tensor with gradients that is neither parameter nor input.
-    An exception in a replica is raised as it is, when all have ended.
+    An exception in a replica is raised unchanged, when all have ended.
+
+    Args:
+        module: On the CPU, or on the first device; it stays the master copy, which the optimizer updates.
+        device_ids: CUDA devices; all of this machine, if the module is on one.
+        output_device: The device of the outputs; the first device by default.
+        dim: The dimension of the samples in input and output tensors.
+        threads: The number of replicas on the CPU; by default the number of threads that torch uses within one
+            operation, which are divided among them.
+        scalars: The treatment of tensors without dimensions, such as losses: their "mean", weighted by each replica's
+            samples, so that it is that of the whole batch; their "sum"; or "each", a vector with one for each replica.
+            A mean of integers is refused, unless they are equal.
+        min_local_batch: The fewest samples of a replica: 2 for BatchNorm. A batch with fewer than twice as many is
+            computed whole.
+
+    Raises:
+        ConfigError: From the constructor: parameters are on several devices or have no shape, or arguments do not fit
+            the module. From forward(): inputs have different numbers of samples, outputs do not fit together, the
+            module is compiled, scripted or a SyncBatchNorm, or a tensor with gradients is neither parameter nor input.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class DataParallel(torch.nn.Module):
         self._placement = place(module, threads, device_ids, output_device)
         self._pool = ThreadPool(self._placement.replicas)
 
-    @_disable_dynamo  # around it all may be compiled; this one loads the compiler when it is first called, if it is
+    @_disable_dynamo  # the whole may be compiled; this decorator loads the compiler only when it is first called
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         placement = self._placement
         parts = divide(args, kwargs, self.dim, placement.replicas, self.min_local_batch)
@@ -111,7 +115,7 @@ class DataParallel(torch.nn.Module):
             outputs = compute_in_threads(self.module, parts, self._pool)
         return merge(outputs, [part.samples for part in parts], self.dim, self.scalars)
 
-    # All else is the module's ----------------------------------------------------------------------------
+    # Attributes of the module ----------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -129,12 +133,15 @@ class DataParallel(torch.nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, without a prefix."""
+        """Return the module's state, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The module's; names that all begin with "module.", as torch.nn.DataParallel and DistributedDataParallel save
-        them, are taken, too."""
+        """Load the module's state.
+
+        Names that all begin with "module.", as torch.nn.DataParallel and DistributedDataParallel save them, are
+        accepted, too.
+        """
         if state_dict and "module" not in self._modules and all(name.startswith("module.") for name in state_dict):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict, assign)

@@ -1,5 +1,8 @@
-"""Replicas on CUDA devices, by torch's own parts. Their graphs are the caller's: torch's engine has a thread for each
-device. Thin, and not run without such devices: the copying of data_parallel.py's outputs is all that is tested."""
+"""Run replicas on CUDA devices with torch's own functions. Their graphs are the caller's.
+
+torch's engine has a thread for each device. This module is thin, and not run without such devices: only the copying of
+data_parallel.py's outputs is tested.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from farandole.parallel.thread_pool import ThreadPool
 def compute_on_devices(
     module: torch.nn.Module, parts: Sequence[Part], placement: Placement, pool: ThreadPool
 ) -> list[Any]:
-    """The outputs of the replicas, on the output device."""
+    """Return the outputs of the replicas, on the output device."""
     devices = placement.devices[: len(parts)]
     copies = replicate(module, devices, detach=not torch.is_grad_enabled())
     tasks: list[Callable[[], Any]] = [
@@ -30,7 +33,7 @@ def compute_on_devices(
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on the device; gradients flow back."""
+    """Return the value with its tensors on the device; gradients flow back."""
     return changed(value, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf)
 
 

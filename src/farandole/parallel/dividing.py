@@ -1,4 +1,4 @@
-"""From a batch to the parts that replicas compute: views of the tensors, and everything else as it is."""
+"""Divide a batch into the parts that replicas compute: views of the tensors, and other values unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.parallel.nesting import changed, together
 
 @dataclass(frozen=True)
 class Part:
-    """Samples low to high of a batch, as positional and named arguments."""
+    """The samples low to high of a batch, as positional and named arguments."""
 
     low: int
     high: int
@@ -28,14 +28,13 @@ class Part:
 
 
 def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, min_local_batch: int) -> list[Part]:
-    """At most `most` parts, as equal as possible, each of `min_local_batch` samples or more; one when there are too
-    few.
+    """Return at most `most` parts, as equal as possible, each of `min_local_batch` samples or more.
 
-    Tensors that have as many as the others along `dim` are divided: each part sees a view. Those with one there, or
-    without that dimension, come whole to each part, and so does what is no tensor. Without any tensor there is one
-    part.
+    There is one part when there are too few samples. Tensors of the batch size along `dim` are divided: each part is a
+    view. Tensors of size 1 there, or without that dimension, and values that are not tensors are passed whole to each
+    part. Without any tensor there is one part.
 
-    Raises ConfigError when tensors differ in how many samples they have.
+    Raises ConfigError when tensors differ in their number of samples.
     """
     samples = _samples((args, kwargs), dim)
     count = max(1, min(most, samples // min_local_batch))
@@ -53,7 +52,7 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, m
 
 
 def _samples(inputs: Any, dim: int) -> int:
-    """How many the tensors have along `dim`; 0 without any."""
+    """Return the number of samples along `dim`; 0 without any tensor."""
     found: dict[int, tuple[str, torch.Size]] = {}
 
     def look(leaves: list[Any], path: str) -> None:

@@ -1,6 +1,7 @@
-"""Inputs and outputs of any nesting: several values of the same form, taken apart and put together again together.
+"""Map nested inputs and outputs: several values of the same form are traversed together.
 
-Containers are dicts and other mutable mappings, lists, tuples, named tuples and dataclasses; all else is a leaf.
+Containers are dicts and other mutable mappings, lists, tuples, named tuples and dataclasses; all other values are
+leaves.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 from farandole.errors import ConfigError
 
 Leaf = Callable[[list[Any], str], Any]
-"""Gives the new leaf from those of all values, and from where they are, as "['loss']"."""
+"""Returns the new leaf, given those of all values and their path, as "['loss']"."""
 
 
 def together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
-    """A value of the form that all `values` have, with new leaves. Containers are new ones, of the first one's type.
+    """Return a value of the common form of all `values`, with new leaves. Containers are new, of the first one's type.
 
-    Raises ConfigError when the values differ in form."""
+    Raises ConfigError when the values differ in form.
+    """
     first = values[0]
     if isinstance(first, MutableMapping):
         return _mapping(values, leaf, path)
@@ -38,7 +40,7 @@ def together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
 
 
 def changed(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """One value with new leaves."""
+    """Return one value with new leaves."""
     return together([value], lambda leaves, _: leaf(leaves[0]))
 
 
@@ -63,7 +65,7 @@ def _sequence(like: Any, items: list[Any]) -> Any:
         new = copy.copy(like)
         new[:] = items
         return new
-    return type(like)(items)  # such as what torch.max() returns
+    return type(like)(items)  # e.g. the result of torch.max()
 
 
 def _alike(values: Sequence[Any], what: Callable[[Any], object], name: str, path: str) -> None:

@@ -1,4 +1,4 @@
-"""From the outputs of the replicas to that of the whole batch, in the order of the samples."""
+"""Merge the outputs of the replicas into that of the whole batch, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ Scalars = Literal["mean", "sum", "each"]
 
 
 def merge(outputs: Sequence[Any], samples: Sequence[int], dim: int, scalars: Scalars) -> Any:
-    """One output of the replicas' form.
+    """Return one output of the replicas' form.
 
-    samples  how many each replica had: the weights of "mean"
-    scalars  what becomes of tensors without dimensions: DataParallel says it
-
-    Tensors are concatenated along `dim`. What is no tensor must be the same in all outputs.
-    Raises ConfigError for outputs that do not fit together.
+    Tensors are concatenated along `dim`. Values that are not tensors must be equal in all outputs. `samples` are the
+    numbers of samples of the replicas: the weights of "mean". `scalars` is the treatment of tensors without dimensions,
+    as in DataParallel. Raises ConfigError for outputs that do not fit together.
     """
     return together(outputs, lambda leaves, path: _joined(leaves, path, samples, dim, scalars))
 

@@ -1,4 +1,4 @@
-"""Where the replicas of a module compute: threads of the CPU, or devices. Decided when a DataParallel is made."""
+"""Choose where the replicas of a module compute: in threads of the CPU, or on devices, once for each DataParallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Device = int | str | torch.device
 
 @dataclass(frozen=True)
 class Placement:
-    """`threads` of the CPU if there are no `devices`. The module is on the first device, outputs on `output`."""
+    """The place of the replicas: `threads` of the CPU if there are no `devices`.
+
+    The module is on the first device, outputs on `output`.
+    """
 
     threads: int
     devices: tuple[torch.device, ...]
@@ -33,7 +36,7 @@ class Placement:
 def place(
     module: torch.nn.Module, threads: int | None, device_ids: Sequence[Device] | None, output_device: Device | None
 ) -> Placement:
-    """What the arguments of DataParallel mean for this module. Raises ConfigError."""
+    """Return the placement that the arguments of DataParallel select for this module. Raises ConfigError."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ConfigError(f"DataParallel: threads must be a number from 1 on, got {threads!r}")
     kind = _kind(module)
@@ -60,7 +63,7 @@ def place(
 
 
 def refuse_elsewhere(module: torch.nn.Module, home: torch.device) -> None:
-    """Raise ConfigError, naming it, for a parameter or buffer that is not where the module has to be."""
+    """Raise ConfigError, naming it, for a parameter or buffer that is not on the module's device."""
     for each in module.modules():
         for group in (each._parameters, each._buffers):
             for name, tensor in group.items():
@@ -72,7 +75,7 @@ def refuse_elsewhere(module: torch.nn.Module, home: torch.device) -> None:
 
 
 def _kind(module: torch.nn.Module) -> str:
-    """The type of device that all of the module is on; "cpu" for one without tensors. Raises ConfigError."""
+    """Return the device type of the whole module; "cpu" for one without tensors. Raises ConfigError."""
     of_kind: dict[str, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):

@@ -1,8 +1,8 @@
-"""Random numbers in replicas that run at the same time: a function of the generator's state before, whatever thread
-is first. Under `elastic.run` that state follows from (seed, step, rank), and so does each replica's dropout.
+"""Make random numbers in concurrent replicas a function of the generator's earlier state, whichever thread is first.
 
-The CPU has one default generator for all threads. A function that draws from it waits for its turn, and the generator
-is seeded for it with (what the batch drew, replica, number of the draw).
+Under `elastic.run` that state is derived from (seed, step, rank), and so is each replica's dropout. The CPU has one
+default generator for all threads. A function that draws from it waits for its turn, and the generator is seeded for it
+with (the number drawn for the batch, replica, number of the draw).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farandole.mixing import mixed
 
 
 class Draws:
-    """All draws of one batch. The caller's generator moves on by one number if there are any, by none else."""
+    """All draws of one batch. The caller's generator advances by one number if there are any, else by none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,13 +38,13 @@ class Draws:
             return draw()
 
     def close(self) -> None:
-        """When all replicas have ended."""
+        """Close the draws when all replicas have ended."""
         if self._after is not None:
             torch.default_generator.set_state(self._after)
 
 
 class ReplicaRandomness(TorchFunctionMode):
-    """Around the forward pass of one replica, in its thread."""
+    """A mode around the forward pass of one replica, in its thread."""
 
     def __init__(self, draws: Draws, replica: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _refuse_checkpoint(name: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-# What draws -------------------------------------------------------------------------------------------------------
+# Functions that draw ----------------------------------------------------------------------------------------------
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -98,7 +98,10 @@ def _multi_head_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Its one number with a fraction is the dropout between layers, followed by whether it is in training."""
+    """Return whether a recurrent layer draws.
+
+    Its only float argument is the dropout between layers, followed by the training flag.
+    """
     for place, arg in enumerate(args):
         if isinstance(arg, float):
             return arg > 0 and bool(args[place + 1])
@@ -131,4 +134,4 @@ _DRAWS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     "multi_head_attention_forward": _multi_head_attention,
     **dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], _recurrent),
 }
-"""By the name of a function of torch's: whether a call of it draws from the default generator."""
+"""For each function of torch, by name: tells whether a call of it draws from the default generator."""

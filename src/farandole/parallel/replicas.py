@@ -1,5 +1,7 @@
-"""Replicas of a module in the memory of the CPU: new module objects, the very same parameters. data_parallel.py uses
-them for one forward pass."""
+"""Replicate a module in the memory of the CPU: new module objects, the same parameters.
+
+data_parallel.py uses the replicas for one forward pass.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from farandole.errors import ConfigError
 def replicas(
     module: torch.nn.Module, count: int
 ) -> tuple[list[torch.nn.Module], list[torch.Tensor], list[list[torch.Tensor]]]:
-    """`count` replicas; the masters, parameters that need gradients; and for each replica its leaves in their place,
-    which share their memory. Without grad mode there are no masters.
+    """Return `count` replicas, the masters, and for each replica its leaves.
 
-    The first replica has the module's own buffers, so that what forward() writes into them stays; the others have
-    copies. Attributes that forward() sets are lost with the replica.
+    The masters are the parameters that need gradients; the leaves replace them and share their memory. Without grad
+    mode there are no masters. The first replica has the module's own buffers, so that changes by forward() persist; the
+    others have copies. Attributes that forward() sets are lost with the replica.
     """
     modules = list(module.modules())
     for each in modules:
@@ -62,7 +64,7 @@ def _reason_against(kind: type) -> str | None:
 
 
 def _masters(modules: list[torch.nn.Module]) -> list[torch.Tensor]:
-    """Shared ones once."""
+    """Return the masters; shared parameters once."""
     found: dict[int, torch.Tensor] = {}
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -83,7 +85,7 @@ def _replica(modules: list[torch.nn.Module], replaced: dict[int, torch.Tensor], 
         # Not by setattr(), with which torch looks for parameters and children: it took most of the time.
         new.__dict__.update(
             _parameters=_mapped(module._parameters, lambda parameter: replaced.get(id(parameter), parameter)),
-            # The dict itself: what is assigned in forward() stays, too.
+            # The dict itself: assignments in forward() persist, too.
             _buffers=module._buffers if keeps_buffers else _mapped(module._buffers, copied),
             _modules=_mapped(module._modules, lambda child: copies[id(child)]),
         )
@@ -96,7 +98,7 @@ def _mapped(entries: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, 
 
 
 def _shallow(module: torch.nn.Module) -> torch.nn.Module:
-    """A class may know better than we what of its instances must not be shared."""
+    """Return a shallow copy of a module. Its class may define which attributes of its instances must not be shared."""
     kind = type(module)
     if kind._replicate_for_data_parallel is not _TORCHS_OWN:
         known: torch.nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]

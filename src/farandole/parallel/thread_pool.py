@@ -1,5 +1,7 @@
-"""Threads that compute the parts of one batch at the same time. data_parallel.py and autograd_bridge.py give them
-work."""
+"""A pool of threads that compute the parts of one batch at the same time.
+
+data_parallel.py and autograd_bridge.py submit work to it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ T = TypeVar("T")
 
 
 class ThreadPool:
-    """`size` threads, with the calling one. The others start when they are first needed, and end with this object.
+    """A pool of `size` threads, including the calling one.
 
-    Tasks see the caller's grad mode, inference mode, autocast and context variables. While several run, the threads
-    that torch uses within one operation are divided among them.
+    The others start when they are first needed, and end with this object. Tasks see the caller's grad mode, inference
+    mode, autocast and context variables. While several run, the threads that torch uses within one operation are
+    divided among them.
     """
 
     def __init__(self, size: int) -> None:
@@ -35,10 +38,11 @@ class ThreadPool:
         return ThreadPool, (self.size,)  # a copy has threads of its own
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """What each task returns. At most `size` tasks; the first one runs in the calling thread.
+        """Return the result of each task. At most `size` tasks; the first one runs in the calling thread.
 
-        Returns when all have ended. If some raised, the first one's exception is raised, with a note that says which
-        task it was."""
+        Returns when all have ended. If some raised, the first one's exception is raised, with a note that names the
+        task.
+        """
         if len(tasks) == 1:
             return [tasks[0]()]
         before = torch.get_num_threads()
@@ -54,7 +58,7 @@ class ThreadPool:
         finally:
             for _ in jobs[1:]:
                 interruption = _waited(answers) or interruption
-            # Unconditionally: what the others have set is the default of threads that begin later.
+            # Unconditionally: the setting of the others is the default of threads that begin later.
             torch.set_num_threads(before)
         if interruption is not None:
             raise interruption
@@ -62,7 +66,7 @@ class ThreadPool:
 
     def _inboxes(self) -> list[queue.SimpleQueue[_Job[Any] | None]]:
         with self._lock:
-            if self._process != os.getpid():  # a fork has no threads but the one that forked
+            if self._process != os.getpid():  # a fork has only the thread that forked
                 self._queues, self._process = [], os.getpid()
             if not self._queues:
                 self._queues = [queue.SimpleQueue() for _ in range(self.size - 1)]
@@ -75,7 +79,7 @@ class ThreadPool:
 
 @dataclass(frozen=True)
 class Context:
-    """What torch knows of a thread, to be the same in another one."""
+    """The torch state of a thread, to be set in another one."""
 
     grad: bool
     inference: bool
@@ -118,7 +122,7 @@ class _Job(Generic[T]):
     raised: BaseException | None = None
 
     def run(self) -> None:
-        """In the calling thread, which has the context."""
+        """Run the task in the calling thread, which has the context."""
         try:
             self.returned = self.task()
         except BaseException as error:  # noqa: BLE001 - raised by result(), when the others have ended
@@ -135,7 +139,7 @@ class _Job(Generic[T]):
     def result(self) -> T:
         if self.raised is None:
             return self.returned  # type: ignore[return-value]
-        error, self.raised = self.raised, None  # else error and traceback keep each other alive
+        error, self.raised = self.raised, None  # otherwise error and traceback keep each other alive
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"raised in replica {self.place}")
         raise error
@@ -161,8 +165,10 @@ def _use_threads(count: int) -> None:
 
 
 def _waited(answers: queue.SimpleQueue[int]) -> BaseException | None:
-    """Wait for one answer, whatever happens: nobody may compute on when the caller has gone on. An interruption
-    comes back."""
+    """Wait for one answer, whatever happens: no thread may compute on after the caller has gone on.
+
+    Returns an interruption, if there was one.
+    """
     interruption = None
     while True:
         try:

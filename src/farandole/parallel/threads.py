@@ -1,4 +1,4 @@
-"""Replicas in threads of the CPU: forward at the same time, and graphs whose backward passes are, too."""
+"""Run replicas in threads of the CPU: their forward passes at the same time, and their backward passes, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from farandole.parallel.thread_pool import ThreadPool
 
 
 def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], pool: ThreadPool) -> list[Any]:
-    """The outputs of the replicas. Gradients flow from them to the module's parameters and the parts' tensors."""
+    """Return the outputs of the replicas. Gradients flow to the module's parameters and the parts' tensors."""
     copies, masters, leaves = replicas(module, len(parts))
     inputs = [_Inputs(part) for part in parts]
     draws = Draws()
@@ -35,7 +35,7 @@ def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], pool: Thr
 
 
 class _Inputs:
-    """A part, with leaves in place of the tensors that need gradients."""
+    """A part of the batch, with leaves in place of the tensors that need gradients."""
 
     def __init__(self, part: Part) -> None:
         self.masters: list[torch.Tensor] = []
@@ -49,7 +49,7 @@ class _Inputs:
             return value
         self.masters.append(value)
         self.leaves.append(value.detach().requires_grad_())
-        return self.leaves[-1].clone()  # what is no leaf may be changed in place, by ReLU(inplace=True) for one
+        return self.leaves[-1].clone()  # only a non-leaf may be changed in place, e.g. by ReLU(inplace=True)
 
 
 def _compute(
@@ -60,14 +60,14 @@ def _compute(
     draws: Draws,
     place: int,
 ) -> tuple[Any, Graph]:
-    """In the replica's thread."""
+    """Compute one replica, in its thread."""
     with ReplicaRandomness(draws, place):
         output = replica(*inputs.args, **inputs.kwargs)
     return output, traced(masters + inputs.masters, leaves + inputs.leaves, _outs(output))
 
 
 def _outs(output: Any) -> list[torch.Tensor]:
-    """The tensors that need gradients, each once."""
+    """Return the tensors that need gradients, each once."""
     found: dict[int, torch.Tensor] = {}
 
     def look(leaf: Any) -> None:

@@ -1,4 +1,4 @@
-"""torch.distributed's view of the world: the backend "farandole", and the groups that it makes."""
+"""The backend "farandole" of torch.distributed, and the groups that it makes."""
 
 from farandole.process_group.c10d_failures import failure
 from farandole.process_group.c10d_group import FarandoleGroup

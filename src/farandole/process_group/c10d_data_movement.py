@@ -1,8 +1,7 @@
-"""c10d's collectives that only move tensors, by means of a transport: bytes, so that any dtype will do. c10d_group.py
-calls them.
+"""Run c10d's collectives that only move tensors through a transport, as bytes, so that any dtype will do.
 
-Every rank sees all bytes of what is gathered, scattered or exchanged: a ring passes most of them through every rank
-anyway, and memory of one host is read, not sent.
+c10d_group.py calls them. Every rank sees all bytes that are gathered, scattered or exchanged: a ring passes most of
+them through every rank anyway, and memory of one host is read, not sent.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
 from farandole.process_group.memory import as_bytes, contiguous, in_place, require_same_size
 
-# Up to here every rank's bytes travel in one exchange; beyond, one broadcast each.
+# Up to this size every rank's bytes travel in one exchange; beyond, in one broadcast each.
 _TOGETHER_BYTES = 64 * 1024
 
 
 def broadcast(transport: Transport, tensors: Sequence[torch.Tensor], root: int) -> None:
-    """The root's tensors into everybody's."""
+    """Copy the root's tensors into every rank's."""
     for tensor in tensors:
         with in_place(tensor) as dense:
             transport.broadcast(as_bytes(dense), root)
 
 
 def all_gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
-    """Every rank's tensor, by rank; outputs may differ in shape, alike on all ranks."""
+    """Gather every rank's tensor, by rank; outputs may differ in shape, alike on all ranks."""
     if len(outputs) != transport.size:
         raise ValueError(f"all_gather: {len(outputs)} tensors to write into, for {transport.size} ranks")
     require_same_size("all_gather", [outputs[transport.rank]], mine)
@@ -39,7 +38,7 @@ def all_gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torc
 
 
 def all_gather_single(transport: Transport, output: torch.Tensor, mine: torch.Tensor) -> None:
-    """Every rank's tensor, one behind the other."""
+    """Gather every rank's tensor into one output, one after the other."""
     if output.numel() != mine.numel() * transport.size or output.dtype != mine.dtype:
         raise ValueError(
             f"all_gather: {transport.size} tensors of shape {tuple(mine.shape)} and dtype {mine.dtype} do not make an "
@@ -53,7 +52,7 @@ def all_gather_single(transport: Transport, output: torch.Tensor, mine: torch.Te
 
 
 def gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> None:
-    """Every rank's tensor, by rank, at the root; other ranks give no outputs."""
+    """Gather every rank's tensor, by rank, at the root; other ranks pass no outputs."""
     if transport.rank == root:
         all_gather(transport, outputs, mine)
     else:
@@ -61,7 +60,7 @@ def gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torch.Te
 
 
 def scatter(transport: Transport, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
-    """The root's tensor number r at rank r; all are equally large. Other ranks give no inputs."""
+    """Send the root's tensor number r to rank r; all have the same size. Other ranks pass no inputs."""
     whole = torch.empty(transport.size * output.numel(), dtype=output.dtype)
     if transport.rank == root:
         if len(inputs) != transport.size:
@@ -74,8 +73,10 @@ def scatter(transport: Transport, output: torch.Tensor, inputs: Sequence[torch.T
 
 
 def all_to_all(transport: Transport, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Tensor number r of each rank at rank r, by where it came from. Raises CollectiveMismatch, on all ranks, where
-    one is to be read into another size."""
+    """Send tensor number r of each rank to rank r; outputs are ordered by the sender.
+
+    Raises CollectiveMismatch, on all ranks, where the size of an output differs from that of its tensor.
+    """
     if len(outputs) != transport.size or len(inputs) != transport.size:
         raise ValueError(f"all_to_all: {len(inputs)} tensors into {len(outputs)}, for {transport.size} ranks")
     sent = [as_bytes(contiguous(each)) for each in inputs]
@@ -94,7 +95,7 @@ def all_to_all(transport: Transport, outputs: Sequence[torch.Tensor], inputs: Se
                 )
     mine = torch.cat(sent)
     for source, (gives, _) in enumerate(everybody):
-        # One rank's after the other: never all of them in memory at once.
+        # One rank's tensors after the other, so that they are never all in memory at once.
         whole = mine if source == transport.rank else torch.empty(sum(gives), dtype=torch.uint8)
         transport.broadcast(whole, source)
         begin = sum(gives[: transport.rank])
@@ -109,7 +110,7 @@ def all_to_all_single(
     output_splits: Sequence[int],
     input_splits: Sequence[int],
 ) -> None:
-    """As all_to_all(), of one tensor cut along its first dimension; without splits into equal parts."""
+    """Run all_to_all() on one tensor split along its first dimension; without splits into equal parts."""
     taken = _cut("output", output, output_splits, transport.size)
     with in_place(output) as dense:
         all_to_all(
@@ -135,7 +136,7 @@ def gather_tensors(transport: Transport, mine: torch.Tensor, slots: Sequence[tor
 
 
 def _cut(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many rows go to, or come from, each rank."""
+    """Return the number of rows that go to, or come from, each rank."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % size:
@@ -150,7 +151,7 @@ def _cut(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> l
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous one to be copied into it."""
+    """Yield the tensor, or a contiguous one that is copied into it afterwards."""
     return (
         tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
     )

@@ -1,5 +1,7 @@
-"""The process group that c10d and all that is built upon it sees; its methods have c10d's names. registration.py makes
-them, memory of tensors and errors are the business of reducing.py and moving.py."""
+"""The process group for c10d and the libraries built upon it; its methods have c10d's names.
+
+registration.py makes the groups. c10d_reductions.py and c10d_data_movement.py handle memory of tensors and errors.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 class FarandoleGroup(ProcessGroup):
-    """A group whose members may change: rank and size are asked for at each call.
+    """A group whose members may change: rank and size are read at each call.
 
-    An operation is carried out when it is called, in the calling thread, in the order of the calls, which is the same
-    on all ranks. It raises RecoverableError (PeerLost, GenerationEnded) when another worker was lost, and so does every
-    later one of that generation; what it writes into is undefined then. CollectiveMismatch: ranks disagree.
+    An operation runs when it is called, in the calling thread, in the order of the calls, which is the same on all
+    ranks. It raises RecoverableError (PeerLost, GenerationEnded) when another worker was lost, and so does every later
+    one of that generation; its output is undefined then. CollectiveMismatch means that ranks disagree.
     """
 
     def __init__(self, members: Members) -> None:
@@ -40,8 +42,9 @@ class FarandoleGroup(ProcessGroup):
         self._name, self._description = "", "undefined"
         self._operations = 0
 
-    # Who and what --------------------------------------------------------------------------------------------
-    # C++ asks by the names in mixed case, Python by the others.
+    # Identity ------------------------------------------------------------------------------------------------
+    #
+    # C++ calls the names in mixed case, Python the others.
 
     def getRank(self) -> int:  # noqa: N802
         return self.members.rank
@@ -89,7 +92,7 @@ class FarandoleGroup(ProcessGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> FarandoleGroup:  # type: ignore[override]
-        """There is nothing between a group and its transport."""
+        """Return the group itself: there is no backend between a group and its transport."""
         return self
 
     supports_splitting = False
@@ -137,7 +140,7 @@ class FarandoleGroup(ProcessGroup):
 
         return self._do("reduce_scatter", outputs, carry_out)
 
-    # Tensors that move ---------------------------------------------------------------------------------------
+    # Data movement -------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Done:
         tensors = _several(tensors)
@@ -158,7 +161,7 @@ class FarandoleGroup(ProcessGroup):
         return self._do("all_gather", [each for several in outputs for each in several], carry_out)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
-        """`outputs[r][i]` is tensor number i of rank r."""
+        """Gather several tensors: `outputs[r][i]` is tensor number i of rank r."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Done:
@@ -212,10 +215,10 @@ class FarandoleGroup(ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done:  # type: ignore[override]
         return self._do("barrier", [], lambda transport: transport.barrier())
 
-    # From one rank to another --------------------------------------------------------------------------------
+    # Point to point ------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Done:
-        """Returns when the message is on its way: the tensor may be changed."""
+        """Send a message. Returns when it is on its way: the tensor may be changed."""
         self._operations += 1
         try:
             p2p, ranks, group = self.members.p2p("send")
@@ -241,7 +244,7 @@ class FarandoleGroup(ProcessGroup):
         expected = p2p.expect(None if source is None else ranks[source], _subject(group, tag))
         return Receiving(p2p, expected, tensors[0], ranks)
 
-    # Names that c10d had for them before ---------------------------------------------------------------------
+    # Earlier names of c10d -----------------------------------------------------------------------------------
 
     def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Done:
         return self.all_gather_single(output, mine)
@@ -265,27 +268,27 @@ class FarandoleGroup(ProcessGroup):
     ) -> Done:
         return self.all_to_all_single(output, whole, output_splits, input_splits)
 
-    # What c10d asks of groups beside -------------------------------------------------------------------------
+    # Other methods that c10d calls ---------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """destroy_process_group()."""
+        """Close the group for destroy_process_group()."""
         self.members.close()
 
     def abort(self) -> None:
-        """As shutdown(): nothing is on its way between calls."""
+        """Close the group as shutdown() does: nothing is in flight between calls."""
         self.members.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Operations have no limit of their own: who is alive is the coordinator's business."""
+        """Do nothing: operations have no time limit, since the coordinator decides which workers are alive."""
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Operations are carried out one by one all the same."""
+        """Do nothing: operations still run one by one."""
 
     def _end_coalescing(self, device: torch.device) -> Done:
         return Done()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Operations are counted from 0 without being told."""
+        """Do nothing: operations are counted from 0 anyway."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._operations
@@ -307,12 +310,12 @@ def _several(tensors: Tensors | torch.Tensor) -> list[torch.Tensor]:
 
 
 def _subject(group: bytes, tag: int) -> bytes:
-    """Of messages; those of collectives have 16 bytes of a digest in front."""
+    """Return the subject of messages; those of collectives begin with 16 bytes of a digest."""
     return b"message " + group + tag.to_bytes(8, "big", signed=True)
 
 
 def _op(opts: Any) -> ReduceOp:
-    """Of the options, or it is one itself: both forms exist."""
+    """Return the operator of the options, which may be the operator itself: both forms exist."""
     return getattr(opts, "reduceOp", opts)  # type: ignore[no-any-return]
 
 

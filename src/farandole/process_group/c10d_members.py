@@ -1,4 +1,4 @@
-"""Who is in a group, and how they reach each other. c10d_group.py asks."""
+"""The members of a group, and the connections between them. c10d_group.py uses them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ _in_everybodys = threading.Lock()
 
 @contextmanager
 def alone_in(transport: Transport, op: str) -> Iterator[None]:
-    """While an operation is carried out. Raises StepError where two threads are in operations of the transport of all
-    ranks: which of them is first would not be the same everywhere."""
+    """Enclose the execution of an operation.
+
+    Raises StepError where two threads run operations of the transport of all ranks: their order would not be the same
+    on all ranks.
+    """
     if transport is not world.current().transport:
-        yield  # of a group that has its own messages
+        yield  # a group with messages of its own
     elif _in_everybodys.acquire(blocking=False):
         try:
             yield
@@ -41,7 +44,7 @@ def alone_in(transport: Transport, op: str) -> Iterator[None]:
 
 
 class Members(Protocol):
-    """Of one group. `rank` and `size` may change with the generation."""
+    """The members of one group. `rank` and `size` may change with the generation."""
 
     @property
     def rank(self) -> int: ...
@@ -50,19 +53,22 @@ class Members(Protocol):
     def size(self) -> int: ...
 
     def transport(self, op: str) -> Transport:
-        """For the operation `op`, which is about to begin. Raises what makes it impossible."""
+        """Return the transport for the operation `op`, which is about to begin. Raises the error that prevents it."""
         ...
 
     def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
-        """As transport(), for messages: the PointToPoint, the members by their ranks in it, and 8 bytes that tell this
-        group's messages from those of others."""
+        """Return, as transport() does, the connections for messages.
+
+        Returns the PointToPoint, the members by their ranks in it, and 8 bytes that distinguish this group's messages
+        from those of others.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Everybody:
-    """All workers of the current generation, whichever that is."""
+    """All workers of the current generation, whichever it is."""
 
     @property
     def rank(self) -> int:
@@ -81,16 +87,17 @@ class Everybody:
         return _p2p_of(world.current(), op), range(self.size), _EVERYBODYS
 
     def close(self) -> None:
-        """The world stays: it is fd.shutdown() that leaves it."""
+        """Do nothing: only fd.shutdown() leaves the world."""
 
 
 class Some:
-    """Some ranks of one generation, or all in another order. With it, they end.
+    """Some ranks of one generation, or all in another order. They end with it.
 
-    ranks   the members, in the order of the group
-    A group that another thread than the main one is the first to use is for that thread.
+    A group whose first use is in a thread other than the main one is for that thread.
 
-    number  how many groups of the same members were made before in this generation: alike on all of them
+    Args:
+        ranks: The members, in the order of the group.
+        number: The number of earlier groups of the same members in this generation: alike on all of them.
     """
 
     def __init__(self, ranks: Sequence[int], number: int) -> None:
@@ -123,7 +130,7 @@ class Some:
         self.forget()
 
     def forget(self) -> None:
-        """Its generation is over: what is large of that must not live on in a group that somebody has kept."""
+        """Release the transport, so that a group that outlives its generation does not hold memory."""
         self._transport = None
 
     def _connect(self, here: world.World, op: str) -> Transport:

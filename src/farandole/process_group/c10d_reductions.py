@@ -1,4 +1,4 @@
-"""c10d's reductions by means of a transport. c10d_group.py calls them."""
+"""Run c10d's reductions through a transport. c10d_group.py calls them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BITWISE: dict[ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 
-# Of truth values, which transports see as bytes of 0 and 1: any of them, or all.
+# Reductions of truth values, which transports see as bytes of 0 and 1: any of them, or all.
 _OF_BOOLS = {
     ReduceOp.SUM: Reduction.MAX,
     ReduceOp.MAX: Reduction.MAX,
@@ -39,10 +39,11 @@ _OF_BOOLS = {
 
 
 def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Each tensor over all ranks, in place.
+    """Reduce each tensor over all ranks, in place.
 
-    SUM, AVG, MIN, MAX and PRODUCT; BAND, BOR and BXOR of integers and bools. A sum of bools says whether one is true.
-    Of complex tensors SUM and AVG. AVG of integers rounds towards zero. Raises ValueError for the rest."""
+    SUM, AVG, MIN, MAX and PRODUCT; BAND, BOR and BXOR of integers and bools. A sum of bools tells whether one is true.
+    For complex tensors SUM and AVG. AVG of integers rounds towards zero. Raises ValueError for other operators.
+    """
     for tensor in tensors:
         if tensor.is_sparse:
             _reduce_sparse(transport, tensor, op)
@@ -52,7 +53,7 @@ def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor], op: Reduce
 
 
 def reduce(transport: Transport, tensors: Sequence[torch.Tensor], op: ReduceOp, root: int) -> None:
-    """As all_reduce(), at the root; tensors of other ranks stay as they are."""
+    """Reduce as all_reduce() does, at the root; tensors of other ranks are unchanged."""
     if transport.rank == root:
         all_reduce(transport, tensors, op)
     else:
@@ -60,7 +61,7 @@ def reduce(transport: Transport, tensors: Sequence[torch.Tensor], op: ReduceOp, 
 
 
 def reduce_scatter(transport: Transport, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Tensor number r of all ranks reduced, at rank r. Sizes may differ from one r to the next."""
+    """Reduce tensor number r of all ranks at rank r. Sizes may differ from one r to the next."""
     if len(inputs) != transport.size:
         raise ValueError(f"reduce_scatter: {len(inputs)} tensors for {transport.size} ranks")
     require_same_size("reduce_scatter", [output], inputs[transport.rank])
@@ -71,7 +72,7 @@ def reduce_scatter(transport: Transport, output: torch.Tensor, inputs: Sequence[
 
 
 def reduce_scatter_single(transport: Transport, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp) -> None:
-    """Part number r of all ranks reduced, at rank r; parts are equally large."""
+    """Reduce part number r of all ranks at rank r; parts have the same size."""
     if whole.numel() != output.numel() * transport.size or whole.dtype != output.dtype:
         raise ValueError(
             f"reduce_scatter: an input of shape {tuple(whole.shape)} and dtype {whole.dtype} makes no {transport.size} "
@@ -81,7 +82,7 @@ def reduce_scatter_single(transport: Transport, output: torch.Tensor, whole: tor
 
 
 def _reduce(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Of a contiguous tensor."""
+    """Reduce a contiguous tensor."""
     kind = _kind(op)
     if tensor.is_complex():
         if kind not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -115,7 +116,7 @@ def _reduce_bits(transport: Transport, tensor: torch.Tensor, combine: Callable[.
 
 
 def _reduce_sparse(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Indices and values of all ranks one behind the other, which is a sum."""
+    """Concatenate the indices and values of all ranks, which yields a sum."""
     if _kind(op) not in (ReduceOp.SUM, ReduceOp.AVG) or tensor.device.type != "cpu":
         raise ValueError(f"sparse CPU tensors are reduced by SUM and AVG, got {_name(op)} on {tensor.device}")
     mine = tensor.detach().coalesce()
@@ -128,11 +129,11 @@ def _reduce_sparse(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> 
     total = total.coalesce()
     if _kind(op) == ReduceOp.AVG:
         total = total / transport.size
-    tensor.copy_(total)  # not of a detached one: that would get the indices, and not this
+    tensor.copy_(total)  # not of a detached one: that would get the indices, and not `tensor`
 
 
 def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
-    """c10d passes both: ReduceOp.SUM, and a ReduceOp of that kind."""
+    """Return the kind of an operator: c10d passes both ReduceOp.SUM, and a ReduceOp of that kind."""
     either: Any = op
     return getattr(either, "op", either)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""The store of our groups: there is none. c10d wants one for each group; ours have met without."""
+"""The empty store of Farandole's groups: c10d needs a store for each group; these groups have connected without one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from farandole.errors import ConfigError
 
 
 class NoStore(Store):
-    """Says so to whoever asks it for something: groups of other backends, above all."""
+    """Raises an error that says so when it is used: by groups of other backends, above all."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nobody waits for anything."""
+        """Do nothing: no operation waits here."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise ConfigError(

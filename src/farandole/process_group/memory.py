@@ -1,4 +1,4 @@
-"""Tensors as transports want them: contiguous memory, whatever the dtype. The collectives here use it."""
+"""Convert tensors to contiguous memory, whatever the dtype, as transports need it. The collectives here use it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 @contextmanager
 def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A contiguous tensor of the same values, outside autograd; what is written into it is in `tensor` afterwards.
+    """Yield a contiguous tensor of the same values, outside autograd; data written into it is in `tensor` afterwards.
 
-    Raises ValueError for a tensor that is not in the memory of the CPU."""
+    Raises ValueError for a tensor that is not in the memory of the CPU.
+    """
     require_cpu(tensor)
     detached = tensor.detach()
     if detached.is_contiguous() and not detached.is_conj() and not detached.is_neg():
@@ -24,13 +25,13 @@ def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """For reading: the tensor, or a copy of it, outside autograd."""
+    """Return the tensor, or a copy of it, outside autograd, for reading."""
     require_cpu(tensor)
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8, flat; writing into it writes into the tensor."""
+    """Return the memory of a contiguous tensor as flat uint8; writing into it writes into the tensor."""
     flat = tensor.detach().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -38,7 +39,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_cpu(tensor: torch.Tensor) -> None:
-    """Raises ValueError for what has no dense memory on the CPU."""
+    """Raise ValueError for a tensor without dense memory on the CPU."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise ValueError(
             f'the backend "farandole" moves dense CPU tensors, got one of layout {tensor.layout} on {tensor.device}; '
@@ -47,7 +48,7 @@ def require_cpu(tensor: torch.Tensor) -> None:
 
 
 def require_same_size(op: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
-    """Raises ValueError unless all have as many elements, of the same dtype."""
+    """Raise ValueError unless all have as many elements, of the same dtype."""
     for place, tensor in enumerate(tensors):
         if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
             raise ValueError(

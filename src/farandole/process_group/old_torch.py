@@ -1,8 +1,7 @@
-"""What torch 2.6 to 2.9 do otherwise than today's torch, where process groups meet it; and the only place that asks.
-works.py, registration.py and tensor_caches.py use it.
+"""Differences of torch 2.6 to 2.9 from current torch that affect process groups; the only module that checks for them.
 
-Seen in the sources of 2.6.0, 2.9.1 and 2.13.0. Where the first version that changed is not known, the older way is used
-up to 2.9: it works there, too.
+works.py, registration.py and tensor_caches.py use it. The facts are from the sources of 2.6.0, 2.9.1 and 2.13.0. Where
+the first version that changed is not known, the older way is used up to 2.9: it works there, too.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from torch.distributed import ProcessGroup, Work, distributed_c10d
 from torch.futures import Future
 
 FORGETS_WORKS = torch.__version__ < "2.9"
-"""Whether C++ keeps its part only of a Work that is a Python object, once Python has let go of it: it would wait for it
-for ever then. torch 2.9 has PyWorkHolder for that (torch/csrc/distributed/c10d/PyProcessGroup.hpp)."""
+"""True where C++ keeps only its own part of a Work that is a Python object, once Python has released it: it would wait
+for that for ever. torch 2.9 has PyWorkHolder for that (torch/csrc/distributed/c10d/PyProcessGroup.hpp)."""
 
 
 def ended_work(tensors: Sequence[torch.Tensor]) -> Work:
-    """Return a Work of C++'s own that has ended, with `tensors` as its result."""
+    """Return a Work of C++ that has ended, with `tensors` as its result."""
     future: Future[list[torch.Tensor]] = Future()
     future.set_result(list(tensors))
     work: Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
@@ -28,8 +27,10 @@ def ended_work(tensors: Sequence[torch.Tensor]) -> Work:
 
 
 def have_shutdown_called() -> None:
-    """Have destroy_process_group() call `shutdown()` of each group, as torch 2.9 does. _shutdown_backend() of torch 2.6
-    (distributed_c10d.py), in its place, knows NCCL's groups only. To be called once."""
+    """Have destroy_process_group() call `shutdown()` of each group, as torch 2.9 does. To be called once.
+
+    _shutdown_backend() of torch 2.6 (distributed_c10d.py), which this replaces, knows NCCL's groups only.
+    """
     shut_down: Any = getattr(distributed_c10d, "_shutdown_backend", None)
     if shut_down is None:
         return
@@ -43,8 +44,11 @@ def have_shutdown_called() -> None:
 
 
 def clear_sharding_cache() -> None:
-    """Have DTensor forget what operations make of shards, in the calling thread. torch 2.6 to 2.9 have one cache
-    (LocalLRUCache in torch/distributed/tensor/_sharding_prop.py), and no function that clears it."""
+    """Clear DTensor's cache of sharding decisions, in the calling thread.
+
+    torch 2.6 to 2.9 have one cache (LocalLRUCache in torch/distributed/tensor/_sharding_prop.py), and no function that
+    clears it.
+    """
     from torch.distributed.tensor import DTensor, debug
 
     if hasattr(debug, "_clear_sharding_prop_cache"):
@@ -54,7 +58,7 @@ def clear_sharding_cache() -> None:
 
 
 def clear_planner_cache() -> None:
-    """Have DTensor forget how it redistributes shards. torch 2.6 to 2.9 do not keep that."""
+    """Clear DTensor's cache of redistributions of shards. torch 2.6 to 2.9 do not have one."""
     from torch.distributed.tensor import _redistribute
 
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):

@@ -1,4 +1,4 @@
-"""How torch.distributed comes to know the backend "farandole". worker/context.py calls it, when it is imported."""
+"""Register the backend "farandole" with torch.distributed. worker/context.py calls it, when it is imported."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from farandole.process_group.c10d_store import NoStore
 from farandole.process_group.old_torch import have_shutdown_called
 from farandole.process_group.tensor_caches import forget_meshes
 
-_no_store = NoStore()  # torch keeps but the part of it that is C++
+_no_store = NoStore()  # torch keeps only its C++ part
 
 _init: Callable[[], None] | None = None
-_made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: how many there were before
+_made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: the number of earlier ones
 
 
 def register(init: Callable[[], None]) -> None:
-    """From now on init_process_group("farandole") makes our group the default one. Idempotent.
+    """Make Farandole's group the default one when init_process_group("farandole") is called. Idempotent.
 
-    init  enters the world, if nobody has yet
+    `init` enters the world, unless that was done before.
     """
     global _init
     _init = init
@@ -43,8 +43,10 @@ def register(init: Callable[[], None]) -> None:
 
 
 def open_default_group() -> None:
-    """What init(default_group=True) does: as init_process_group("farandole"), unless that was called already. Raises
-    ConfigError when another backend's group is the default one."""
+    """Open the default group for init(default_group=True), as init_process_group("farandole") does; once.
+
+    Raises ConfigError when another backend's group is the default one.
+    """
     if dist.is_initialized():
         if not isinstance(dist.group.WORLD, FarandoleGroup):
             raise ConfigError(
@@ -54,14 +56,16 @@ def open_default_group() -> None:
         return
     hook = sys.excepthook
     dist.init_process_group(BACKEND)
-    # c10d's puts a rank in front of each line of a traceback, which may be another one by then. Who starts workers
-    # tells their lines apart, and shows what all of them say once.
+    # c10d's hook puts a rank in front of each line of a traceback, and the rank may change. The parent of the workers
+    # labels their lines, and prints lines that all of them share once.
     sys.excepthook = hook
 
 
 def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]]) -> Iterator[Any]:
-    """torch's env://, which needs nothing from the environment where our backend is asked for: rank and size are
-    known, and the ranks have met."""
+    """Replace torch's env:// rendezvous, which needs no environment variables for our backend.
+
+    Rank and size are known, and the ranks have connected.
+    """
     if _backend_asked_for() not in (BACKEND, f"cpu:{BACKEND}"):
         yield from theirs(url, **options)
         return
@@ -72,7 +76,7 @@ def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]
 
 
 def _backend_asked_for() -> str | None:
-    """The handler of a rendezvous is not told which backend it is for: the call of init_process_group says it."""
+    """Return the backend from the call of init_process_group: the handler of a rendezvous does not receive it."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
@@ -82,7 +86,7 @@ def _backend_asked_for() -> str | None:
 
 
 def _create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
-    """c10d calls it for each group."""
+    """Create a group. c10d calls it for each."""
     _enter_world()
     here = world.current().placement
     if opts.global_ranks_in_group:
@@ -97,7 +101,7 @@ def _create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup
 
 
 def _subgroup(ranks: list[int]) -> FarandoleGroup:
-    """Called on its members only, for each group of the same ranks in the same order."""
+    """Create a subgroup. Called on its members only, for each group of the same ranks in the same order."""
     if not isinstance(dist.group.WORLD, FarandoleGroup):
         raise ConfigError(
             f'new_group(backend="farandole"): the default group is one of {dist.get_backend()}, whose ranks need not '
@@ -114,7 +118,7 @@ def _enter_world() -> None:
 
 
 def _follow(entered: world.World | None) -> None:
-    """A generation has begun: c10d's own trailers of the default group are those of its size."""
+    """Follow a new generation: c10d's own records of the default group get its size."""
     _made.clear()
     group = dist.group.WORLD
     if entered is not None and isinstance(group, FarandoleGroup):
@@ -125,7 +129,7 @@ def _follow(entered: world.World | None) -> None:
 
 
 def _forget_subgroups() -> None:
-    """Who looks for a group of some ranks must not find one of the last generation, but make a new one."""
+    """Remove the subgroups of the last generation, so that a search for a group of some ranks does not find one."""
     for group in _world.pg_map:
         if isinstance(group, FarandoleGroup) and isinstance(group.members, Some):
             group.members.forget()

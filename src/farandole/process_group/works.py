@@ -1,4 +1,4 @@
-"""What a collective of c10d returns: a Work whose result is there. c10d_group.py makes them."""
+"""The results of c10d's collectives: a Work that has completed. c10d_group.py makes them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from farandole.process_group.old_torch import FORGETS_WORKS, ended_work
 
 
 class Done(Work):
-    """Collectives are carried out in the order in which they are called, and in the calling thread: whoever waits
-    for one does not have to. What fails raises where it was called, which C++ sees as well.
+    """A completed Work.
 
-    tensors  what the operation wrote
-    source   the rank that a message came from
+    Collectives run in the order in which they are called, and in the calling thread, so no caller has to wait. An error
+    is raised by the call itself, for callers in C++ as well.
+
+    Args:
+        tensors: The tensors that the operation wrote.
+        source: The rank that a message came from.
     """
 
     def __new__(cls, tensors: Sequence[torch.Tensor] = (), source: int = -1) -> Work:  # type: ignore[misc]
@@ -37,10 +40,10 @@ class Done(Work):
         return True
 
     def synchronize(self) -> None:
-        """As wait()."""
+        """Return at once, as wait() does."""
 
     def block_current_stream(self) -> None:
-        """There are no streams on a CPU."""
+        """Do nothing: a CPU has no streams."""
 
     def is_completed(self) -> bool:
         return True
@@ -60,7 +63,7 @@ class Done(Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """Completed, with the tensors."""
+        """Return a completed future with the tensors."""
         future: Future[list[torch.Tensor]] = Future()
         future.set_result(self._tensors)
         return future
@@ -69,7 +72,7 @@ class Done(Work):
 class Receiving(Work):
     """A message that may not have come yet; wait() writes it into the tensor.
 
-    ranks  the members of the group, by their ranks in `p2p`
+    `ranks` are the members of the group, by their ranks in `p2p`.
     """
 
     def __init__(self, p2p: PointToPoint, expected: Expected, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
@@ -78,8 +81,11 @@ class Receiving(Work):
         self._message: P2PMessage | None = None
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Raises RecoverableError when the sender was lost, CollectiveMismatch for a message of another size,
-        GroupOutdated when there was a regroup since it was asked for."""
+        """Wait for the message.
+
+        Raises RecoverableError when the sender was lost, CollectiveMismatch for a message of another size, and
+        GroupOutdated when there was a regroup since the receive was requested.
+        """
         if self._message is not None:
             return True
         if world.current().p2p is not self._p2p:

@@ -1,4 +1,4 @@
-"""From a ring to a transport through Gloo. transport_choice.py uses it."""
+"""Build a transport through Gloo from a ring. transport_choice.py uses it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank tells the others: where it listens, or why it has no Gloo."""
+    """The answer of one rank to the others: the address at which it listens, or the reason why it has no Gloo."""
 
     listening: Listening | None = None
     problem: str = ""
 
 
 def use_gloo(ring: RingTransport) -> GlooTransport:
-    """The transport, which closes the ring when it is closed. All ranks of the ring call it at once.
+    """Return the transport, which closes the ring when it is closed. All ranks of the ring call it at once.
 
-    Raises PeerLost and GenerationEnded; on all ranks alike ConfigError when one of them has no Gloo.
+    Raises PeerLost and GenerationEnded, and ConfigError, on all ranks alike, when one of them has no Gloo.
     """
     return GlooTransport(ring, connect_gloo(ring))
 
@@ -58,7 +58,7 @@ def connect_gloo(ring: RingTransport) -> GlooGroup:
 
 
 def _device(host: str) -> tuple[object, str]:
-    """Where Gloo shall listen: at the address by which the ring goes; and what is wrong."""
+    """Return Gloo's device at the address that the ring uses, and the problem with it, if any."""
     try:
         return dist.ProcessGroupGloo.create_device(hostname=host), ""
     except (AttributeError, RuntimeError) as error:  # a torch without Gloo; an address that it cannot use
@@ -66,7 +66,7 @@ def _device(host: str) -> tuple[object, str]:
 
 
 def _refuse(ring: RingTransport, mine: _Said) -> list[_Said]:
-    """What all ranks say, by rank. Raises ConfigError, on all alike, when one of them has a problem."""
+    """Return the answers of all ranks, by rank. Raises ConfigError, on all alike, when one of them has a problem."""
     said = [msgspec.msgpack.decode(each, type=_Said) for each in ring.all_gather(msgspec.msgpack.encode(mine))]
     for rank, each in enumerate(said):
         if each.problem:

@@ -1,4 +1,4 @@
-"""One process group of Gloo's, its connections, and its end: a TorchGroup (torch_groups/operations.py)."""
+"""A process group of Gloo, its connections, and its end: a TorchGroup (torch_groups/group_operations.py)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ logger = logging.getLogger("farandole")
 
 
 class GlooGroup:
-    """own     where this rank listens
-    others  where all of its ranks do
+    """A process group of Gloo.
+
+    Attributes:
+        own: The address at which this rank listens.
+        others: The addresses of all its ranks.
     """
 
     name = "Gloo"
     look_every_s = 0.002
 
     def __init__(self, group: dist.ProcessGroupGloo, own: Listening, others: Collection[Listening]) -> None:
-        self._group: Any = group  # torch's stubs know nothing of its operations
+        self._group: Any = group  # torch's stubs lack its operations
         self._own, self._others = own, set(others)
         self._work: dist.Work | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -59,26 +62,26 @@ class GlooGroup:
         flat.copy_(copy)
 
     def shut_down(self) -> None:
-        if self._group is not None:  # its ports may be somebody else's when it is gone
+        if self._group is not None:  # another socket may have its ports once it is gone
             shut_down(self._own, self._others)
 
     def release(self) -> None:
-        """In the background, since Gloo takes its time."""
+        """Release the group in the background, since Gloo takes its time."""
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None:
             shut_down(self._own, self._others)
-            # No daemon, as in construction.py.
+            # Not a daemon, for the reason given in construction.py.
             threading.Thread(target=self._release, args=(group, work), name="farandole-gloo-release").start()
 
     def _begun(self, work: dist.Work, when_done: Callable[[], None]) -> dist.Work:
-        """`when_done` is called in a thread of Gloo's."""
+        """Call `when_done` in a thread of Gloo when the operation has ended."""
         self._work = work
         work.get_future().add_done_callback(lambda _: when_done())
         return work
 
     def _release(self, group: dist.ProcessGroupGloo, work: dist.Work | None) -> None:
-        """Returns when the group is gone. Its destructor waits for the operation under way, so that must end first."""
+        """Return when the group is gone. Its destructor waits for the running operation, so that must end first."""
         deadline_s, pause = now_s() + _RELEASE_S, threading.Event()
         while work is not None and not work.is_completed():
             if now_s() >= deadline_s:

@@ -1,4 +1,4 @@
-"""All collectives with tensors through torch's Gloo: the reference for our own transports. Words go around the ring."""
+"""Run all collectives with tensors through torch's Gloo, as a reference. Bytes go around the ring."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from farandole.collectives.torch_groups.group_operations import GroupOperations
 
 
 class GlooTransport:
-    """A Transport (transport.py).
+    """A Transport (transport.py) that moves tensors through Gloo.
 
-    ring   connects all ranks in the same order; close() closes it
-    group  of the same ranks; close() releases it, in the background
+    Args:
+        ring: Connects all ranks in the same order; close() closes it.
+        group: The group of the same ranks; close() releases it, in the background.
     """
 
     def __init__(self, ring: RingTransport, group: GlooGroup) -> None:
@@ -60,6 +61,6 @@ class GlooTransport:
         self._operations.abort()
 
     def close(self) -> None:
-        """Only while no collective runs. Later calls raise GenerationEnded."""
+        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._ring.close()
         self._group.release()

@@ -1,7 +1,7 @@
-"""Finding and ending the connections of a Gloo group, whose own abort() does nothing. gloo_transport.py uses it.
+"""Find and end the connections of a Gloo group, whose own abort() does nothing. gloo_transport.py uses it.
 
-They are known by the ports that the group's ranks listen on. A listing of descriptors before and after a group is
-built would be simpler, but other threads open sockets meanwhile.
+The ports at which the group's ranks listen identify them. A listing of descriptors before and after a group is built
+would be simpler, but other threads open sockets meanwhile.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Listening = tuple[str, int]
 
 
 def listens_at(words: bytes) -> Listening | None:
-    """Where this process listens, by what Gloo tells the other ranks: the one of its listening sockets whose address
-    is somewhere in there. None where that cannot be found out."""
+    """Return the address at which this process listens; None where it cannot be found.
+
+    It is that of the listening socket whose address occurs in Gloo's message to the other ranks.
+    """
     for sock in _sockets():
         if _is_listening(sock):
             host, port = sock.getsockname()[:2]
@@ -29,7 +31,7 @@ def listens_at(words: bytes) -> Listening | None:
 
 
 def shut_down(own: Listening, others: Collection[Listening]) -> None:
-    """From any thread: end all connections of a group, at both ends. `own`: where this rank listens."""
+    """End all connections of a group, at both ends. Callable from any thread. `own` is where this rank listens."""
     for sock in _sockets():
         with contextlib.suppress(OSError):  # not connected
             # Never the listening socket itself: Gloo ends the process when accept() fails.
@@ -38,7 +40,7 @@ def shut_down(own: Listening, others: Collection[Listening]) -> None:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """All TCP sockets of the process, as copies of their descriptors that are valid until the next one."""
+    """Yield all TCP sockets of the process, as copies of their descriptors that are valid until the next one."""
     try:
         names = os.listdir("/dev/fd")
     except OSError:
@@ -66,7 +68,7 @@ def _is_listening(sock: socket.socket) -> bool:
 
 
 def _packed(family: int, host: str, port: int) -> bytes:
-    """The beginning of a sockaddr, as Gloo tells it."""
+    """Return the beginning of a sockaddr, as in Gloo's message."""
     address = socket.inet_pton(family, host.partition("%")[0])
     begin = struct.pack("=H", family) + struct.pack("!H", port)
     return begin + (b"\0\0\0\0" if family == socket.AF_INET6 else b"") + address

@@ -1,2 +1,1 @@
-"""Collectives among several hosts: shared memory within each, rings across. hierarchical_transport.py is what others
-import."""
+"""Collectives among several hosts: shared memory within each, rings across. Others import hierarchical_transport.py."""

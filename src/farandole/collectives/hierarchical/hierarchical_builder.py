@@ -1,5 +1,7 @@
-"""From a ring of all ranks to a hierarchical transport, if those of each host can read each other's memory.
-transport_choice.py uses it."""
+"""Build a hierarchical transport from a ring of all ranks, if the ranks of each host can read each other's memory.
+
+transport_choice.py uses it.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,22 @@ from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory.shared_memory_builder import ControlBlocks, share_control_blocks
 
 Connect = Callable[[Sequence[int], int], RingTransport]
-"""connect(ranks, number): a ring of some of the ranks, at least two, this one among them; all of them call it at once.
-`number`, from 0, is larger than that of each ring that was connected before."""
+"""connect(ranks, number): connect a ring of some of the ranks, at least two, this one among them; all call it at once.
+
+`number`, from 0, is larger than that of each ring that was connected before.
+"""
 
 RINGS = 2
-"""How many rings a rank connects, at most."""
+"""The maximum number of rings that a rank connects."""
 
 
 def share_memory_within_hosts(
     ring: RingTransport, layout: Layout, connect: Connect, control_blocks: ControlBlocks | None = None
 ) -> HierarchicalTransport | str:
-    """The transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
+    """Return the transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 
-    control_blocks  of the ranks of this host, if they were shared before
-    All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded, and what `connect`
-    raises.
+    All ranks of the ring call it at once, before any other operation. Raises PeerLost and GenerationEnded, and the
+    errors of `connect`. `control_blocks` are those of the ranks of this host, if they were shared before.
     """
     shared = control_blocks or share_control_blocks(ring, layout.mates)
     if isinstance(shared, str):

@@ -1,8 +1,8 @@
-"""All collectives among several hosts, with several ranks on some of them. hierarchical_builder.py makes it.
+"""Run all collectives among several hosts, with several ranks on some of them. hierarchical_builder.py makes it.
 
 A tensor is reduced over the ranks of a host in their shared memory (shared_memory/shared_memory_group.py), then over
-the hosts by rings, then copied by the others from shared memory. Each ring takes a part: the first one is that of the
-leaders.
+the hosts by rings, then the other ranks copy it from shared memory. Each ring reduces a part of the tensor; the first
+ring is that of the leaders.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from farandole.collectives.shared_memory.control_block import DATA_BYTES, Contro
 from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
 from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 
-# All hosts cut alike, whatever each has to copy: a ring's operation is about one piece.
+# All hosts cut at the same places, whatever each has to copy: one operation of a ring covers about one piece.
 _PIECE_BYTES = 4 << 20
 
 
 class HierarchicalTransport:
     """A Transport (transport.py). close() closes the rings.
 
-    control_blocks   the control blocks of the ranks of this host; new ones for each generation
+    `control_blocks` are those of the ranks of this host; new ones for each generation.
     """
 
-    # The group must not know the transport: memory that only a cycle holds is not given back with the generation.
+    # The group must not refer to the transport: memory that only a cycle holds is not released with the generation.
     def __init__(self, rings: Rings, layout: Layout, control_blocks: Sequence[ControlBlock]) -> None:
         self._rings, self._layout = rings, layout
         self._group = SharedMemoryGroup(
@@ -104,7 +104,7 @@ class HierarchicalTransport:
         self._group.wake()
 
     def close(self) -> None:
-        """Only while no collective runs. Later calls raise GenerationEnded."""
+        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._rings.close()
         self._group.close()
 
@@ -116,7 +116,7 @@ class HierarchicalTransport:
         return self._rings.across
 
     def _reduce_small(self, header: Header, trailer: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
-        """The leader reduces all tensors of its host, then over the hosts; the others copy what it has then."""
+        """Reduce on the leader: all tensors of its host, then over the hosts; the other ranks copy its result."""
         message_slots = self._group.post(header, trailer, flat)
         data = message_slots[0].data
         nbytes = flat.numel() * flat.element_size()
@@ -130,8 +130,11 @@ class HierarchicalTransport:
         return self._trailers(data[nbytes:], len(trailer))
 
     def _reduce(self, header: Header, trailer: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
-        """The first ranks of each host each reduce a part, over the host and over all hosts. The trailers of all go
-        with the leaders' first part, and wait in the leader's message slot for the others."""
+        """Reduce in parts: the first ranks of each host each reduce one, over the host and then over all hosts.
+
+        The trailers of all ranks travel with the leaders' first part, and wait in the leader's message slot for the
+        others.
+        """
 
         def finish(part: torch.Tensor, number: int, message_slots: list[MessageSlot]) -> None:
             if number == 0 and self._layout.place == 0:
@@ -147,7 +150,7 @@ class HierarchicalTransport:
     def _across_leaders(
         self, header: Header, part: torch.Tensor, message_slots: list[MessageSlot], combine: Combine
     ) -> torch.Tensor:
-        """Reduce the leaders' part over the hosts; returns the trailers of all ranks, one after the other, as bytes."""
+        """Reduce the leaders' part over the hosts. Return the trailers of all ranks, one after the other, as bytes."""
         mine = [bytes(message_slot.payload[HEADER_BYTES:][: header.trailer_bytes]) for message_slot in message_slots]
         packed = self._leaders.reduce_as(header, part, pack_trailers(mine, self._layout.most_mates), combine)
         trailers = b"".join(unpack_trailers(packed, self._layout.hosts, header.trailer_bytes))

@@ -1,4 +1,4 @@
-"""Which ranks are on which host, and which of them talk across hosts. Pure."""
+"""Map ranks to hosts, and select the ranks that communicate across hosts. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """`hosts` holds the ranks of each host, in order; hosts come in the order of their first ranks.
+    """The ranks of each host, seen from this rank.
 
-    host, place  of this rank: which host, and which of its ranks; `place` 0 is the host's *leader*
+    Attributes:
+        hosts: The ranks of each host, in order; hosts come in the order of their first ranks.
+        host: The number of this rank's host.
+        place: The number of this rank among those of its host; 0 is the host's *leader*.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -25,26 +28,26 @@ class Layout:
 
     @property
     def rings(self) -> int:
-        """How many rings lead across hosts: as many as the smallest host has ranks."""
+        """The number of rings across hosts: that of the ranks of the smallest host."""
         return min(map(len, self.hosts))
 
     @property
     def across(self) -> tuple[int, ...]:
-        """The ranks of the ring that this rank is in, one of each host; empty if it is in none."""
+        """The ranks of this rank's ring, one of each host; empty if it is in none."""
         return tuple(host[self.place] for host in self.hosts) if self.place < self.rings else ()
 
     @property
     def most_mates(self) -> int:
-        """Of any host."""
+        """The number of ranks of the largest host."""
         return max(map(len, self.hosts))
 
     def find(self, rank: int) -> tuple[int, int]:
-        """Host and place of a rank."""
+        """Return the host and place of a rank."""
         return next((number, host.index(rank)) for number, host in enumerate(self.hosts) if rank in host)
 
 
 def layout(hosts: Sequence[Hashable], rank: int) -> Layout:
-    """Of a world in which `hosts` says where each rank is, seen from `rank`."""
+    """Return the layout of a world in which `hosts` is the host of each rank, seen from `rank`."""
     members: defaultdict[Hashable, list[int]] = defaultdict(list)
     for other, host in enumerate(hosts):
         members[host].append(other)
@@ -53,12 +56,12 @@ def layout(hosts: Sequence[Hashable], rank: int) -> Layout:
 
 
 def pack_trailers(trailers: Sequence[bytes], most: int) -> bytes:
-    """The trailers of one host, all of one length, as long as those of a host with `most` ranks."""
+    """Join the trailers of one host, all of one length, padded to the length of a host with `most` ranks."""
     return b"".join(trailers) + bytes((most - len(trailers)) * len(trailers[0]))
 
 
 def unpack_trailers(packed: Sequence[bytes], hosts: Sequence[Sequence[int]], trailer_bytes: int) -> list[bytes]:
-    """From what pack_trailers() made on each host: the trailers of all ranks, by rank."""
+    """Return the trailers of all ranks, by rank, from the result of pack_trailers() of each host."""
     trailers = [b""] * sum(map(len, hosts))
     for ranks, text in zip(hosts, packed, strict=True):
         for place, rank in enumerate(ranks):

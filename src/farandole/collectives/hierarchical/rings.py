@@ -1,4 +1,4 @@
-"""The rings that one rank of a hierarchical transport is in. They end together; hierarchical_transport.py uses them."""
+"""The rings of one rank of a hierarchical transport. They end together; hierarchical_transport.py uses them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from farandole.collectives.connection_pair import Broken, Interruption, PeerCall
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header
 
-_LOOK_AROUND_S = 0.002  # as whoever waits in shared memory
+_LOOK_AROUND_S = 0.002  # as ranks that wait in shared memory do
 
 
 class Rings:
-    """`whole` connects all ranks. It carries what has no tensor, and tells who is in another operation.
+    """The rings that this rank is in.
 
-    local   connects the ranks of this host, if there are others: what breaks it is a rank that is gone. The whole
-            ring cannot tell that in the middle of an operation: ranks of another host may have finished, and gone
-    across  connects one rank of each host, whose ranks are `across_names`; None if this rank is in no such ring
+    Args:
+        whole: Connects all ranks. It carries operations without a tensor, and reports ranks in another operation.
+        local: Connects the ranks of this host, if there are others: when it breaks, one of them is gone. The whole ring
+            cannot tell that in the middle of an operation: ranks of another host may have finished, and left.
+        across: Connects one rank of each host, whose ranks are `across_names`; None if this rank is in no such ring.
     """
 
     def __init__(
@@ -36,14 +38,14 @@ class Rings:
 
     @contextmanager
     def running(self, header: Header) -> Iterator[None]:
-        """Around an operation on a tensor."""
+        """Enclose an operation on a tensor."""
         with self.together(), self.whole.running(header):
             self._header = header
             yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around any operation: what ends one ring ends all, so that whoever waits for this rank learns of it."""
+        """Enclose any operation: an error that ends one ring ends all, so that waiting ranks learn of it."""
         try:
             yield
         except BaseException as error:
@@ -52,19 +54,21 @@ class Rings:
             raise
 
     def interruption(self) -> Interruption | None:
-        """Why this rank should not go on with its operation: a rank of this host is gone, or another one is in another
-        operation. Raises CollectiveMismatch if one of them says so."""
+        """Return why this rank should stop its operation: a rank of this host is gone, or one is in another operation.
+
+        Raises CollectiveMismatch if one of them reports it.
+        """
         broken = self._local.interruption() if self._local is not None else None
         called = self.whole.interruption()
         return broken or (called if isinstance(called, PeerCalled) else None)
 
     def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
-        """Raises what follows from it."""
+        """Raise the error of the interruption."""
         ring = self._local if isinstance(interruption, Broken) and self._local is not None else self.whole
         ring.end_by(interruption, header)
 
     def abort(self, reason: str) -> None:
-        """From any thread."""
+        """Abort all rings. Callable from any thread."""
         for ring in self._all:
             ring.abort(reason)
 
@@ -73,7 +77,7 @@ class Rings:
             ring.close()
 
     def _look_around(self) -> None:
-        """While this rank waits for other hosts."""
+        """Check the ring of this host while this rank waits for other hosts."""
         interruption = self.interruption()
         if interruption is not None and self._header is not None:
             self.end_by(interruption, self._header)

@@ -1,7 +1,7 @@
 """Adasum: a sum that does not overshoot where ranks agree. The named engine reduces by it for op=Adasum.
 
-Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020): of two orthogonal gradients the sum,
-of two parallel ones the average, and what lies between for the rest; more than two are combined in a binary tree.
+Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020): the sum of two orthogonal gradients, the
+average of two parallel ones, and values in between for others; more than two are combined in a binary tree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from farandole.collectives.transport import Transport
 
 
 def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, for two floating point tensors of one shape and dtype.
+    """Return (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, for two floating point tensors of one shape and dtype.
 
     Symmetric; a vector of zeros adds nothing. Products are summed in float64.
     """
@@ -23,8 +23,10 @@ def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """All ranks' tensors as one, by neighbours first: ((0, 1), (2, 3)), ((4, 5), (6, 7)), ... as recursive halving
-    does it. Raises NotImplementedError unless their number is a power of two."""
+    """Combine all ranks' tensors, neighbours first: ((0, 1), (2, 3)), ((4, 5), (6, 7)), ... as in recursive halving.
+
+    Raises NotImplementedError unless their number is a power of two.
+    """
     require_power_of_two(len(parts))
     while len(parts) > 1:
         parts = [adasum(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -34,18 +36,18 @@ def tree(parts: list[torch.Tensor]) -> torch.Tensor:
 def reduce(tensor: torch.Tensor, transport: Transport) -> None:
     """Replace a contiguous CPU tensor by the Adasum over all ranks, in place; the same bits on every rank.
 
-    Each rank gathers all tensors and computes the whole tree, so it takes (number of ranks) x the tensor's
-    memory meanwhile. Half precision is combined in float32.
+    Each rank gathers all tensors and computes the whole tree, so it temporarily needs (number of ranks) x the tensor's
+    memory. Half precision is combined in float32.
 
-    Raises NotImplementedError unless the number of ranks is a power of two, ValueError for dtypes that are not
-    floating point, and whatever the transport raises; then the tensor is as it was.
+    Raises NotImplementedError unless the number of ranks is a power of two, ValueError for dtypes that are not floating
+    point, and the errors of the transport; then the tensor is unchanged.
     """
     require_power_of_two(transport.size)
     if not tensor.is_floating_point():
         raise ValueError(f"Adasum takes floating point tensors, got {tensor.dtype}; use op=Sum or convert it")
     flat = flat_view(tensor)
     working = torch.promote_types(tensor.dtype, torch.float32)
-    # Bytes of a bytearray can be looked at as a tensor without a warning; the payload itself is read-only.
+    # torch views the bytes of a bytearray as a tensor without a warning; the payload itself is read-only.
     payloads = transport.all_gather(bytes(byte_view(flat)))
     if flat.numel():
         parts = [torch.frombuffer(bytearray(each), dtype=tensor.dtype).to(working) for each in payloads]
@@ -57,7 +59,7 @@ def is_power_of_two(size: int) -> bool:
 
 
 def require_power_of_two(size: int) -> None:
-    """Raise NotImplementedError for a number of ranks that a binary tree cannot hold."""
+    """Raise NotImplementedError unless the number of ranks is a power of two."""
     if not is_power_of_two(size):
         raise NotImplementedError(
             f"Adasum combines ranks in pairs and needs 1, 2, 4, 8, ... of them, got {size}; start as many workers, "
@@ -66,6 +68,6 @@ def require_power_of_two(size: int) -> None:
 
 
 def _kept(dot: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """How much of `vector` to keep so that what it shares with the other one counts half."""
+    """Return the factor for `vector` so that the component that it shares with the other one counts half."""
     square = torch.dot(vector, vector)
     return 1.0 - torch.where(square > 0, dot / (2.0 * square), torch.zeros_like(dot))

@@ -1,20 +1,21 @@
 """Operations that return a handle at once: Horovod's names and order of arguments. operations.py has the others.
 
-All of them may be called from any thread, and in any order on different ranks: operations are matched by their
-name, unnamed ones by their running number. Tensors may lie on any device and need not be contiguous; they must
-not be changed before the handle was synchronized. What the names of arguments mean:
+All of them may be called from any thread, and in any order on different ranks: operations are matched by their name,
+unnamed ones by their running number. Tensors may lie on any device and need not be contiguous; they must not be changed
+before the handle is synchronized.
 
-tensor       of any shape, int32, int64, float16, bfloat16, float32, float64 or bool; any dtype where nothing is
-             reduced
-average      deprecated: True for op=Average, False for op=Sum
-op           Average (if None), Sum, Min, Max, Product or Adasum. The average of integers is truncated toward zero
-prescale_factor, postscale_factor
-             by what the tensor is multiplied before and after it is reduced
-process_set  the ranks that take part
+Args:
+    tensor: Of any shape, int32, int64, float16, bfloat16, float32, float64 or bool; any dtype where nothing is reduced.
+    average: Deprecated: True for op=Average, False for op=Sum.
+    op: Average (if None), Sum, Min, Max, Product or Adasum. The average of integers is truncated toward zero.
+    prescale_factor, postscale_factor: Factors of the tensor before and after the reduction.
+    process_set: The ranks that take part.
 
-They raise ValueError for arguments that cannot work, for a name that is in flight already and for a process set
-without this rank, NotInitialized before init(), and the error that ended the generation when it has ended. What
-goes wrong later, synchronize() raises.
+Raises:
+    ValueError: The arguments are invalid, the name is in flight already, or the process set lacks this rank.
+    NotInitialized: Called before init().
+
+They also raise the error that ended the generation, when it has ended. synchronize() raises later errors.
 """
 
 from __future__ import annotations
@@ -98,29 +99,31 @@ def grouped_allreduce_async_(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """The rows of all ranks' tensors, in the order of the ranks. Only the number of rows may differ (0 is one); a
-    scalar counts as one row."""
+    """Gather the rows of all ranks' tensors, in the order of the ranks.
+
+    Only the number of rows may differ (0 is allowed); a scalar counts as one row.
+    """
     return submit_gathering(Call(Kind.ALLGATHER, name, process_set), [tensor])
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """The rows of several tensors, all of them together or none."""
+    """Gather the rows of several tensors, all of them together or none."""
     return submit_gathering(Call(Kind.ALLGATHER, name, process_set, tensors), tensors)
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """The tensor of `root_rank` (a global rank, also in a process set), in a new one."""
+    """Copy the tensor of `root_rank` (a global rank, also in a process set) into a new one."""
     return _broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, in_place=False)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """The tensor of `root_rank` (a global rank, also in a process set), in place."""
+    """Overwrite `tensor` with that of `root_rank` (a global rank, also in a process set)."""
     return _broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, in_place=True)
 
 
@@ -130,9 +133,13 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Some rows for each rank, and some rows from each. synchronize() gives (tensor, rows received from each rank).
+    """Send some rows to each rank, and receive some rows from each.
 
-    splits  how many rows each rank gets, the first ones going to rank 0; None to deal them out evenly
+    Args:
+        splits: The number of rows for each rank, the first ones going to rank 0; None to split them evenly.
+
+    Returns:
+        A handle; synchronize() returns (tensor, rows received from each rank).
     """
     call = Call(Kind.ALLTOALL, name, process_set)
     check_tensor(call, tensor, at_least_1d=True)
@@ -148,8 +155,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Reduce `tensor` by Sum or Average; this rank gets its share of the rows. The first ranks get one more where
-    they do not come out even."""
+    """Reduce `tensor` by Sum or Average; this rank gets its part of the rows.
+
+    The first ranks get one more where the rows cannot be divided evenly.
+    """
     call = Call(Kind.REDUCESCATTER, name, process_set)
     return submit_reduction(call, [tensor], reduction(op), prescale_factor, postscale_factor)
 
@@ -168,7 +177,10 @@ def grouped_reducescatter_async(
 
 
 def reduction(op: int | None, average: bool | None = None) -> Reduction:
-    """What `op` and the deprecated `average` mean together. Raises ValueError if both are given, or for another op."""
+    """Return the operator that `op` and the deprecated `average` select.
+
+    Raises ValueError if both are given, or for another op.
+    """
     if average is None:
         try:
             return Reduction.AVERAGE if op is None else Reduction(op)
@@ -190,10 +202,10 @@ def submit_reduction(
     *,
     in_place: bool = False,
 ) -> Handle:
-    """An allreduce or reducescatter of these tensors as `call`."""
+    """Submit an allreduce or reducescatter of these tensors as `call`."""
     scatters = call.kind is Kind.REDUCESCATTER
     if scatters and op not in (Reduction.SUM, Reduction.AVERAGE):
-        # Horovod's error for this, which scripts may catch; it is not a matter of one rank's tensor.
+        # Horovod's error for this case, which scripts may catch; all ranks are concerned, not one rank's tensor.
         raise HorovodInternalError(f"{call.name}: a reducescatter takes op=Sum or op=Average, got {op.name}")
     for tensor in tensors:
         check_tensor(call, tensor, at_least_1d=scatters)
@@ -205,7 +217,7 @@ def submit_reduction(
 
 
 def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
-    """An allgather of these tensors as `call`."""
+    """Submit an allgather of these tensors as `call`."""
     for tensor in tensors:
         check_tensor(call, tensor)
     check_same_device(call, tensors)

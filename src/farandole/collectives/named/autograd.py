@@ -17,28 +17,28 @@ from farandole.collectives.named.process_sets import ProcessSet, engine
 from farandole.collectives.reduction import Reduction
 
 Submit = Callable[[Sequence[torch.Tensor]], Handle]
-"""Hands tensors over to the plain or the grouped form of an operation."""
+"""Submits tensors to the plain or the grouped form of an operation."""
 
 
 def all_reduce(
     submit: Submit, tensors: Sequence[torch.Tensor], op: Reduction, scales: tuple[float, float], members: ProcessSet
 ) -> tuple[torch.Tensor, ...]:
-    """The gradient is reduced as the tensor was."""
+    """Reduce the tensors. The gradient is reduced as the tensor was."""
     return _apply(_AllReduce, submit, tensors, op, scales, members)
 
 
 def all_gather(submit: Submit, tensors: Sequence[torch.Tensor], members: ProcessSet) -> tuple[torch.Tensor, ...]:
-    """The gradient is the average over all ranks of what belongs to this rank's rows."""
+    """Gather the tensors. The gradient is the average over all ranks of the part that belongs to this rank's rows."""
     return _apply(_AllGather, submit, tensors, members)
 
 
 def broadcast(submit: Submit, tensor: torch.Tensor, root_rank: int, members: ProcessSet) -> torch.Tensor:
-    """The root's gradient is the average over all ranks; that of the others is zero."""
+    """Broadcast the tensor. The root's gradient is the average over all ranks; that of the others is zero."""
     return _apply(_Broadcast, submit, [tensor], root_rank, members)[0]
 
 
 def all_to_all(submit: Submit, tensor: torch.Tensor, members: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient's rows go back to where the tensor's came from."""
+    """Exchange rows. The rows of the gradient go back to the ranks that the tensor's rows came from."""
     output, received = _AllToAll.apply(submit, members, tensor)  # type: ignore[no-untyped-call]
     return output, received
 
@@ -46,13 +46,13 @@ def all_to_all(submit: Submit, tensor: torch.Tensor, members: ProcessSet) -> tup
 def reduce_scatter(
     submit: Submit, tensors: Sequence[torch.Tensor], op: Reduction, scales: tuple[float, float], members: ProcessSet
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of all rows, gathered; times the number of ranks for a Sum (Horovod's rule)."""
+    """Reduce and scatter. The gradient gathers the rows of all, times the number of ranks for a Sum (as in Horovod)."""
     return _apply(_ReduceScatter, submit, tensors, op, scales, members)
 
 
 def _apply(function: Any, submit: Submit, tensors: Sequence[torch.Tensor], *rest: Any) -> tuple[torch.Tensor, ...]:
-    """Through autograd, where there is any."""
-    # What is no tensor is refused by `submit`.
+    """Apply the function through autograd where gradients are recorded."""
+    # `submit` refuses arguments that are not tensors.
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
         results: tuple[torch.Tensor, ...] = function.apply(submit, *rest, *tensors)
         return results
@@ -60,7 +60,7 @@ def _apply(function: Any, submit: Submit, tensors: Sequence[torch.Tensor], *rest
 
 
 def _take(handle: Handle) -> tuple[torch.Tensor, ...]:
-    """The result as a tuple, also of a plain operation."""
+    """Return the result as a tuple, also for a plain operation."""
     result = handle.take()
     return result if isinstance(result, tuple) else (result,)
 
@@ -133,7 +133,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         handle = asynchronous.alltoall_async(gradients[0], ctx.received, process_set=ctx.members)
         back, _ = handle.take()
-        kept = back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])  # rows that nobody got
+        kept = back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])  # rows that no rank received
         return None, None, torch.cat([back, kept])
 
 

@@ -1,8 +1,8 @@
-"""From a user's call to operations: what can be wrong on one rank alone is found here. operations.py calls it.
+"""Turn a user's call into operations, and detect the errors that one rank alone can make. operations.py calls it.
 
-All functions raise ValueError for a tensor, a name or a process set that cannot work. A public function makes its
-Call before it looks at any other argument: so an unnamed operation takes its number first, and ranks keep counting
-alike when one of them made a mistake.
+All functions raise ValueError for an invalid tensor, name or process set. A public function makes its Call before it
+checks any other argument: so an unnamed operation takes its number first, and the ranks' counts stay equal when one of
+them made a mistake.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ REDUCIBLE = (
 
 
 class Call:
-    """One call of a public function: in which process set, under which name, with which handle.
+    """The process set, name and handle of one call of a public function.
 
-    name   the user's; None for a running number
-    group  the tensors of a grouped function; None for the plain one
+    Args:
+        name: The user's name; None for a running number.
+        group: The number of tensors of a grouped function; None for the plain one.
 
-    Raises ValueError for a process set that was not added, or does not have this rank.
+    Raises:
+        ValueError: The process set was not added, or lacks this rank.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Call:
         postscale: float = 1.0,
         splits: Sequence[int] = (),
     ) -> None:
-        """The call's next tensor, or its only one."""
+        """Add the call's next tensor, or its only one."""
         part, name, group = len(self._operations), self.name, ""
         if self._tensors is not None:
             name, group = f"{name}_{part + 1}of{self._tensors}", name
@@ -104,18 +106,18 @@ class Call:
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """What was added, for those who hand over several calls at once (together.py)."""
+        """The operations added so far, for a caller that submits several calls at once (together.py)."""
         return self._operations
 
     def submit(self) -> Handle:
-        """Hand everything over at once."""
+        """Submit all operations at once."""
         if self._operations:
             self.named.submit(self._operations)
         return self.handle
 
 
 def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> None:
-    """A dense tensor with values; with rows, where rows are what is dealt out."""
+    """Check that the tensor is dense and has values, and rows where rows are scattered."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{call.name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -136,14 +138,17 @@ def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> No
 
 
 def check_same_device(call: Call, tensors: Sequence[torch.Tensor]) -> None:
-    """The tensors of a group travel together. Raises HorovodInternalError, as Horovod does."""
+    """Check that the tensors of a group lie on one device, since they travel together.
+
+    Raises HorovodInternalError, as Horovod does.
+    """
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
         raise HorovodInternalError(f"{call.name}: all tensors of a group must be on one device, got {devices}")
 
 
 def check_reduction(call: Call, tensor: torch.Tensor, op: Reduction, scales: tuple[float, float]) -> None:
-    """Whether tensors of this dtype can be reduced by `op`."""
+    """Check that tensors of this dtype can be reduced by `op`."""
     if tensor.dtype not in REDUCIBLE:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
         raise ValueError(f"{call.name}: tensors of {tensor.dtype} cannot be reduced; convert it to one of {names}")
@@ -158,13 +163,13 @@ def check_reduction(call: Call, tensor: torch.Tensor, op: Reduction, scales: tup
 
 
 def check_root(call: Call, root_rank: int) -> None:
-    """A global rank, of a member."""
+    """Check that the root is the global rank of a member."""
     if root_rank not in call.ranks:
         raise ValueError(f"{call.name}: root_rank must be one of the global ranks {list(call.ranks)}, got {root_rank}")
 
 
 def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None) -> list[int]:
-    """How many rows each member gets, checked against the tensor."""
+    """Return the number of rows for each member, checked against the tensor."""
     size, rows = len(call.ranks), tensor.shape[0]
     if splits is None:
         if rows % size:
@@ -187,8 +192,10 @@ def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the collectives' thread can read it. There it is too late: the other ranks count on this one then, and
-    an error ends the generation."""
+    """Return whether the collectives' thread can read the tensor.
+
+    An error in that thread would come too late: the other ranks rely on this one then, and it would end the generation.
+    """
     try:
         return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:

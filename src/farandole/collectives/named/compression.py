@@ -1,4 +1,4 @@
-"""Fewer bytes on the wire: what a tensor is turned into before it is reduced, and back. Scripts subclass these."""
+"""Compression of tensors for a reduction, and decompression of the result. Scripts subclass these classes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 class Compressor(Protocol):
     """A pair of functions that DistributedOptimizer and allreduce() apply around a reduction.
 
-    Any class (or module) with these two will do; Horovod's names. What compress() gives must have the same
-    shape on all ranks, and be something that can be added up.
+    Any class (or module) with these two functions will do; the names are Horovod's. The result of compress() must have
+    the same shape on all ranks, and support addition.
     """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What to send instead of `tensor`, and what decompress() needs to know."""
+        """Return the tensor to send instead of `tensor`, and a context for decompress()."""
         ...
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """A reduced tensor, as compress() would have got it."""
+        """Return a reduced tensor in the format that compress() received."""
         ...
 
 
 class NoneCompressor:
-    """Everything is sent as it is."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -38,7 +38,7 @@ class NoneCompressor:
 
 
 class FP16Compressor:
-    """Floating point tensors are sent as float16: half of float32's bytes, 65,504 at most."""
+    """Sends floating point tensors as float16: half of float32's bytes, 65,504 at most."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -50,7 +50,7 @@ class FP16Compressor:
 
 
 class BF16Compressor:
-    """Floating point tensors are sent as bfloat16: float32's range with 8 bits of mantissa."""
+    """Sends floating point tensors as bfloat16: float32's range with 8 bits of mantissa."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -62,14 +62,14 @@ class BF16Compressor:
 
 
 class Compression:
-    """What `compression=` takes: one of these, or a class of your own (see Compressor)."""
+    """The values of `compression=`: one of these, or a user's own class (see Compressor)."""
 
-    # Said to be aliases, so that type checkers take `class Mine(Compression.none)`.
+    # Declared as aliases, so that type checkers accept `class Mine(Compression.none)`.
     none: TypeAlias = NoneCompressor
     fp16: TypeAlias = FP16Compressor
     bf16: TypeAlias = BF16Compressor
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-    """Integers and bools pass as they are."""
+    """Cast a floating point tensor; integers and bools pass unchanged."""
     return (tensor.to(dtype) if tensor.is_floating_point() else tensor), tensor.dtype

@@ -1,4 +1,4 @@
-"""Horovod's names for how tensors of several ranks become one. Pure; users pass them as `op`."""
+"""Horovod's names for the reduction operators. Pure; users pass them as `op`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Allgather, broadcast and alltoall on tensors, by means of a transport: bytes, so that any dtype will do.
+"""Run allgather, broadcast and alltoall on tensors through a transport, as bytes, so that any dtype will do.
 
-execution.py calls it, in the collectives' thread. Shapes are known from the requests of all ranks; nothing is
-asked twice.
+execution.py calls it, in the collectives' thread. Shapes are known from the requests of all ranks; they are not
+exchanged again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from farandole.collectives.named.reductions import dtype_named
 from farandole.collectives.tensor_bytes import byte_view
 from farandole.collectives.transport import Transport
 
-# Up to here every rank's bytes, filled up to the longest, travel in one exchange; beyond, one broadcast each. A
+# Up to this size every rank's bytes, padded to the longest, travel in one exchange; beyond, in one broadcast each. A
 # broadcast is a pipeline, so that all of them together keep every link as busy as a ring all-gather would.
 _TOGETHER_BYTES = 64 * 1024
 
 
 def all_gather(agreed: Agreed, mine: Operation, transport: Transport) -> None:
-    """All ranks' rows, in the order of the ranks. The handle also gets how many came from each."""
+    """Gather all ranks' rows, in the order of the ranks. The handle also gets the number of rows from each."""
     parts = _all_parts(agreed)
     rows = [part.shape[0] for part in parts]
     whole = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype_named(parts[0].dtype))
@@ -29,7 +29,7 @@ def all_gather(agreed: Agreed, mine: Operation, transport: Transport) -> None:
 
 
 def broadcast(agreed: Agreed, mine: Operation, transport: Transport) -> None:
-    """The root's tensor, into a copy or in place."""
+    """Copy the root's tensor into a new tensor or in place."""
     root = agreed.ranks.index(agreed.any_part.root)
     if transport.rank == root or (mine.in_place and mine.stream is None):
         tensor = mine.buffer()
@@ -40,7 +40,7 @@ def broadcast(agreed: Agreed, mine: Operation, transport: Transport) -> None:
 
 
 def all_to_all(agreed: Agreed, mine: Operation, transport: Transport) -> None:
-    """From each rank the rows that it cut off for this one. The handle also gets how many came from each.
+    """Receive from each rank the rows that it split off for this one. The handle also gets their number by rank.
 
     Every rank sees all bytes: a ring passes most of them through every rank anyway.
     """
@@ -57,7 +57,7 @@ def all_to_all(agreed: Agreed, mine: Operation, transport: Transport) -> None:
             slot.copy_(_cut(tensor, part, place))
     else:
         for source, (slot, part) in enumerate(zip(torch.split(whole, received), parts, strict=True)):
-            # One rank's tensor after the other: never all of them in memory at once.
+            # One rank's tensor after the other, so that they are never all in memory at once.
             tensor = own if source == place else torch.empty((sent[source], *row_shape), dtype=dtype)
             transport.broadcast(as_bytes(tensor), source)
             slot.copy_(_cut(tensor, part, place))
@@ -65,7 +65,7 @@ def all_to_all(agreed: Agreed, mine: Operation, transport: Transport) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous CPU tensor as uint8, flat; writing into it writes into the tensor."""
+    """Return the memory of a contiguous CPU tensor as flat uint8; writing into it writes into the tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -99,6 +99,6 @@ def _row_bytes(part: Request) -> int:
 
 
 def _cut(tensor: torch.Tensor, part: Request, place: int) -> torch.Tensor:
-    """The rows of one rank's tensor that are meant for the member at `place`."""
+    """Return the rows of one rank's tensor for the member at `place`."""
     start = sum(part.splits[:place])
     return tensor[start : start + part.splits[place]]

@@ -1,4 +1,4 @@
-"""Errors of operations that hang together: what each rank that submitted one of them is told. Pure."""
+"""Build the errors of operations that depend on each other, for each rank that submitted one of them. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LISTED = 3  # of one rank's operations
 
 
 def fail_group(group: Sequence[Pending], bad: Sequence[Fail]) -> list[Fail]:
-    """All of a group, because of some: these have their own message."""
+    """Fail all operations of a group because of some, which have their own message."""
     messages = {fail.key: fail.message for fail in bad}
     why = f"another operation of its group {group[0].group!r} failed: {bad[0].message}"
     return [Fail(each.key, messages.get(each.key) or f"{_what(each.key)}: {why}") for each in group]
 
 
 def fail_tangled(cluster: Sequence[Pending]) -> list[Fail]:
-    """All of a cluster; the message lists each rank's operations."""
+    """Fail all operations of a cluster; the message lists each rank's operations."""
     said: dict[int, list[str]] = {}
     for pending in cluster:
         for rank, part in zip(pending.members.ranks, pending.parts, strict=True):
@@ -32,14 +32,14 @@ def fail_tangled(cluster: Sequence[Pending]) -> list[Fail]:
 
 
 def fail_strangers(pending: Pending) -> Fail:
-    """An operation that ranks submitted which are not in its process set."""
+    """Fail an operation that ranks outside of its process set have submitted."""
     number, ranks = pending.members.number, ranks_in_words(pending.members.ranks)
     who = f"{ranks_in_words(pending.strangers)} submitted it"
     return Fail(pending.key, f"{_what(pending.key)}: {who}, but process set {number} has {ranks}")
 
 
 def give_up(pending: Pending, awaited: Sequence[int], together: Sequence[Pending]) -> list[Fail]:
-    """An operation that has waited for these ranks for too long, and all that belongs to it."""
+    """Fail an operation that has waited for these ranks for too long, and all operations that belong to it."""
     message = (
         f"{_what(pending.key)} was given up after waiting for too long: {ranks_in_words(pending.submitted_by())} "
         f"submitted it, {ranks_in_words(awaited)} did not"

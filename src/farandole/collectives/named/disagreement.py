@@ -1,14 +1,14 @@
-"""Who says what, in words for people: the messages of operations that ranks disagree on. Pure."""
+"""Describe ranks and their values: the messages of operations that ranks disagree on. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_SHOWN = 8  # In a large world a message names the first of a long list only.
+_SHOWN = 8  # In a large world a message lists only the first entries.
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """As "rank 3", "ranks 0 and 2" or "ranks 0, 1, 2, ... (1000 in all)"."""
+    """Return ranks as "rank 3", "ranks 0 and 2" or "ranks 0, 1, 2, ... (1000 in all)"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _SHOWN:
@@ -17,9 +17,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def who_says_what(values: Iterable[tuple[int, str]]) -> str | None:
-    """As "ranks 0 and 2 say float32, rank 1 says int64"; None where all say the same.
+    """Return "ranks 0 and 2 say float32, rank 1 says int64", or None where all values are equal.
 
-    values  of each rank, in the order of the ranks
+    `values` are those of each rank, in the order of the ranks.
     """
     by_value: dict[str, list[int]] = {}
     for rank, value in values:

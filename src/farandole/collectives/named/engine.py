@@ -1,9 +1,8 @@
-"""The named collectives of one generation: a thread that matches what all ranks submitted, and carries it out.
+"""Run the named collectives of one generation in a thread that matches the operations of all ranks and executes them.
 
-Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has
-something to say or another rank has begun a round; then all ranks exchange their payloads (rounds.py), decide alike
-what to do (negotiation.py) and do it in the same order (execution.py). A world of one does all this in the
-calling thread.
+Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has submitted an
+operation or another rank has begun a round; then all ranks exchange their payloads (rounds.py), make the same decision
+(negotiation.py) and execute it in the same order (execution.py). A world of one does all this in the calling thread.
 """
 
 from __future__ import annotations
@@ -45,21 +44,22 @@ from farandole.errors import CollectiveMismatch
 from farandole.membership import Placement
 
 Connect = Callable[[tuple[int, ...], int], Transport]
-"""connect(global ranks, process set): a transport among these ranks only; all of them call it at once"""
+"""connect(global ranks, process set): connect a transport among these ranks only; all of them call it at once."""
 
 logger = logging.getLogger("farandole")
 
-# For the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
+# The time for the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
 _CLOSE_TIMEOUT_S = 5.0
-_LOOK_EVERY_S = 1.0  # for operations that stall; a thread that waits wakes up as often
+_LOOK_EVERY_S = 1.0  # the interval of checks for stalls; a waiting thread wakes up as often
 
 
 class NamedCollectives:
     """All operations that are matched by name, from the start of a generation to its end.
 
-    transport  of its own: nobody else runs collectives on it. close() closes it
-    connect    opens the connections of a process set
-    timeline   told what happens; None for that of start_timeline()
+    Args:
+        transport: A transport of its own, on which no other code runs collectives. close() closes it.
+        connect: Opens the connections of a process set.
+        timeline: Receives the events; None for that of start_timeline().
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class NamedCollectives:
 
     @property
     def rank(self) -> int:
-        """This rank, among all."""
+        """The global rank of this worker."""
         return self._rank
 
     @property
@@ -106,14 +106,14 @@ class NamedCollectives:
         return MappingProxyType(self._sets)
 
     def next_number(self, kind: Kind, process_set: int) -> int:
-        """The running number for an unnamed operation: the same on all members, as long as all submit the same."""
+        """Return the number for an unnamed operation: the same on all members, as long as all submit the same."""
         return next(self._numbers[kind, process_set])
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """From any thread: have these carried out; the other ranks hear of all of them in one round.
+        """Submit operations; the other ranks learn of all of them in one round. Callable from any thread.
 
-        Raises ValueError when one of the names is in flight in its process set, and what ended this generation
-        if it has ended; then none is submitted. StepError where collectives are refused (world.py).
+        Raises ValueError when one of the names is in flight in its process set, and the error that ended this
+        generation if it has ended; then none is submitted. Raises StepError where collectives are refused (world.py).
         """
         if operations:
             world.raise_if_refused(operations[0].key.name)
@@ -122,26 +122,27 @@ class NamedCollectives:
             self._run_alone()
 
     def raise_if_ended(self) -> None:
-        """Raise what would end an operation now; in a world of one, where no other rank has to hear of it."""
+        """Raise the error that would end an operation now; for a world of one, where no other rank needs it."""
         self._submitted.add(())
         self._transports[GLOBAL_SET].barrier()
 
     def abort(self, reason: str) -> None:
-        """From any thread: whatever runs or waits ends with GenerationEnded, and so does whatever comes later."""
+        """End running, waiting and later operations with GenerationEnded. Callable from any thread."""
         for transport in list(self._transports.values()):
             transport.abort(reason)
 
     def wait_until_quiet(self) -> None:
-        """After abort(): return when all handles have ended and no tensor of the user's is touched any more."""
+        """Wait, after abort(), until all handles have ended and no tensor of the user is touched any more."""
         if self._thread is None:
             self._run_alone()
         else:
             self._thread.join()
 
     def close(self) -> None:
-        """Take part in a round that has begun, then leave. What still waits then ends with GenerationEnded.
+        """Take part in a round that has begun, then leave. Operations that still wait end with GenerationEnded.
 
-        Idempotent; after abort() at once."""
+        Idempotent; returns at once after abort().
+        """
         self._is_closing = True
         if self._thread is not None and self._thread.is_alive():
             self._submitted.wake()
@@ -157,7 +158,7 @@ class NamedCollectives:
     # Rounds ----------------------------------------------------------------------------------------------
 
     def _run(self, wake: Wake) -> None:
-        """The thread, from the first round to the last."""
+        """Run the thread, from the first round to the last."""
         try:
             while self._wait_for_reason(wake):
                 self._round()
@@ -172,7 +173,7 @@ class NamedCollectives:
                 self._end(error)
 
     def _wait_for_reason(self, wake: Wake) -> bool:
-        """Wait until a round is due; False when this rank is to leave instead."""
+        """Wait until a round is due. Return False when this rank is to leave instead."""
         transport = self._transports[GLOBAL_SET]
         while not self._submitted.has_unsaid:
             if self._is_closing:
@@ -185,27 +186,28 @@ class NamedCollectives:
         return True
 
     def _is_over_for_all(self) -> bool:
-        """A neighbour has gone, so that no round will ever end again. Whether this rank has to find out why.
+        """Return whether this rank must find out why a neighbour has gone, without which no round can end.
 
-        If nothing waits here, the neighbour may simply have finished, which is no failure. But the ranks beyond,
-        who cannot see it, must not wait for it."""
+        If no operation waits here, the neighbour may have finished normally. But the ranks beyond, which cannot see it,
+        must not wait for it.
+        """
         if self._submitted.is_empty:
             self.abort("a neighbouring rank has left")
         return not self._submitted.is_empty
 
     def _looks_for_stalls(self) -> bool:
-        """Now and then: warn of what waits for long. Whether there is something to give up."""
+        """Warn, periodically, of operations that stall. Return whether one of them has expired."""
         if self._stalls.is_on and now_s() >= self._next_look_s:
             self._next_look_s = now_s() + _LOOK_EVERY_S
             report = self._stalls.check(now_s(), self._negotiation.waiting())
             self._expired = report.expired
-            if self._rank == 0:  # All ranks find the same.
+            if self._rank == 0:  # all ranks find the same
                 for warning in report.warnings:
                     logger.warning(warning)
         return bool(self._expired)
 
     def _round(self) -> None:
-        """Exchange payloads with all ranks, and do what follows from them. Raises what the transport raises."""
+        """Exchange payloads with all ranks, and execute the decisions. Raises the errors of the transport."""
         unsent = self._submitted.take_unsaid()
         payload = self._negotiation.make_payload(self._rank, [operation.request for operation in unsent], self._expired)
         self._expired = ()
@@ -222,12 +224,12 @@ class NamedCollectives:
             self._timeline.rank_ready(key.name, rank)
 
     def _end(self, error: BaseException) -> None:
-        """This rank takes part in nothing any more; neither does any other, whose next round needs it."""
+        """End this rank's part in all rounds; every other rank, whose next round needs it, ends too."""
         self.abort(f"rank {self._rank} has ended its named collectives: {error}")
         self._submitted.end(error)
 
     def _end_by_transport(self) -> None:
-        """After an abort: what waits gets the error that the transport has for it."""
+        """End the waiting operations, after an abort, with the transport's error."""
         try:
             self._transports[GLOBAL_SET].barrier()
         except Exception as error:  # noqa: BLE001 - handed on
@@ -254,7 +256,7 @@ class NamedCollectives:
                 self._timeline.negotiate_end(each.key.name)
         transport = self._transports.get(decision.operations[0].key.process_set)
         if transport is None:
-            return  # of a process set without this rank
+            return  # an operation of a process set without this rank
         mine = [
             None if each.parts[transport.rank] is None else self._submitted.find(each.key)
             for each in decision.operations
@@ -263,7 +265,7 @@ class NamedCollectives:
         self._submitted.forget(mine)
 
     def _finish(self, decision: Fail | SetAdded | SetRemoved, result: object) -> None:
-        """End this rank's part, if it has one: with a result, or with an error."""
+        """End this rank's part, if it has one, with a result or with an error."""
         self._timeline.negotiate_end(decision.key.name)
         operation = self._submitted.find(decision.key)
         if operation is not None:
@@ -274,7 +276,8 @@ class NamedCollectives:
             self._submitted.forget([operation])
 
     def _finish_join(self, decision: AllJoined) -> None:
-        # Those who joined early submitted less: from here on all count alike again. Nothing of the set is in flight.
+        # Ranks that joined early submitted less: from here on the counts are equal again. The set has nothing in
+        # flight.
         for key in list(self._numbers):
             if key[1] == decision.process_set:
                 del self._numbers[key]
@@ -294,7 +297,7 @@ class NamedCollectives:
         self._finish(decision, decision.process_set)
 
     def _remove_set(self, decision: SetRemoved) -> None:
-        """Close the connections of a process set. What waited in it has failed before."""
+        """Close the connections of a process set. Operations that waited in it have failed before."""
         self._sets.pop(decision.process_set, None)
         transport = self._transports.pop(decision.process_set, None)
         if transport is not None:

@@ -1,4 +1,4 @@
-"""Carries out what a round decided to execute: each kind of operation by its function. engine.py calls it."""
+"""Execute the decisions of a round: each kind of operation by its function. engine.py calls it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ONE: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
 
 
 class Execution:
-    """For one thread; keeps the flat buffers of one generation."""
+    """Executes operations in one thread, and keeps the flat buffers of one generation."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._buffers = reductions.FusionBuffers()
         self._timeline = timeline
 
     def carry_out(self, agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport) -> None:
-        """One operation, or several allreduces that share a flat buffer, on the transport of their process set.
+        """Execute one operation, or several allreduces that share a flat buffer, on the transport of their process set.
 
-        mine  this rank's operations, in the same order; None where it takes part with zeros because it has joined
+        Ends each of them with a result, or with an error of this rank alone. Raises the errors of the transport; then
+        some operations have not ended.
 
-        Ends each of them, well or with an error that is this rank's own. Raises what the transport raises; then
-        some have not ended.
+        `mine` are this rank's operations, in the same order; None where it contributes zeros because it has joined.
         """
         first, kind = agreed[0], agreed[0].key.kind
         with torch.no_grad(), self._shown(agreed):
@@ -43,7 +43,7 @@ class Execution:
             elif kind is Kind.ALLREDUCE:
                 reductions.all_reduce(first, mine[0], transport)
             elif kind is Kind.BARRIER:
-                if mine[0] is not None:  # That all ranks have said it is all there is to it.
+                if mine[0] is not None:  # a barrier needs no more than the requests of all ranks
                     mine[0].finish(None)
             elif mine[0] is None:
                 raise AssertionError(f"{first.key} was agreed on without this rank")
@@ -52,7 +52,7 @@ class Execution:
 
     @contextlib.contextmanager
     def _shown(self, agreed: tuple[Agreed, ...]) -> Iterator[None]:
-        """On the timeline, if there is one."""
+        """Record the operations on the timeline, if there is one."""
         if not self._timeline.is_on:
             yield
             return

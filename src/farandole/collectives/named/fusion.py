@@ -1,4 +1,4 @@
-"""Which operations travel together: allreduces of one kind share a flat buffer up to a size. Pure."""
+"""Fuse operations: allreduces of one kind share a flat buffer up to a size. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farandole.collectives.reduction import Reduction
 
 Likeness: TypeAlias = tuple[object, ...]
 
-# Only to weigh a buffer against its limit; for a dtype that is not listed a guess is good enough.
+# Only for comparing a buffer with its limit; an estimate is good enough for a dtype that is not listed.
 _ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -28,10 +28,11 @@ _OTHER_ITEM_BYTES = 8
 
 
 class Matched:
-    """An operation that fits together on all members, with what is needed to carry it out once more.
+    """An operation whose requests agree on all members, with the data needed to execute it again.
 
-    likeness  operations that are equal in it may share a buffer; None for one that is always alone
-    nbytes    of one rank's tensor
+    Attributes:
+        likeness: Operations with equal values may share a buffer; None for one that is always alone.
+        nbytes: The size of one rank's tensor.
     """
 
     __slots__ = ("agreed", "execute", "likeness", "members", "nbytes")
@@ -44,13 +45,13 @@ class Matched:
         self.execute = Execute((agreed,))
 
     def part_of(self, rank: int) -> Request | None:
-        """What a global rank said; None if it is no member, or had joined."""
+        """Return the request of a global rank; None if it is not a member, or had joined."""
         place = self.members.places.get(rank)
         return None if place is None else self.agreed.parts[place]
 
 
 def fuse(matched: Iterable[Matched], fusion_bytes: float) -> list[Execute]:
-    """Each operation once, in the order of the first of each buffer."""
+    """Return each operation once, in the order of the first of each buffer."""
     buffers: list[list[Matched]] = []
     last: dict[Likeness, tuple[list[Matched], float]] = {}
     for each in matched:
@@ -71,6 +72,6 @@ def fuse(matched: Iterable[Matched], fusion_bytes: float) -> list[Execute]:
 def _likeness(agreed: Agreed, part: Request) -> Likeness | None:
     if agreed.key.kind is not Kind.ALLREDUCE or part.op == Reduction.ADASUM:
         return None
-    # Of each rank, as a rank may have one tensor on its first device and another one on its second.
+    # For each rank, as a rank may have one tensor on its first device and another one on its second.
     devices = tuple(None if each is None else each.device for each in agreed.parts)
     return agreed.key.process_set, part.dtype, part.op, part.prescale, part.postscale, devices

@@ -28,7 +28,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors into new ones. Gradients flow through it."""
+    """Reduce several tensors (all on one device) into new ones. Gradients flow through it."""
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     how, scales = reduction(op, average), (prescale_factor, postscale_factor)
     small, contexts = _compress(tensors, compression)
@@ -63,7 +63,7 @@ def grouped_allreduce_(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
-    """The rows of several tensors from all ranks. Gradients flow through it."""
+    """Gather the rows of several tensors from all ranks. Gradients flow through it."""
     call = Call(Kind.ALLGATHER, name, process_set, tensors)
     return autograd.all_gather(lambda inputs: submit_gathering(call, inputs), tensors, process_set)
 

@@ -1,6 +1,6 @@
-"""What an asynchronous operation returns: poll() asks whether it has ended, synchronize() takes its result.
+"""The handle of an asynchronous operation: poll() tests whether it has ended, synchronize() returns its result.
 
-A handle belongs to one call: to one operation, or to all those of a group.
+A handle belongs to one call: to one operation, or to all operations of a group.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from farandole.status_reporting import WaitingForPeers
 
 
 class Handle:
-    """Filled by the collectives' thread, one part at a time; taken once, by any thread.
+    """Filled by the collectives' thread, one part at a time; its result is taken once, by any thread.
 
-    parts     how many operations there are
-    is_group  whether the result is a tuple of one value for each part, instead of the one value
-    received  for each part of an allgather or alltoall, how many rows came from each member
+    Attributes:
+        parts: The number of operations.
+        is_group: Whether the result is a tuple of one value for each part, instead of the one value.
+        received: For each part of an allgather or alltoall, the number of rows from each member.
     """
 
     __slots__ = ("_error", "_is_group", "_is_taken", "_left", "_results", "_until_done", "received")
@@ -32,33 +33,33 @@ class Handle:
         self._is_group = is_group
         self._is_taken = False
         self._error: BaseException | None = None
-        self._until_done = threading.Lock()  # An Event costs 3 us more, on each of two threads.
+        self._until_done = threading.Lock()  # an Event costs 3 us more, on each of two threads
         if parts:
             self._until_done.acquire()
 
     @property
     def is_done(self) -> bool:
-        """Whether wait() returns at once."""
+        """True when wait() returns at once."""
         return self._left == 0
 
     @property
     def is_taken(self) -> bool:
-        """Whether take() was called; the result is gone."""
+        """True when take() was called; the result is gone."""
         return self._is_taken
 
     def finish(self, part: int, result: Any) -> None:
-        """One part has ended well. Only the collectives' thread calls it."""
+        """Complete one part. Only the collectives' thread calls it."""
         self._results[part] = result
         self._end_one()
 
     def fail(self, error: BaseException) -> None:
-        """One part has ended with an error: the whole handle will raise the first."""
+        """Complete one part with an error. The whole handle raises the first error."""
         if self._error is None:
             self._error = error
         self._end_one()
 
     def wait(self) -> None:
-        """Until all parts have ended. There is no deadline here: a lost rank ends them with an error."""
+        """Wait until all parts have ended. There is no deadline: a lost rank ends them with an error."""
         if self._until_done.acquire(blocking=False):
             self._until_done.release()
             return
@@ -66,15 +67,15 @@ class Handle:
             pass
 
     def take(self) -> Any:
-        """Wait, then hand the result out, once: later calls return None. Raises what the operation ended with."""
+        """Wait, then return the result, once: later calls return None. Raises the error of the operation."""
         if self._is_taken:
             return None
         self.wait()
         self._is_taken = True
         results, self._results = self._results, []
         if self._error is not None:
-            # A copy: the traceback of this raise must not keep this caller's tensors alive in an error that
-            # other handles share.
+            # A copy: the traceback of this raise must not keep this caller's tensors alive in an error that other
+            # handles share.
             raise copy.copy(self._error) from self._error.__cause__
         return tuple(results) if self._is_group else results[0]
 
@@ -85,7 +86,7 @@ class Handle:
 
 
 class ExchangeHandle(Handle):
-    """Of an alltoall, whose result is a pair: the tensor, and how many of its rows came from each member (int32)."""
+    """The handle of an alltoall. Its result is the tensor, and the number of its rows from each member (int32)."""
 
     __slots__ = ()
 
@@ -95,7 +96,11 @@ class ExchangeHandle(Handle):
 
 
 def poll(handle: object) -> bool:
-    """Whether synchronize() would return at once. Raises ValueError for what is no handle, or was taken already."""
+    """Return whether synchronize() would return at once.
+
+    Raises:
+        ValueError: The argument is not a handle, or its result was taken already.
+    """
     if not isinstance(handle, Handle):
         raise ValueError(f"poll: expected what an asynchronous operation returned, got {handle!r}")
     if handle.is_taken:
@@ -104,11 +109,16 @@ def poll(handle: object) -> bool:
 
 
 def synchronize(handle: object) -> Any:
-    """The result of an asynchronous operation, waiting for it: a tensor, or a tuple of them.
+    """Wait for an asynchronous operation.
 
-    None for a handle that was synchronized before, or that is none (as in Horovod). Raises HorovodInternalError
-    when the operation failed: a CollectiveMismatch when ranks disagree on it, PeerLost or GenerationEnded when
-    the world it was submitted to is over. StepError where collectives are refused (world.py).
+    Returns:
+        The result: a tensor, or a tuple of tensors. None for a handle that was synchronized before, or for an argument
+        that is not a handle (as in Horovod).
+
+    Raises:
+        HorovodInternalError: The operation failed: a CollectiveMismatch when ranks disagree on it, PeerLost or
+            GenerationEnded when the world to which it was submitted is over.
+        StepError: Collectives are refused here (world.py).
     """
     if not isinstance(handle, Handle):
         return None

@@ -1,7 +1,7 @@
-"""Decides what is done, from the payloads of all ranks: each rank receives all of them, and decides alike. Pure.
+"""Decide on the operations to run: each rank receives the payloads of all ranks, and decides alike. Pure.
 
-engine.py feeds it one round after another. Nothing depends on the order in which one rank alone submitted its
-operations, so that ranks may submit in different orders and over different rounds.
+engine.py calls it round after round. The order in which one rank submitted its operations has no effect, so that ranks
+may submit in different orders and over different rounds.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _CACHED = set(Kind) - _SET_CHANGES - {Kind.JOIN, Kind.BARRIER}
 class UnmatchedOperation:
     """An operation that waits for ranks.
 
-    submitted_by  global ranks
-    missing       global ranks that have not submitted it, or not all of its group
-    number        tells it from an earlier or later one of the same key
+    Attributes:
+        submitted_by: The global ranks that have submitted it.
+        missing: The global ranks that have not submitted it, or not all of its group.
+        number: Distinguishes it from an earlier or later one of the same key.
     """
 
     key: Key
@@ -55,12 +56,14 @@ class UnmatchedOperation:
 
 
 class Negotiation:
-    """One rank's copy of what all ranks know of each other's operations; they stay equal as long as they are fed
-    the same payloads. For one thread.
+    """A rank's copy of all ranks' outstanding operations. For one thread.
 
-    size            how many ranks there are
-    cache_capacity  how many operations are remembered, so that repeating a request costs a number; 0 for none
-    fusion_bytes    up to this size allreduces that are alike share one Execute; 0 for none. Groups share one anyway
+    The copies stay equal as long as they receive the same payloads.
+
+    Args:
+        size: The number of ranks.
+        cache_capacity: The number of cached operations; repeating a cached request costs one number. 0 for none.
+        fusion_bytes: Up to this size, similar allreduces share one Execute; 0 for none. Groups always share one.
     """
 
     def __init__(self, size: int, cache_capacity: int = 1024, fusion_bytes: int = 64 << 20) -> None:
@@ -73,9 +76,9 @@ class Negotiation:
         self._joined = 0  # ranks that wait in a join(), over all process sets
 
     def make_payload(self, rank: int, requests: Iterable[Request], expired: Iterable[Key] = ()) -> RoundPayload:
-        """What a rank has to say in the next round. To be used for that very round.
+        """Return a rank's payload for the next round. It must be used in that round.
 
-        expired  keys of operations that are to be given up: all who have submitted them get an error
+        `expired` are the keys of operations to give up: all ranks that have submitted them get an error.
         """
         place_of = self._cache.place_of
         new: list[Request] = []
@@ -89,9 +92,9 @@ class Negotiation:
         return RoundPayload(tuple(new), tuple(repeated), tuple(expired))
 
     def round(self, payloads: Sequence[RoundPayload]) -> list[Decision]:
-        """Decide from the payloads of all ranks, by rank. To be carried out in this order, by all ranks.
+        """Decide from the payloads of all ranks, by rank. All ranks must execute the decisions in this order.
 
-        Raises ProtocolError, on all ranks, for a payload that no rank can mean; the negotiation is over then.
+        Raises ProtocolError, on all ranks, for an invalid payload; the negotiation is over then.
         """
         is_plain = (
             not self._joined and not self._outstanding and not any(each.requests or each.expired for each in payloads)
@@ -106,7 +109,7 @@ class Negotiation:
         return decisions
 
     def requested(self, payloads: Sequence[RoundPayload]) -> Iterator[tuple[int, Key]]:
-        """Which rank submits what in a round that is yet to be decided: for the timeline."""
+        """Yield (rank, key) for each operation submitted in a round that is not decided yet: for the timeline."""
         for rank, payload in enumerate(payloads):
             for place in payload.repeated:
                 yield rank, self._cache[place].agreed.key
@@ -114,7 +117,7 @@ class Negotiation:
                 yield rank, request.key
 
     def waiting(self) -> list[UnmatchedOperation]:
-        """All operations that wait for ranks, oldest first: for reports of stalls. Joins are not among them."""
+        """Return all operations that wait for ranks, oldest first, for reports of stalls. Joins are not among them."""
         pendings = self._outstanding.all()
         return [
             UnmatchedOperation(pending.key, tuple(pending.submitted_by()), tuple(awaited), pending.number)
@@ -152,7 +155,10 @@ class Negotiation:
         return [*fails, *executes, *self._all_joined(), *self._change_sets(changes)]
 
     def _receive(self, payloads: Sequence[RoundPayload]) -> list[Decision]:
-        """Everything submitted, then all joins. Returns the failures of what is submitted to unknown process sets."""
+        """Receive all submitted operations, then all joins.
+
+        Returns the failures of operations that were submitted to unknown process sets.
+        """
         if len(payloads) != self._size:
             raise ProtocolError(f"a round has the payloads of {self._size} ranks, got those of {len(payloads)}")
         add, cache, get = self._outstanding.add, self._cache, self._sets.get
@@ -185,7 +191,7 @@ class Negotiation:
         return [Fail(key, self._why_unknown(key)) for key in unknown]
 
     def _match(self, pending: Pending) -> Matched | Fail:
-        """Whether what all members said fits together."""
+        """Check that the requests of all members agree."""
         key, members = pending.key, pending.members
         is_from_all = not pending.strangers and not (members.joined and None in pending.parts)
         if pending.matched is not None and is_from_all:
@@ -247,10 +253,10 @@ class Negotiation:
         self._repeated_rounds.clear()
         return [*(Fail(each, self._why_unknown(each)) for each in keys), SetRemoved(key, number)]
 
-    # What is remembered ------------------------------------------------------------------------------------
+    # Cache -------------------------------------------------------------------------------------------------
 
     def _use(self, matched: Iterable[Matched]) -> None:
-        """Have all that is carried out in the cache, if it is something that all members can repeat."""
+        """Put all executed operations into the cache, if all members can repeat them."""
         for each in matched:
             agreed = each.agreed
             if agreed.key.kind in _CACHED and None not in agreed.parts:
@@ -259,13 +265,13 @@ class Negotiation:
                     self._repeated_rounds.forget_place(changed)
 
     def _remember(self, repeated: tuple[tuple[int, ...], ...], decisions: list[Decision]) -> None:
-        """When all ranks say just this again, the same follows."""
+        """Store the decisions, to be used again when all ranks repeat exactly these requests."""
         executes = [each for each in decisions if isinstance(each, Execute)]
         if len(executes) == len(decisions):
             keys = [agreed.key for execute in executes for agreed in execute.operations]
             self._repeated_rounds.add(repeated, RepeatedRound(tuple(executes), self._cache.places(keys)))
 
-    # In words ----------------------------------------------------------------------------------------------
+    # Messages ----------------------------------------------------------------------------------------------
 
     def _why_unknown(self, key: Key) -> str:
         number = key.process_set

@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and any Python value from one rank to all, or from all to all. Scripts call these."""
+"""Send parameters, optimizer state and Python values from one rank to all, or from all to all. Scripts call these."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from farandole.collectives.named.process_sets import ProcessSet, global_process_
 def broadcast_parameters(params: Mapping[str, torch.Tensor] | Sequence[Any], root_rank: int) -> None:
     """Overwrite tensors with those of rank `root_rank`, in place.
 
-    params  a dict of tensors (`model.state_dict()`), or a list of tensors or of (name, tensor). Tensors are
-            matched over ranks by name, and where there is none by their place in the list.
-    Raises ValueError for anything else, HorovodInternalError when ranks differ in shape or dtype.
+    Args:
+        params: A dict of tensors (`model.state_dict()`), or a list of tensors or of (name, tensor). Tensors are matched
+            over ranks by name, and without a name by their place in the list.
+        root_rank: The global rank whose tensors are sent.
+
+    Raises:
+        ValueError: `params` is none of these.
+        HorovodInternalError: Ranks differ in shape or dtype.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -41,9 +46,16 @@ def broadcast_parameters(params: Mapping[str, torch.Tensor] | Sequence[Any], roo
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Rank `root_rank`'s `obj`, on every rank of the process set. `root_rank` is a global rank.
+    """Return the `obj` of rank `root_rank`, on every rank of the process set.
 
-    Other ranks may pass anything, None for example. `name` only matters when several threads broadcast at once.
+    Args:
+        obj: The value; ranks other than the root may pass anything, None for example.
+        root_rank: A global rank.
+        name: Needed only when several threads broadcast at once.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's `obj`.
     """
     name = name or "broadcast_object"
     is_root = world.current().placement.rank == root_rank
@@ -57,7 +69,15 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's `obj`, by rank. `name` only matters when several threads gather at once."""
+    """Gather every rank's `obj`.
+
+    Args:
+        obj: The value of this rank.
+        name: Needed only when several threads gather at once.
+
+    Returns:
+        The values of all ranks, by rank.
+    """
     name = name or "allgather_object"
     payload = _to_bytes(obj)
     lengths = allgather(torch.tensor([payload.numel()]), f"{name}.length").tolist()
@@ -70,13 +90,18 @@ def broadcast_optimizer_state(
 ) -> None:
     """Make the optimizer's state and options (lr, betas, ...) those of rank `root_rank`, on every rank.
 
-    State that the root has and this rank has not is created, what the root has not is dropped; options keep
-    their Python types. Nothing steps, so no parameter moves (Horovod takes a real step to create the state and
-    moves a joining worker by one learning rate). Where the root has no state yet, parameters that require
-    gradients are left with gradients of zeros, as scripts know it from Horovod.
+    State that only the root has is created, state that the root lacks is dropped; options keep their Python types. No
+    step is taken, so no parameter moves (Horovod takes a real step to create the state and moves a joining worker by
+    one learning rate). Where the root has no state yet, parameters that require gradients are left with gradients of
+    zeros, as in Horovod.
 
-    model  not needed; Horovod's signature
-    Raises ValueError for LBFGS, and when the optimizers have other parameters or groups.
+    Args:
+        optimizer: The optimizer to overwrite.
+        root_rank: The global rank whose state is sent.
+        model: Unused; part of Horovod's signature.
+
+    Raises:
+        ValueError: The optimizer is LBFGS, or the optimizers differ in parameters or groups.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -91,7 +116,7 @@ def broadcast_optimizer_state(
             _set(group, key, value)
     tensors = _follow(outline, optimizer, parameters)
     broadcast_parameters(tensors, root_rank)
-    if not outline.states and not isinstance(optimizer, torch.optim.SparseAdam):  # which refuses dense gradients
+    if not outline.states and not isinstance(optimizer, torch.optim.SparseAdam):  # SparseAdam refuses dense gradients
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -99,7 +124,7 @@ def broadcast_optimizer_state(
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor of the state, which travels by itself."""
+    """Stands for a tensor of the state, which is sent separately."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -108,10 +133,11 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Outline:
-    """What a root says of its optimizer before the tensors come.
+    """The description that a root sends of its optimizer before the tensors.
 
-    options  of each parameter group, without the parameters
-    states   by index of the parameter over all groups, with a _Place for each tensor
+    Attributes:
+        options: Those of each parameter group, without the parameters.
+        states: By index of the parameter over all groups, with a _Place for each tensor.
     """
 
     options: list[dict[str, Any]]
@@ -131,7 +157,7 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """Of all parameters, by group."""
+    """Return the shapes of all parameters, by group."""
     return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -140,12 +166,12 @@ def _placed(value: Any) -> Any:
 
 
 def _off_device(value: Any) -> Any:
-    """Another rank may not have the device that a tensor lies on."""
+    """Copy a tensor to the CPU: another rank may not have its device."""
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _refuse_other_optimizers(by_rank: list[list[list[tuple[int, ...]]]]) -> None:
-    """On every rank, or on none: who went on alone would wait for ever."""
+    """Raise on every rank, or on none: a rank that went on alone would wait for ever."""
     for rank, shapes in enumerate(by_rank):
         if shapes != by_rank[0]:
             raise ValueError(
@@ -157,7 +183,7 @@ def _refuse_other_optimizers(by_rank: list[list[list[tuple[int, ...]]]]) -> None
 def _follow(
     outline: _Outline, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[tuple[str, torch.Tensor]]:
-    """Give the state the root's structure; the tensors to be overwritten, alike on all ranks."""
+    """Give the state the root's structure. Return the tensors to be overwritten, in the same order on all ranks."""
     tensors = []
     for index, parameter in enumerate(parameters):
         wanted = outline.states.get(index)
@@ -178,7 +204,7 @@ def _follow(
 
 
 def _room(place: _Place, parameter: torch.Tensor) -> torch.Tensor:
-    """Memory for one tensor of the state: beside the parameter, or on the CPU (a step counter)."""
+    """Return memory for one tensor of the state: beside the parameter, or on the CPU (a step counter)."""
     device = parameter.device if parameter.device.type == place.device_type else torch.device("cpu")
     if place.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=place.dtype, device=device, requires_grad=False)
@@ -186,7 +212,7 @@ def _room(place: _Place, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """A learning rate may be a tensor that a captured graph reads: it stays the same one."""
+    """Set an option. A learning rate may be a tensor that a captured graph reads, so that object is kept."""
     current = group.get(key)
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and current.shape == value.shape:
         current.detach().copy_(value)

@@ -1,4 +1,4 @@
-"""One rank's part in one operation: what it says of it, its tensor, and the handle that waits for it."""
+"""The part of one rank in one operation: its request, its tensor, and the handle that waits for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from farandole.collectives.named.operation_requests import Key, Request
 
 @dataclass(eq=False)
 class Operation:
-    """Made by the caller's thread; everything else is done by the collectives' thread.
+    """Made by the caller's thread; the collectives' thread does the rest.
 
-    tensor    the user's, on any device, contiguous or not; None where there is none
-    in_place  whether the result goes into `tensor`
-    handle    told of the end, for its part number `part`
-    was_sent  whether the other ranks have received it
+    Attributes:
+        tensor: The user's tensor, on any device, contiguous or not; None where there is none.
+        in_place: Whether the result goes into `tensor`.
+        handle: Receives the result, as its part number `part`.
+        was_sent: Whether the other ranks have received the request.
     """
 
     request: Request
@@ -34,7 +35,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         if self.tensor is not None and self.tensor.is_cuda:
-            # Copies are queued behind what the caller has queued so far, in its own stream.
+            # Copies are queued behind the caller's earlier work, in its own stream.
             self.stream = torch.cuda.current_stream(self.tensor.device)
 
     @property
@@ -42,22 +43,22 @@ class Operation:
         return self.request.key
 
     def read(self) -> torch.Tensor:
-        """The tensor on the CPU, contiguous, outside autograd: its own memory where that is possible."""
+        """Return the tensor on the CPU, contiguous, outside autograd: its own memory where that is possible."""
         assert self.tensor is not None
         with self._on_stream():
             return self.tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
 
     def buffer(self) -> torch.Tensor:
-        """As read(), for overwriting: the tensor's own memory only if the operation is in place."""
+        """Return memory as read() does, for overwriting: the tensor's own only if the operation is in place."""
         assert self.tensor is not None
         here = self.read()
         is_own = here.data_ptr() == self.tensor.data_ptr() and here.numel() > 0
         return here.clone() if is_own and not self.in_place else here
 
     def deliver(self, result: torch.Tensor, received: Sequence[int] = ()) -> None:
-        """End well with a CPU tensor: into the user's tensor, or onto its device.
+        """Complete the operation with a CPU tensor: copy it into the user's tensor, or onto its device.
 
-        received  how many of its rows came from each member, where that may differ
+        `received` are the numbers of its rows from each member, where they may differ.
         """
         assert self.tensor is not None
         self.handle.received[self.part] = list(received)
@@ -77,12 +78,12 @@ class Operation:
         self.finish(value)
 
     def finish(self, value: Any) -> None:
-        """End well. The name is free for the next operation from here on."""
+        """Complete the operation. From here on the name is free for the next operation."""
         self.has_ended = True
         self.handle.finish(self.part, value)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, which the waiting caller gets."""
+        """Complete the operation with an error, which the waiting caller gets."""
         self.has_ended = True
         self.handle.fail(error)
 

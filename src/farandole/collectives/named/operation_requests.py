@@ -1,6 +1,6 @@
-"""What one rank says of one operation, and what a round of negotiation decides. Pure.
+"""The request of one rank for one operation, and the decisions of a round of negotiation. Pure.
 
-Every rank receives every rank's payload in each round and decides alike (negotiation.py); nobody answers for others.
+Every rank receives every rank's payload in each round and decides alike (negotiation.py); no rank decides for others.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TypeAlias
 import msgspec
 
 CPU = -1
-"""`device` of a tensor in main memory; otherwise the CUDA device's number."""
+"""The `device` of a tensor in main memory; otherwise the CUDA device's number."""
 
 GLOBAL_SET = 0
 """The process set of all ranks."""
 
 
 class Kind(enum.IntEnum):
-    """What is done. The numbers are on the wire."""
+    """The kinds of operations. The numbers are on the wire."""
 
     ALLREDUCE = 1
     ALLGATHER = 2
@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True):
-    """What operations are matched by."""
+    """The key by which operations are matched."""
 
     process_set: int
     kind: Kind
@@ -41,15 +41,16 @@ class Key(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part in one operation.
+    """The part of one rank in one operation.
 
-    dtype     name, as "float32"; "" where there is no tensor
-    shape     of this rank's tensor
-    op        a Reduction, where something is reduced
-    root      global rank, for a broadcast
-    splits    rows for each member of the process set, for an alltoall
-    group     operations of one group are carried out together or not at all; "" for none
-    ranks     of the process set to be added or removed (sorted, global)
+    Attributes:
+        dtype: The name, as "float32"; "" where there is no tensor.
+        shape: The shape of this rank's tensor.
+        op: A Reduction, where tensors are reduced.
+        root: A global rank, for a broadcast.
+        splits: The rows for each member of the process set, for an alltoall.
+        group: Operations of one group are executed together or not at all; "" for none.
+        ranks: Those of the process set to be added or removed (sorted, global).
     """
 
     key: Key
@@ -67,11 +68,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundPayload(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's payload in one round.
+    """The payload of one rank in one round.
 
-    requests  new, or different from what was agreed before under the same key
-    repeated  places in the cache of requests that are exactly as this rank's last time
-    expired   keys of operations that this rank wants to be given up (stalled for too long)
+    Attributes:
+        requests: New, or different from the last agreed request of the same key.
+        repeated: Places in the cache of requests that equal this rank's last one.
+        expired: Keys of operations that this rank wants to give up (stalled for too long).
     """
 
     requests: tuple[Request, ...] = ()
@@ -81,9 +83,9 @@ class RoundPayload(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Agreed:
-    """An operation that can be carried out now.
+    """An operation that can be executed now.
 
-    parts  each member's request, by rank within the process set; None for one that has joined
+    `parts` are the members' requests, by rank within the process set; None for one that has joined.
     """
 
     key: Key
@@ -98,14 +100,14 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Execute:
-    """Carry these out together: one operation, or several allreduces that one flat buffer holds."""
+    """Execute these together: one operation, or several allreduces that one flat buffer holds."""
 
     operations: tuple[Agreed, ...]
 
 
 @dataclass(frozen=True)
 class Fail:
-    """The operation cannot be carried out; every rank that submitted it gets this error."""
+    """The operation cannot be executed; every rank that submitted it gets this error."""
 
     key: Key
     message: str
@@ -135,4 +137,4 @@ class SetRemoved:
 
 
 Decision: TypeAlias = Execute | Fail | AllJoined | SetAdded | SetRemoved
-"""To be carried out by every rank in the order given."""
+"""Executed by every rank in the order given."""

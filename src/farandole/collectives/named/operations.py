@@ -1,6 +1,6 @@
-"""Horovod's operations on tensors, those that wait for their result; the asynchronous ones are handed on.
+"""Horovod's operations on tensors that wait for their result; the asynchronous ones are re-exported.
 
-Arguments as in asynchronous.py. All raise what their asynchronous form raises, and what synchronize() raises.
+Arguments as in asynchronous.py. All raise the errors of their asynchronous form and of synchronize().
 """
 
 from __future__ import annotations
@@ -80,7 +80,15 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce `tensor` into a new one. Gradients flow through it."""
+    """Reduce `tensor` into a new one. Gradients flow through it.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        compression: Converts the tensor for the reduction, and the result back.
+
+    Returns:
+        A tensor of the same shape, on the device of `tensor`.
+    """
     call = Call(Kind.ALLREDUCE, name, process_set)
     how, scales = reduction(op, average), (prescale_factor, postscale_factor)
     small, context = compression.compress(tensor)
@@ -103,7 +111,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce `tensor` in place, and return it."""
+    """Reduce `tensor` in place, and return it. After an error its content is undefined."""
     call = Call(Kind.ALLREDUCE, name, process_set)
     how = reduction(op, average)
     result: torch.Tensor = submit_reduction(
@@ -115,7 +123,14 @@ def allreduce_(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The rows of all ranks' tensors, in the order of the ranks. Gradients flow through it."""
+    """Gather the rows of all ranks' tensors, in the order of the ranks. Gradients flow through it.
+
+    Args:
+        tensor: Only the number of rows may differ among ranks (0 is allowed); a scalar counts as one row.
+
+    Returns:
+        A new tensor with the rows of all ranks.
+    """
     (result,) = autograd.all_gather(lambda inputs: allgather_async(inputs[0], name, process_set), [tensor], process_set)
     return result
 
@@ -123,7 +138,15 @@ def allgather(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensor of `root_rank` (a global rank), in a new one. Gradients flow through it."""
+    """Copy the tensor of `root_rank` into a new one. Gradients flow through it.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        root_rank: A global rank, also in a process set.
+
+    Returns:
+        A tensor that equals the root's.
+    """
     return autograd.broadcast(
         lambda inputs: broadcast_async(inputs[0], root_rank, name, process_set), tensor, root_rank, process_set
     )
@@ -132,7 +155,12 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensor of `root_rank` (a global rank), in place; returns `tensor`."""
+    """Overwrite `tensor` with that of `root_rank`, and return it.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        root_rank: A global rank, also in a process set.
+    """
     result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).take()
     return result
 
@@ -143,9 +171,15 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Some rows for each rank, and some rows from each. Gradients flow through it.
+    """Send some rows to each rank, and receive some rows from each. Gradients flow through it.
 
-    With `splits` a pair: the tensor, and how many of its rows came from each rank (int32, on the CPU).
+    Args:
+        tensor: The rows for all ranks; the first ones go to rank 0.
+        splits: The number of rows for each rank; None to split them evenly.
+
+    Returns:
+        The received rows. With `splits` a pair: the tensor, and the number of its rows from each rank (int32, on the
+        CPU).
     """
     output, received = autograd.all_to_all(
         lambda inputs: alltoall_async(inputs[0], splits, name, process_set), tensor, process_set
@@ -162,7 +196,16 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce `tensor`, and keep this rank's share of the rows. Gradients flow through it."""
+    """Reduce `tensor`, and keep this rank's part of the rows. Gradients flow through it.
+
+    Args:
+        tensor: The same shape and dtype on all ranks, with at least one dimension.
+        compression: Converts the tensor for the reduction, and the result back.
+        op: Sum or Average.
+
+    Returns:
+        The rows of this rank. The first ranks get one more where the rows cannot be divided evenly.
+    """
     call = Call(Kind.REDUCESCATTER, name, process_set)
     how, scales = reduction(op), (prescale_factor, postscale_factor)
     small, context = compression.compress(tensor)
@@ -177,12 +220,16 @@ def reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have. Returns the rank that was last.
+    """Declare that this rank has no more data, and wait until all ranks have done so.
 
-    Meanwhile it contributes zeros to what the others reduce. An Average is still divided by the number of all
+    Meanwhile it contributes zeros to the reductions of the others. An Average is still divided by the number of all
     ranks. Operations other than reductions fail on the others, with CollectiveMismatch.
 
-    device  accepted for Horovod's scripts; zeros need no device here
+    Args:
+        device: Accepted for Horovod's scripts; zeros need no device here.
+
+    Returns:
+        The rank that joined last.
     """
     call = Call(Kind.JOIN, None, global_process_set)
     call.add()

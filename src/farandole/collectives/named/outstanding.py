@@ -1,8 +1,8 @@
 """Operations that some rank has submitted and that are not decided yet. Pure; negotiation.py decides them.
 
-An operation of its own is complete when all members that have not joined have submitted it. Groups are looked at
-as a whole: every member has to have submitted all that it says belongs to the group. Where ranks disagree on what
-belongs together, or on what an operation of this name does, everything that is tangled is one cluster.
+An ungrouped operation is complete when all members that have not joined have submitted it. A group is decided as a
+whole: every member has to have submitted all operations that it assigns to the group. Where ranks disagree on the
+members of a group, or on the operation that a name stands for, all operations involved form one cluster.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _PREFIXES = {
     kind: (f"grouped_{kind.name.lower()}.", f"{kind.name.lower()}.")
     for kind in (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER)
 }
-_UNNAMED = "noname."  # Each kind counts its unnamed operations: equal numbers of two kinds mean nothing.
+_UNNAMED = "noname."  # each kind counts its unnamed operations: equal numbers of two kinds are unrelated
 
 
 class Outstanding:
-    """A table of all of them, kept alike on all ranks."""
+    """A table of all outstanding operations, equal on all ranks."""
 
     def __init__(self) -> None:
         self._by_key: dict[Key, Pending] = {}
         self._groups: dict[Label, OperationGroup] = {}
-        self._by_name: dict[Label, list[Pending]] = {}  # by bare name, without those that came in this round
+        self._by_name: dict[Label, list[Pending]] = {}  # by bare name, without operations of this round
         self._groups_by_name: dict[Label, list[OperationGroup]] = {}
         self._fresh: list[Pending] = []
         self._complete: list[Pending] = []
         self._touched: dict[Label, OperationGroup] = {}
-        self._was_split = False  # a group has left: what hung together by it may be several clusters now
+        self._was_split = False  # a group has left: a cluster that it connected may be several now
         self._count = 0
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Outstanding:
         return self._by_key.get(key)
 
     def add(self, members: Members, rank: int, request: Request, matched: Matched | None) -> None:
-        """A rank has submitted an operation. `matched` if that is what it said when they were agreed on last."""
+        """Add an operation that a rank has submitted. `matched` is given if the request equals its last agreed one."""
         key = request.key
         pending = self._by_key.get(key)
         if pending is None:
@@ -75,7 +75,7 @@ class Outstanding:
                 self._complete.append(pending)
 
     def join(self, members: Members, rank: int) -> None:
-        """This member submits nothing more. To be told after all that was submitted in the same round."""
+        """Mark that this member submits nothing more. Called after all operations of the same round were added."""
         place = members.places[rank]
         for pending in self._by_key.values():
             if pending.members is members and pending.parts[place] is None:
@@ -85,7 +85,7 @@ class Outstanding:
         self._touched.update((label, group) for label, group in self._groups.items() if group.members is members)
 
     def take_complete(self) -> list[Pending]:
-        """Operations of their own that every member has submitted by now, in the order of their completion."""
+        """Take the ungrouped operations that every member has submitted by now, in the order of their completion."""
         complete, self._complete = self._complete, []
         complete = [pending for pending in complete if not pending.is_mixed]
         for pending in complete:
@@ -94,12 +94,12 @@ class Outstanding:
         return complete
 
     def take_whole_groups(self) -> list[list[Pending]]:
-        """Groups that every member has submitted, and all the same."""
+        """Take the groups that every member has submitted with the same operations."""
         groups = [group for group in self._touched.values() if group.is_whole() and group.is_alike()]
         return [self.take(group.pendings.values()) for group in groups]
 
     def take_tangled(self) -> list[list[Pending]]:
-        """Clusters that will never fit: every member has submitted all that it means to, and it is not the same."""
+        """Take the clusters that can never match: every member has submitted all of its operations, and they differ."""
         seeds = self._names_with_several_meanings()
         # A group that is not mixed, and has no such name in it, is a cluster of its own.
         is_simple = not seeds
@@ -118,7 +118,7 @@ class Outstanding:
         return clusters
 
     def cluster(self, seeds: Iterable[Pending], by_name: bool = True) -> list[Pending]:
-        """These and all that hangs together with them: by groups, and by names with several meanings."""
+        """Return these and all operations that depend on them: by groups, and by names with several meanings."""
         found: dict[Key, Pending] = {}
         todo = list(seeds)
         while todo:
@@ -137,7 +137,7 @@ class Outstanding:
         return sorted(found.values(), key=lambda pending: pending.number)
 
     def take(self, pendings: Iterable[Pending]) -> list[Pending]:
-        """They are decided."""
+        """Remove decided operations."""
         taken = sorted(pendings, key=lambda pending: pending.number)
         for pending in taken:
             del self._by_key[pending.key]
@@ -152,11 +152,12 @@ class Outstanding:
         return taken
 
     def awaited(self, pending: Pending) -> list[int]:
-        """Members that have not submitted this operation; if all have, those who lack something of its cluster."""
+        """Return the members that have not submitted this operation; if all have, those that lack a part of the
+        cluster."""
         return self.all_awaited([pending])[0]
 
     def all_awaited(self, pendings: Sequence[Pending]) -> list[list[int]]:
-        """As awaited(), for each of these."""
+        """Return awaited() for each of these."""
         of_cluster: dict[Key, list[int]] = {}
         found = []
         for pending in pendings:
@@ -200,8 +201,10 @@ class Outstanding:
         return [group for name in names if (group := self._groups.get((number, name))) is not None]
 
     def _names_with_several_meanings(self) -> list[list[Pending]]:
-        """Operations of several kinds that the user gave one name. An operation counts from the end of its first
-        round on: most are decided by then, and cost nothing."""
+        """Return operations of several kinds to which the user gave one name.
+
+        An operation counts from the end of its first round on: most are decided by then, and cost nothing.
+        """
         for pending in self._fresh:
             if self._by_key.get(pending.key) is pending and (bare := _bare(pending.key, pending.key.name)):
                 self._by_name.setdefault(bare, []).append(pending)
@@ -214,7 +217,7 @@ class Outstanding:
         return all(self._is_through(rank, cluster) for rank in cluster[0].members.active())
 
     def _is_through(self, rank: int, cluster: Sequence[Pending]) -> bool:
-        """Whether this member has submitted something of the cluster, and all of the groups that it began."""
+        """Return whether this member has submitted a part of the cluster, and all of the groups that it began."""
         place = cluster[0].members.places[rank]
         mine = [pending for pending in cluster if pending.parts[place] is not None]
         groups = {group.label: group for pending in mine for group in self._groups_of(pending)}
@@ -227,8 +230,10 @@ class Outstanding:
 
 
 def _bare(key: Key, name: str) -> Label | None:
-    """What the user called an operation of this key, or its group, without what was done: ranks that mean the same
-    use the same word. None for what the user gave no name."""
+    """Return the user's name for an operation of this key, or for its group, without the kind of operation.
+
+    Ranks that mean the same use the same name. None where the user gave no name.
+    """
     prefixes = _PREFIXES.get(key.kind)
     if prefixes is None:
         return None

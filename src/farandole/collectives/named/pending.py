@@ -1,4 +1,4 @@
-"""One operation, and one group of them, that some rank has submitted. Pure; outstanding.py keeps them."""
+"""An operation, and a group of operations, that some rank has submitted. Pure; outstanding.py keeps them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Label: TypeAlias = tuple[int, str]
 
 
 class Pending:
-    """One operation.
+    """An operation that some rank has submitted.
 
-    parts      requests of the members, by place; None where there is none yet
-    missing    how many members have neither submitted it nor joined
-    matched    what was agreed on before, if all so far repeat just that
-    group      of the first who submitted it; None before
-    is_mixed   whether not all named the same group
-    strangers  ranks that submitted it and are not in the process set
-    number     operations are counted in the order in which the first rank submitted them
+    Attributes:
+        parts: Requests of the members, by place; None where there is none yet.
+        missing: The number of members that have neither submitted it nor joined.
+        matched: The earlier agreement, if all requests so far repeat it.
+        group: The group named by the first rank that submitted it; None before.
+        is_mixed: Whether some named another group.
+        strangers: Ranks that submitted it and are not in the process set.
+        number: Operations are counted in the order in which the first rank submitted them.
     """
 
     __slots__ = ("group", "is_mixed", "key", "matched", "members", "missing", "number", "parts", "strangers")
@@ -43,12 +44,13 @@ class Pending:
 
 
 class OperationGroup:
-    """Operations that at least one rank wants to be carried out together.
+    """Operations that at least one rank wants to be executed together.
 
-    submitted      how many of its operations each rank has submitted
-    sizes     how many each rank says that there are
-    is_mixed  whether some rank submitted one of its operations outside it
-    bare      what the user called it
+    Attributes:
+        submitted: The number of its operations that each rank has submitted.
+        sizes: The number of operations that each rank declares.
+        is_mixed: Whether some rank submitted one of its operations outside of it.
+        bare: The user's name for it.
     """
 
     __slots__ = ("bare", "is_mixed", "label", "members", "pendings", "sizes", "submitted")
@@ -61,15 +63,15 @@ class OperationGroup:
         self.is_mixed = False
 
     def is_whole_from(self, rank: int) -> bool:
-        """Whether this rank has submitted all of it."""
+        """Return whether this rank has submitted all of it."""
         return self.submitted.get(rank, 0) >= self.sizes.get(rank, 1)
 
     def is_whole(self) -> bool:
-        """Whether every member that has not joined has submitted all of it."""
+        """Return whether every member that has not joined has submitted all of it."""
         return all(map(self.is_whole_from, self.members.active()))
 
     def is_alike(self) -> bool:
-        """Whether all submitted the same operations, once it is whole."""
+        """Return whether all members submitted the same operations, once it is whole."""
         count = len(self.pendings)
         return (
             not self.is_mixed

@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, for operations among themselves. Scripts make them; operations.py asks them."""
+"""Process sets: some of the ranks, for operations among themselves. Scripts make them; operations.py uses them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 class ProcessSet:
     """Some of the ranks, by their global numbers.
 
-    Means nothing until it is given to init() or add_process_set(); then it has an id. After a change of the
-    membership it stands for the workers that have these ranks then. When there are no such ranks any more it is
-    as it was before it was added.
+    A process set has no id until it is passed to init() or add_process_set(). After a change of the membership it
+    stands for the workers that have these ranks then. When these ranks do not exist any more, it has no id, as before
+    it was added.
 
-    ranks           global ranks, sorted
-    process_set_id  the same on all ranks; None before it was added and after it was removed
+    Attributes:
+        ranks: The global ranks, sorted.
+        process_set_id: The same on all ranks; None before it was added and after it was removed.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        """Raises ValueError for anything but ranks that differ from each other."""
+        """Create a process set of these ranks. Raises ValueError unless they are distinct ranks."""
         if not isinstance(ranks, Iterable):
             raise ValueError(f"a ProcessSet is made of ranks, got {ranks!r} (communicators of MPI are not known here)")
         self._ranks = sorted(ranks)
@@ -45,11 +46,11 @@ class ProcessSet:
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """How many ranks it has; None before it was added."""
+        """Return the number of its ranks; None before it was added."""
         return None if self.process_set_id is None else len(self._ranks)
 
     def rank(self) -> int | None:
-        """This worker's place in it, from 0; None before it was added. Raises ValueError for one that is not in it."""
+        """Return this worker's place in it, from 0; None before it was added. Raises ValueError for a non-member."""
         if self.process_set_id is None:
             return None
         here = world.current().placement.rank
@@ -58,7 +59,7 @@ class ProcessSet:
         return self._ranks.index(here)
 
     def included(self) -> bool | None:
-        """Whether this worker is in it; None before init()."""
+        """Return whether this worker is in it; None before init()."""
         return world.current().placement.rank in self._ranks if world.is_entered() else None
 
     def __repr__(self) -> str:
@@ -87,22 +88,23 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
-"""The process set of all ranks: what operations use unless they are told otherwise."""
+"""The process set of all ranks: the default of all operations."""
 
 _added: list[ProcessSet] = []  # in the order in which they were added
-_unclaimed: set[tuple[int, ...]] = set()  # added anew after a regroup, and not again by the script
-_before_admission: NamedCollectives | None = None  # a newcomer's world of one, which has not the ranks of the job
+_unclaimed: set[tuple[int, ...]] = set()  # added again after a regroup, and not yet by the script
+_before_admission: NamedCollectives | None = None  # the world of one of a newcomer, which lacks the job's ranks
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Add a process set while the job runs. All ranks call it, with the same ranks, in the same order.
 
-    After a regroup a script may add what it has added before: every process set is there again already, and keeps
-    its id. A worker that was started into a running job gets no id before it is admitted; then it has one if the
-    others have this process set.
+    After a regroup a script may add its process sets again: they all exist already, and keep their ids. A worker that
+    was started into a running job gets no id before it is admitted; then it has one if the others have this process
+    set.
 
-    Raises ValueError when dynamic process sets are not enabled, when there is one of these ranks already, and when
-    other ranks add something else.
+    Raises:
+        ValueError: Dynamic process sets are not enabled, a process set of these ranks exists already, or other ranks
+            add a different one.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     named = engine()
@@ -122,10 +124,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set away again. All ranks call it. False if it was not added, or is the global one.
+    """Remove a process set. All ranks call it.
 
-    Raises ValueError when dynamic process sets are not enabled, or other ranks remove another one; then it is still
-    there.
+    Returns:
+        False if it was not added, or is the global one.
+
+    Raises:
+        ValueError: Dynamic process sets are not enabled, or other ranks remove another one; then it still exists.
     """
     number = process_set.process_set_id
     if number is None or number == GLOBAL_SET:
@@ -135,23 +140,23 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     try:
         _change(named, Kind.REMOVE_PROCESS_SET, [named.process_sets.get(number, ())])
     except HorovodInternalError:
-        _forget(number)  # This world is over. The next one is to be without it.
+        _forget(number)  # this world is over; the next one is created without it
         raise
     _forget(number)
     return True
 
 
 def process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """All process sets of this world, those of others included."""
+    """Return the global ranks of all process sets of this world by id, including those without this rank."""
     return {number: list(ranks) for number, ranks in engine().process_sets.items()}
 
 
 def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = False) -> None:
-    """Add what init(process_sets=...) was given. All ranks call it, also with nothing.
+    """Add the process sets of init(process_sets=...). All ranks call it, also with an empty list.
 
-    is_newcomer  this worker is alone until it is admitted: the process sets are added by recreate() then
+    With `is_newcomer` this worker is alone until it is admitted: recreate() adds the process sets then.
 
-    Raises ValueError, on all ranks, when they differ, name a rank that there is not, or have one twice.
+    Raises ValueError, on all ranks, when they differ, name a rank that does not exist, or contain one twice.
     """
     global _before_admission
     named = engine()
@@ -171,17 +176,17 @@ def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = F
 
 
 def has_added() -> bool:
-    """Whether this worker has process sets that a new generation must have too."""
+    """Return whether this worker has process sets that a new generation must have too."""
     return bool(_added)
 
 
 def recreate(is_newcomer: bool) -> None:
-    """Add all process sets again, in a new generation. All ranks call it before any other named operation, if
-    has_added() is true for one of them.
+    """Add all process sets again, in a new generation.
 
-    The order is that of the lowest rank that is no newcomer; what others have beside is added behind. What only
-    newcomers have was removed before they came, and stays so. A process set that names a rank which there is no more
-    is not added: its object has no id for now.
+    All ranks call it before any other named operation, if has_added() is true for one of them. The order is that of the
+    lowest rank that is not a newcomer; further sets of the others follow. Process sets that only newcomers have were
+    removed before they came, and stay so. A process set with a rank that does not exist any more is not added: its
+    object has no id for now.
     """
     named = engine()
     mine = [tuple(each.ranks or ()) for each in _added]
@@ -200,7 +205,7 @@ def recreate(is_newcomer: bool) -> None:
 
 
 def forget_all() -> None:
-    """After shutdown(): no process set has an id any more."""
+    """Remove the ids of all process sets, after shutdown()."""
     for each in _added:
         each.process_set_id = None
     _added.clear()
@@ -208,7 +213,7 @@ def forget_all() -> None:
 
 
 def engine() -> NamedCollectives:
-    """The named collectives of the current world. Raises NotInitialized before init()."""
+    """Return the named collectives of the current world. Raises NotInitialized before init()."""
     named = world.current().named
     if named is None:
         raise RuntimeError("this world has no named collectives")
@@ -223,7 +228,7 @@ def _add_all(process_sets: Sequence[ProcessSet], named: NamedCollectives) -> Non
 
 
 def _change(named: NamedCollectives, kind: Kind, all_ranks: Sequence[tuple[int, ...]]) -> Sequence[int]:
-    """Add or remove process sets, all in one round. Raises ValueError where other ranks do something else."""
+    """Add or remove process sets, all in one round. Raises ValueError where other ranks request a different change."""
     if not all_ranks:
         return ()
     handle = Handle(len(all_ranks), is_group=True)
@@ -240,7 +245,7 @@ def _change(named: NamedCollectives, kind: Kind, all_ranks: Sequence[tuple[int, 
 
 
 def _gather(mine: Sequence[tuple[int, ...]], named: NamedCollectives) -> list[list[tuple[int, ...]]]:
-    """What every rank says, by rank."""
+    """Return the process sets of every rank, by rank."""
     payload = msgspec.json.encode(mine)
     name = f"process_sets.{named.next_number(Kind.ALLGATHER, -1)}"
     request = Request(Key(GLOBAL_SET, Kind.ALLGATHER, name), "uint8", (len(payload),))

@@ -1,6 +1,6 @@
-"""Allreduce and reducescatter on tensors, by means of a transport. execution.py calls it, in the collectives' thread.
+"""Run allreduce and reducescatter on tensors through a transport. execution.py calls it, in the collectives' thread.
 
-In an allreduce `mine`, this rank's operation, is None when this rank has joined: then it contributes zeros.
+In an allreduce, this rank's operation `mine` is None when this rank has joined: then it contributes zeros.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LOGICAL = {Reduction.SUM: Reduction.MAX, Reduction.PRODUCT: Reduction.MIN}
 
 
 class FusionBuffers:
-    """Flat buffers that many small tensors are reduced in together; one for each dtype, kept for the next time."""
+    """Flat buffers in which many small tensors are reduced together; one for each dtype, kept for reuse."""
 
     def __init__(self) -> None:
         self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
     def take(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Uninitialized; valid until the next call with this dtype."""
+        """Return an uninitialized buffer; valid until the next call with this dtype."""
         buffer = self._by_dtype.get(dtype)
         if buffer is None or buffer.numel() < numel:
             buffer = self._by_dtype[dtype] = shareable_zeros(numel, dtype)
@@ -36,7 +36,7 @@ class FusionBuffers:
 
 
 def all_reduce(agreed: Agreed, mine: Operation | None, transport: Transport) -> None:
-    """One tensor, reduced in its own memory or in a copy of it."""
+    """Reduce one tensor in its own memory or in a copy of it."""
     part = agreed.any_part
     tensor = torch.zeros(part.shape, dtype=dtype_named(part.dtype)) if mine is None else mine.buffer()
     _reduce(_numbers(tensor), part, transport)
@@ -47,7 +47,7 @@ def all_reduce(agreed: Agreed, mine: Operation | None, transport: Transport) -> 
 def all_reduce_fused(
     agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport, buffers: FusionBuffers
 ) -> None:
-    """Several tensors of one dtype, op and scale, by one reduction of a flat buffer."""
+    """Reduce several tensors of one dtype, op and scale by one reduction of a flat buffer."""
     parts = [each.any_part for each in agreed]
     sizes = [torch.Size(part.shape).numel() for part in parts]
     dtype = dtype_named(parts[0].dtype)
@@ -61,13 +61,13 @@ def all_reduce_fused(
     _reduce(_numbers(flat), parts[0], transport)
     for slot, part, operation in zip(slots, parts, mine, strict=True):
         if operation is not None:
-            # Out of place and on the CPU the slot itself must not be handed out: it is used again.
+            # Out of place and on the CPU the slot itself must not be returned: it is used again.
             result = slot.view(part.shape)
             operation.deliver(result if operation.in_place or operation.stream is not None else result.clone())
 
 
 def reduce_scatter(agreed: Agreed, mine: Operation, transport: Transport) -> None:
-    """Reduce everything, keep this rank's rows: the first ranks get one more where they do not come out even."""
+    """Reduce the whole tensor, and keep this rank's rows: the first ranks get one more if they divide unevenly."""
     tensor = mine.buffer()
     _reduce(_numbers(tensor), agreed.any_part, transport)
     start, stop = rows_of(transport.rank, tensor.shape[0], transport.size)
@@ -75,26 +75,26 @@ def reduce_scatter(agreed: Agreed, mine: Operation, transport: Transport) -> Non
 
 
 def rows_of(rank: int, rows: int, size: int) -> tuple[int, int]:
-    """From which row up to which a reducescatter gives rank `rank` its share."""
+    """Return the first row, and the row after the last, of rank `rank` in a reducescatter."""
     share, extra = divmod(rows, size)
     start = rank * share + min(rank, extra)
     return start, start + share + (rank < extra)
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a request."""
+    """Return the dtype of a request."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory, flat, as something a transport reduces."""
+    """Return the tensor's memory, flat, in a dtype that a transport reduces."""
     return flat_view(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
 
 
 def _reduce(flat: torch.Tensor, part: Request, transport: Transport) -> None:
-    """What all ranks agreed on, done to a flat tensor in place."""
+    """Reduce a flat tensor in place as all ranks have agreed."""
     op = Reduction(part.op)
     if part.dtype == "bool":
         transport.all_reduce(flat, op=_LOGICAL.get(op, op))

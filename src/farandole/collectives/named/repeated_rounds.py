@@ -1,6 +1,6 @@
-"""Rounds in which all ranks only repeat themselves have happened before, and so has what follows from them. Pure.
+"""Remember rounds in which all ranks only repeat requests, and the decisions that follow from them. Pure.
 
-The training step's rounds are such rounds: this makes them cost next to nothing.
+The training step's rounds are of this kind, so they cost next to nothing.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import TypeAlias
 from farandole.collectives.named.operation_requests import Execute
 
 Repeated: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of each rank, the places in the cache of what it repeats."""
+"""For each rank, the places in the cache of the requests that it repeats."""
 
 _MOST = 64
 
 
 @dataclass(frozen=True)
 class RepeatedRound:
-    """What follows, and the places in the cache, in the order of use."""
+    """The decisions of a round, and the places in the cache, in the order of use."""
 
     decisions: tuple[Execute, ...]
     places: tuple[int, ...]
 
 
 class RepeatedRounds:
-    """Some rounds that were seen. They hold as long as the cache has the same in these places."""
+    """Recent rounds that repeat cached requests. They are valid while the cache keeps the same in these places."""
 
     def __init__(self) -> None:
         self._repeated_rounds: dict[Repeated, RepeatedRound] = {}
@@ -41,7 +41,7 @@ class RepeatedRounds:
         self._places.update(plan.places)
 
     def forget_place(self, place: int) -> None:
-        """The cache has something else there now."""
+        """Forget the rounds that use this place: the cache has another operation there now."""
         if place in self._places:
             self.clear()
 

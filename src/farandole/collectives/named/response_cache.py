@@ -1,4 +1,4 @@
-"""Operations that were agreed on before: a rank that repeats its request says only the place of it. Pure.
+"""Cache agreed operations: a rank that repeats its request sends only the place of the operation. Pure.
 
 All ranks put and use the same operations in the same order, so that a place means the same everywhere.
 """
@@ -13,7 +13,7 @@ from farandole.collectives.named.operation_requests import Key, Request
 
 
 class ResponseCache:
-    """The last `capacity` operations that were agreed on; the one that was not used for longest makes room."""
+    """The last `capacity` agreed operations; the least recently used one is evicted."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -22,20 +22,20 @@ class ResponseCache:
         self._by_age: OrderedDict[int, None] = OrderedDict()
 
     def __getitem__(self, place: int) -> Matched:
-        """Raises IndexError for a place that holds nothing."""
+        """Return the operation in a place. Raises IndexError for an empty place."""
         if place < 0:
             raise IndexError(place)
         return self._matched[place]
 
     def place_of(self, rank: int, request: Request) -> int | None:
-        """Where exactly this request of this rank is; None if it is not here, or was another one."""
+        """Return the place of exactly this request of this rank; None if it is not cached, or was a different one."""
         place = self._places.get(request.key)
         if place is None or self._matched[place].part_of(rank) != request:
             return None
         return place
 
     def use(self, matched: Matched) -> int | None:
-        """Keep this one for longest. Returns a place that now holds something else than before, None for no such."""
+        """Mark this operation as most recently used. Return a place that now holds another operation, if any."""
         key = matched.agreed.key
         place = self._places.get(key)
         changed = None
@@ -53,16 +53,16 @@ class ResponseCache:
         return changed
 
     def places(self, keys: Iterable[Key]) -> tuple[int, ...]:
-        """Where these operations are, which must be here."""
+        """Return the places of these operations, which must be cached."""
         return tuple(self._places[key] for key in keys)
 
     def touch(self, places: tuple[int, ...]) -> None:
-        """Keep the operations in these places for longest."""
+        """Mark the operations in these places as most recently used."""
         for place in places:
             self._by_age.move_to_end(place)
 
     def _make_room(self) -> tuple[int, int | None]:
-        """A free place, and whether it was taken before."""
+        """Return a free place, and the place that was evicted for it, if any."""
         if len(self._matched) < self._capacity:
             return len(self._matched), None
         place, _ = self._by_age.popitem(last=False)

@@ -1,8 +1,7 @@
-"""One round: the payload of every rank is exchanged with every rank. engine.py starts one when a rank has something
-new.
+"""Run one round: every rank's payload goes to every rank. engine.py starts one when a rank has new requests.
 
-Payloads travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths before.
-Only when some rank's payload does not fit is there a second exchange.
+Payloads travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths before. A
+second exchange follows only when some rank's payload does not fit.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Rounds:
         self._nothing = torch.empty(0)
 
     def exchange(self, payload: RoundPayload) -> list[RoundPayload]:
-        """Return the payload of every rank, by rank. Raises what the transport raises."""
+        """Return the payload of every rank, by rank. Raises the errors of the transport."""
         encoded = b"" if payload == _NOTHING_NEW else _encode(payload)
         trailers = self._transport.all_reduce(self._nothing, _trailer(encoded))
         if all(trailer[0] != _TOO_LONG for trailer in trailers):

@@ -1,4 +1,4 @@
-"""What happens to numbers before and after they are summed: Horovod's rules for each dtype. In place, on the CPU."""
+"""Scale numbers before and after they are summed, by Horovod's rules for each dtype. In place, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prescale(flat: torch.Tensor, factor: float) -> None:
 
 
 def postscale(flat: torch.Tensor, op: Reduction, size: int, factor: float) -> None:
-    """From the sum over `size` ranks to what was asked for: divided for an AVERAGE, then multiplied.
+    """Turn the sum over `size` ranks into the requested result: divide it for an AVERAGE, then multiply it.
 
     Integers are truncated toward zero, once.
     """

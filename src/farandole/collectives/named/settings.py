@@ -1,4 +1,4 @@
-"""What can be set about named collectives. Pure; the worker reads the environment and hands this in."""
+"""The settings of named collectives. Pure; the worker reads the environment and passes them in."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from farandole.errors import ConfigError
 
 @dataclass(frozen=True)
 class NamedSettings:
-    """Horovod's settings, under our names. Raises ConfigError for values that cannot work.
+    """Horovod's settings, under Farandole's names. Raises ConfigError for invalid values.
 
-    cache_capacity        how many requests are remembered, so that repeating one costs a byte or two; 0 for none
-    fusion_bytes          up to this size several allreduces share one flat buffer; 0 for none
-    stall_warning_s       after this time a warning names operations that some ranks have not submitted; 0 for never
-    stall_abort_s         after this time such an operation is given up with an error; 0 for never
-    dynamic_process_sets  whether add_process_set and remove_process_set are allowed
+    Attributes:
+        cache_capacity: The number of cached requests; repeating one costs a byte or two. 0 for none.
+        fusion_bytes: Up to this size several allreduces share one flat buffer; 0 for none.
+        stall_warning_s: After this time, in seconds, a warning names the operations that some ranks have not submitted;
+            0 for never.
+        stall_abort_s: After this time, in seconds, such an operation fails with an error; 0 for never.
+        dynamic_process_sets: Whether add_process_set and remove_process_set are allowed.
     """
 
     cache_capacity: int = 1024

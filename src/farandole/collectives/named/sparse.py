@@ -1,4 +1,4 @@
-"""The sum of sparse tensors, as in gradients of embeddings: entries are gathered, not added up."""
+"""Sum sparse tensors, as in gradients of embeddings: entries are gathered, not added up."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from farandole.collectives.named.process_sets import ProcessSet, global_process_
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Sum or Average of a sparse COO tensor (same shape on all ranks, any number of entries).
+    """Compute the Sum or Average of a sparse COO tensor (same shape on all ranks, any number of entries).
 
-    Returns a function instead of a handle (as Horovod does): it waits, and gives a sparse tensor in which an
-    index may occur several times.
+    Returns:
+        A function instead of a handle (as in Horovod): it waits, and returns a sparse tensor in which an index may
+        occur several times.
     """
     calls = [
         Call(Kind.ALLGATHER, None if name is None else f"{name}.{part}", process_set) for part in ("indices", "values")
@@ -29,11 +30,11 @@ def sparse_allreduce_async(
     values = submit_gathering(calls[1], [tensor._values()])
 
     def wait() -> torch.Tensor:
-        # Both, before anything is raised: their names are free again afterwards.
+        # Wait for both before an error is raised: their names are free again afterwards.
         all_values, all_indices = synchronize(values), synchronize(indices)
         if op == Average:
             all_values = all_values / process_set.size()
-        # Said explicitly, or torch warns of its default.
+        # Given explicitly, or torch warns of its default.
         return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape, check_invariants=False)
 
     return wait

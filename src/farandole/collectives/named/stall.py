@@ -1,6 +1,6 @@
-"""Operations that wait for ranks for too long: when to warn of them, and when to give them up. Pure; engine.py asks.
+"""Decide when to warn of an operation that waits for ranks, and when to give it up. Pure; engine.py asks.
 
-Usually it means that some rank takes another way through the script, and will never come.
+Usually some rank takes another path through the script, and will never submit it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from farandole.collectives.named.disagreement import ranks_in_words
 from farandole.collectives.named.negotiation import UnmatchedOperation
 from farandole.collectives.named.operation_requests import Key
 
-_LISTED = 5  # of operations that wait for the same ranks, a warning names only so many
+_LISTED = 5  # the number of operations that a warning names for one set of awaited ranks
 
 
 @dataclass(frozen=True)
 class StallReport:
-    """What one look at the waiting operations finds.
+    """The result of one check of the waiting operations.
 
-    warnings  sentences for the log: the same on all ranks, so that one of them is enough to say them
-    expired   operations that have waited for too long; to be said in the next round
+    Attributes:
+        warnings: Sentences for the log: the same on all ranks, so that one of them is enough to log them.
+        expired: Operations that have waited for too long; to be sent in the next round.
     """
 
     warnings: tuple[str, ...] = ()
@@ -31,11 +32,12 @@ _NOTHING = StallReport()
 
 
 class StallWatch:
-    """Told the time and what waits, now and then; its answers are as fine as it is told often.
+    """Checks the waiting operations periodically; the resolution of its times is the interval of the checks.
 
-    warning_s  an operation that waits as long is warned of, and again each time it has waited as long again;
-               0 for never
-    abort_s    an operation that waits as long has expired; 0 for never
+    Args:
+        warning_s: Warn of an operation that has waited for this time, in seconds, and again after each such time; 0 for
+            never.
+        abort_s: An operation that has waited for this time, in seconds, has expired; 0 for never.
     """
 
     def __init__(self, warning_s: float = 60.0, abort_s: float = 0.0) -> None:
@@ -47,11 +49,11 @@ class StallWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether it has to be asked at all."""
+        """True when check() has to be called at all."""
         return self._warning_s > 0 or self._abort_s > 0
 
     def check(self, now_s: float, waiting: Sequence[UnmatchedOperation]) -> StallReport:
-        """What is to be said of the operations that wait now, all of them."""
+        """Return the report on all operations that wait now."""
         if not self.is_on or (not waiting and not self._since_s):
             return _NOTHING
         by_id = {(each.key, each.number): each for each in waiting}
@@ -70,7 +72,7 @@ class StallWatch:
 
 
 def _warnings(late: Sequence[tuple[UnmatchedOperation, float]]) -> tuple[str, ...]:
-    """A sentence for each set of ranks that is waited for."""
+    """Return a sentence for each set of awaited ranks."""
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[UnmatchedOperation, float]]] = {}
     for each in late:
         alike.setdefault((each[0].submitted_by, each[0].missing), []).append(each)

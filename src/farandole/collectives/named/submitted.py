@@ -1,4 +1,4 @@
-"""What this rank has submitted and what has not ended yet. Callers put in, the collectives' thread takes out."""
+"""The operations of this rank that have not ended yet. Callers add them, the collectives' thread takes them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from farandole.collectives.named.wake import Wake
 
 
 class Submitted:
-    """Thread-safe. After end() nothing can be put in any more.
+    """A thread-safe table of submitted operations. After end() it accepts no more.
 
-    wake  set while there is something that was not said yet; None where no thread waits for it
+    `wake` is set while there are operations that were not sent yet; None where no thread waits for it.
     """
 
     def __init__(self, wake: Wake | None) -> None:
@@ -30,12 +30,15 @@ class Submitted:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits for its end."""
+        """True when no operation is waiting for its end."""
         return not self._in_flight
 
     def add(self, operations: Sequence[Operation]) -> None:
-        """All of them or none. Raises ValueError for a name that is in flight, what end() was told if it was called,
-        and RuntimeError in a forked child."""
+        """Add all of the operations or none.
+
+        Raises ValueError for a name that is in flight, the error of end() if it was called, and RuntimeError in a
+        forked child.
+        """
         with self._lock:
             if self._error is not None:
                 raise copy.copy(self._error) from self._error.__cause__
@@ -52,7 +55,7 @@ class Submitted:
             self._in_flight |= by_key
 
     def wake(self) -> None:
-        """Let the collectives' thread look around."""
+        """Wake the collectives' thread for a check."""
         with self._lock:
             self._set_wake()
 
@@ -67,7 +70,7 @@ class Submitted:
             ) from None
 
     def take_unsaid(self) -> list[Operation]:
-        """What the other ranks are to hear of now."""
+        """Take the operations that have not been sent to the other ranks."""
         with self._lock:
             if self._wake is not None:
                 self._wake.clear()
@@ -77,7 +80,7 @@ class Submitted:
         return unsent
 
     def find(self, key: Key) -> Operation | None:
-        """What was submitted as `key`, if the other ranks have heard of it."""
+        """Return the operation with this key, if it was sent to the other ranks."""
         operation = self._in_flight.get(key)
         return operation if operation is not None and operation.was_sent else None
 
@@ -86,14 +89,14 @@ class Submitted:
             return list(self._in_flight.values())
 
     def forget(self, ended: Iterable[Operation | None]) -> None:
-        """These have ended; a new one of the same name may have come already."""
+        """Remove ended operations; a new one of the same name may have been submitted already."""
         with self._lock:
             for operation in ended:
                 if operation is not None and self._in_flight.get(operation.key) is operation:
                     del self._in_flight[operation.key]
 
     def end(self, error: BaseException) -> None:
-        """Nothing will be carried out any more: whatever waits fails, and so does whatever comes later."""
+        """End all operations: waiting ones fail, and so do later ones."""
         with self._lock:
             if self._error is None:
                 self._error = error

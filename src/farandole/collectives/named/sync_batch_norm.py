@@ -14,15 +14,17 @@ from farandole.collectives.named.operations import allgather, allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As torch.nn.BatchNorm1d, 2d and 3d on one process with the whole global batch; shares may differ in size.
+    """Equals torch.nn.BatchNorm1d, 2d and 3d on one process with the global batch; local batches may differ in size.
 
-    num_features  channels C of inputs (N, C, ...), on the CPU or a CUDA device
-    momentum      None: running statistics are the plain average over all batches
-    Gradients of weight and bias are this rank's part; a DistributedOptimizer adds the others'. All ranks must run
-    the same layers in the same order. Statistics are computed over the ranks in float64.
+    Gradients of weight and bias are this rank's part; a DistributedOptimizer adds the others'. All ranks must run the
+    same layers in the same order. Statistics are computed over the ranks in float64.
 
-    Raises ValueError for inputs with less than two dimensions, and for a global batch with less than two values
-    for each channel.
+    Args:
+        num_features: Channels C of inputs (N, C, ...), on the CPU or a CUDA device.
+        momentum: None: running statistics are the plain average over all batches.
+
+    Raises:
+        ValueError: An input has less than two dimensions, or a global batch less than two values for each channel.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _count_batch(self) -> float:
-        """How much the statistics of this batch weigh in the running ones."""
+        """Return the weight of this batch in the running statistics."""
         if not self.training or self.num_batches_tracked is None:
             return self.momentum or 0.0
         self.num_batches_tracked.add_(1)
@@ -66,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(input, weight, bias, eps) -> (normalized input, global mean, global biased variance, values per channel)."""
+    """Map (input, weight, bias, eps) to (normalized input, global mean, biased variance, values per channel)."""
 
     @staticmethod
     def forward(
@@ -113,11 +115,13 @@ class _Normalize(torch.autograd.Function):
 
 
 def _global_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean, biased variance (both float64, one value for each channel) and number of values per channel over all
-    ranks. From each rank's mean and squared distances to it, so that nothing cancels for large means."""
+    """Return mean, biased variance (both float64, one value for each channel) and values per channel over all ranks.
+
+    Computed from each rank's mean and squared distances to it, so that nothing cancels for large means.
+    """
     count = x.numel() // x.size(1)
     mean = _per_channel_sum(x) / max(count, 1)
-    centre = mean.to(x.dtype)  # near the mean is near enough, if what it is off by is taken off again
+    centre = mean.to(x.dtype)  # an approximate mean is enough, since its error is subtracted again
     spread = _per_channel_sum((x - _spread(centre, x)).square_()) - count * (mean - centre).square()
     ours = torch.cat([torch.full_like(mean[:1], count), mean, spread])
     by_rank = allgather(ours.unsqueeze(0), "sync_batch_norm.statistics")
@@ -133,5 +137,5 @@ def _per_channel_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One value for each channel, as something to broadcast against (N, C, ...)."""
+    """Return one value for each channel in a shape that broadcasts against (N, C, ...)."""
     return per_channel.view(1, -1, *[1] * (like.dim() - 2))

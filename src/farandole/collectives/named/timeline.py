@@ -1,7 +1,7 @@
-"""What happened to each named operation, and when: a file for Perfetto or chrome://tracing. engine.py tells it.
+"""Record the events of each named operation in a file for Perfetto or chrome://tracing. engine.py calls it.
 
-One rank writes it, rank 0. Telling never waits for the disk: a thread writes, and when it cannot keep up events are
-left out, which the file says.
+One rank writes it, rank 0. A caller never waits for the disk: a thread writes, and when it cannot keep up, events are
+left out, which the file notes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from farandole.collectives.named.timeline_writer import BEGIN, CYCLE, END, INSTA
 
 logger = logging.getLogger("farandole")
 
-_STOP_TIMEOUT_S = 5.0  # A disk that hangs must not keep a job from ending.
+_STOP_TIMEOUT_S = 5.0  # a disk that hangs must not keep a job from ending
 
 
 class Timeline:
-    """Started and stopped at any time, from any thread, also while operations run. Outlives generations.
+    """A timeline that can be started and stopped at any time, from any thread, also while operations run.
 
-    All but start() and stop() do nothing while it is off, and are cheap then.
+    It outlives generations. All methods but start() and stop() do nothing while it is off, and are cheap then.
 
-    pause_s       between two writes: what was told is in the file that much later
-    most_records  how many wait in memory at most (100,000 are about 20 MB)
+    Args:
+        pause_s: The time between two writes, in seconds: the delay of an event in the file.
+        most_records: The highest number of events that wait in memory (100,000 are about 20 MB).
     """
 
     def __init__(self, pause_s: float = 0.02, most_records: int = 100_000) -> None:
@@ -43,9 +44,8 @@ class Timeline:
     def start(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Record into a new file from now on, in place of the one before. Nothing changes if it is that file.
 
-        mark_cycles  show each round of negotiation too
-
-        Raises OSError when the file cannot be written; the timeline is off then.
+        `mark_cycles` shows each round of negotiation too. Raises OSError when the file cannot be written; the timeline
+        is off then.
         """
         with self._lock:
             wanted = os.path.abspath(path)
@@ -59,32 +59,32 @@ class Timeline:
                 raise OSError(error.errno, f"the timeline cannot be written: {error.strerror}", wanted) from error
 
     def stop(self) -> None:
-        """Everything told so far is in the file when this returns. Does nothing while it is off."""
+        """Stop recording; all events are in the file when this returns. Does nothing while it is off."""
         with self._lock:
             self._stop()
 
     def negotiate_start(self, name: str, kind: Kind) -> None:
-        """The first rank has submitted an operation; more calls until negotiate_end() change nothing."""
+        """Record that the first rank has submitted an operation; more calls until negotiate_end() change nothing."""
         self._tell(BEGIN, name, f"NEGOTIATE_{kind.name}")
 
     def rank_ready(self, name: str, rank: int) -> None:
-        """A rank has submitted it."""
+        """Record that a rank has submitted it."""
         self._tell(INSTANT, name, str(rank))
 
     def negotiate_end(self, name: str) -> None:
-        """It is decided."""
+        """Record that it is decided."""
         self._tell(END, name, "")
 
     def begin(self, name: str, activity: str) -> None:
-        """It is carried out, or a part of it; activities may be nested."""
+        """Record that it, or a part of it, is executed; activities may be nested."""
         self._tell(BEGIN, name, activity)
 
     def end(self, name: str) -> None:
-        """The last activity that was begun has ended."""
+        """Record the end of the last activity that began."""
         self._tell(END, name, "")
 
     def cycle(self) -> None:
-        """A round of negotiation begins."""
+        """Record the start of a round of negotiation."""
         recording = self._recording
         if recording is not None and recording.marks_cycles:
             recording.tell(CYCLE, "", "CYCLE_START")
@@ -101,7 +101,7 @@ class Timeline:
 
 
 class _Recording:
-    """One file, from start to stop, and the thread that writes it."""
+    """The recording of one file, from start to stop, and the thread that writes it."""
 
     def __init__(self, path: str, marks_cycles: bool, pause_s: float, most_records: int) -> None:
         self.path, self.marks_cycles = path, marks_cycles
@@ -109,7 +109,7 @@ class _Recording:
         self.has_failed = False
         self._start_ns = now_ns()
         self._writer = TimelineWriter(path, int(wall_time_s() * 1e6))
-        self._records: deque[Record] = deque()  # Appending and taking are atomic; no lock is held for them.
+        self._records: deque[Record] = deque()  # appending and taking are atomic, so no lock is held for them
         self._dropped = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farandole-timeline", daemon=True)
@@ -119,7 +119,7 @@ class _Recording:
         if self.has_failed:
             return
         if len(self._records) >= self._most_records:
-            self._dropped += 1  # Two threads may count one for two; that there is a gap is what matters.
+            self._dropped += 1  # two threads may count one instead of two; only the gap matters
             return
         self._records.append((now_ns() - self._start_ns, mark, name, text))
 

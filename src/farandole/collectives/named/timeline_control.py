@@ -9,24 +9,28 @@ from farandole.collectives import world
 from farandole.collectives.named.timeline import Timeline
 
 process_timeline = Timeline()
-"""What every NamedCollectives of this process is given."""
+"""The timeline of every NamedCollectives of this process."""
 
-atexit.register(process_timeline.stop)  # what was told last is in the file too
+atexit.register(process_timeline.stop)  # the last events are in the file too
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record the named operations of all ranks into a file, in Chrome's trace format (see ui.perfetto.dev).
 
-    All ranks may call it; rank 0 writes. In place of the file before, if there is one.
+    All ranks may call it; rank 0 writes. It replaces the file before, if there is one.
 
-    mark_cycles  show each round of negotiation too
+    Args:
+        file_path: The file to write.
+        mark_cycles: Show each round of negotiation too.
 
-    Raises NotInitialized before init(), OSError when the file cannot be written.
+    Raises:
+        NotInitialized: Called before init().
+        OSError: The file cannot be written.
     """
     if world.current().placement.rank == 0:
         process_timeline.start(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """End the file that start_timeline() began; everything is in it when this returns."""
+    """End the file of start_timeline(); it is complete when this returns."""
     process_timeline.stop()

@@ -1,4 +1,4 @@
-"""A file in Chrome's trace format that is a whole JSON array after each write. timeline.py's thread writes it."""
+"""Write a file in Chrome's trace format that is a valid JSON array after each write. timeline.py's thread calls it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NEGOTIATE = "NEGOTIATE_"
 
 
 class TimelineWriter:
-    """One file. Each operation's name is shown as a process of its own, as Horovod does.
+    """Writes one file. Each operation's name is shown as a process of its own, as in Horovod.
 
-    Raises OSError when the file cannot be made or written; what was written before stays.
+    Raises OSError when the file cannot be created or written; the data written before stays.
     """
 
     def __init__(self, path: str, start_us: int) -> None:
-        # Unbuffered: a forked child must not write what it finds in a buffer once more.
+        # Unbuffered: a forked child must not write the content of an inherited buffer again.
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         try:
-            # What cannot be written over (a pipe) gets the end of the array at the end.
+            # A file that cannot be overwritten (a pipe) gets the end of the array when it is closed.
             self._can_seek = self._file.seekable()
             self._processes: dict[str, int] = {}
             self._open: dict[str, list[str]] = {}
@@ -37,7 +37,7 @@ class TimelineWriter:
             raise
 
     def add(self, records: Iterable[Record], dropped: int = 0) -> None:
-        """Write these, in this order. `dropped` is how many went missing behind them."""
+        """Write these records, in this order. `dropped` is the number of records lost after them."""
         events: list[Mapping[str, object]] = []
         for time_ns, mark, name, text in records:
             self._last_us = time_ns // 1000
@@ -50,7 +50,7 @@ class TimelineWriter:
             self._write(b"".join(b",\n" + _json(event) for event in events))
 
     def close(self) -> None:
-        """End the array, if that was not done yet."""
+        """End the array, unless that was done before."""
         try:
             if not self._can_seek:
                 self._write_all(_END_OF_ARRAY)
@@ -62,11 +62,11 @@ class TimelineWriter:
             return [self._marker(text)]
         stack = self._open.setdefault(name, [])
         if mark == END:
-            # Whose beginning was before the file's: nothing to end.
+            # Its beginning was before the file's: nothing to end.
             return [self._end(name)] if stack and stack.pop() else []
         if mark == BEGIN:
             if text in stack and text.startswith(_NEGOTIATE):
-                return []  # The first rank began it; the others are shown when they are ready.
+                return []  # the first rank began it; the others are shown when they are ready
             stack.append(text)
         process = self._processes.get(name)
         new: list[Mapping[str, object]] = []

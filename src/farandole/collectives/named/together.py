@@ -1,6 +1,6 @@
-"""Many allreduces handed over at once, so that the other ranks hear of all in one round. DistributedOptimizer uses it.
+"""Submit many allreduces at once, so that the other ranks learn of all in one round. DistributedOptimizer uses it.
 
-Unlike a group they need not be the same ones on all ranks: each is carried out when all ranks have submitted it.
+Unlike in a group they need not be the same on all ranks: each is executed when all ranks have submitted it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farandole.collectives.reduction import Reduction
 class Reduced:
     """Tensors to be reduced in place under one name.
 
-    is_group  as by grouped_allreduce_async_(); else there is one tensor, as by allreduce_async_()
+    With `is_group` as by grouped_allreduce_async_(); else there is one tensor, as by allreduce_async_().
     """
 
     name: str
@@ -37,9 +37,10 @@ def allreduce_together_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """One handle for all: it is done when all have ended, and raises the first error of any.
+    """Return one handle for all: it is done when all have ended, and raises the first error of any.
 
-    All are submitted or none; raises what allreduce_async_() raises."""
+    All are submitted or none; raises the errors of allreduce_async_().
+    """
     operations: list[Operation] = []
     for each in all_reduced:
         call = Call(Kind.ALLREDUCE, each.name, process_set, each.tensors if each.is_group else None)

@@ -1,4 +1,4 @@
-"""Whether what all members said of one operation fits together: a check for each kind. Pure.
+"""Check that all members' requests for one operation agree: a check for each kind. Pure.
 
 negotiation.py asks once every member has submitted the operation, so that all of them get the same answer.
 """
@@ -13,16 +13,16 @@ from farandole.collectives.named.operation_requests import CPU, Key, Kind, Reque
 from farandole.collectives.reduction import Reduction
 
 Voices: TypeAlias = Sequence[tuple[int, Request]]
-"""Global ranks and what they said, in the order of the ranks."""
+"""Global ranks and their requests, in the order of the ranks."""
 
-_JOINABLE = {Kind.ALLREDUCE, Kind.BARRIER}  # A rank without data can add zeros, and wait; it has nothing else to give.
+_JOINABLE = {Kind.ALLREDUCE, Kind.BARRIER}  # a rank without data can only add zeros, and wait
 
 
 def why_invalid(key: Key, ranks: tuple[int, ...], parts: Sequence[Request | None]) -> str | None:
-    """A message with ranks and values, to be told to all of them; None if the operation can be carried out.
+    """Return a message with ranks and values, sent to all of them; None if the operation can be executed.
 
-    ranks  the members of the process set
-    parts  their requests, in the same order; None for a member that has joined
+    `ranks` are the members of the process set; `parts` are their requests, in the same order; None for a member that
+    has joined.
     """
     voices = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if part is not None]
     what = key.kind.name.lower()
@@ -48,7 +48,7 @@ def _shapes(voices: Voices, _: tuple[int, ...]) -> str | None:
 
 
 def _rows(voices: Voices, _: tuple[int, ...]) -> str | None:
-    """Every tensor has a first dimension, which may differ; the others may not."""
+    """Check the first dimension, which every tensor must have and which may differ; the others may not."""
     return _scalars(voices, _) or _difference(
         voices, "the shape of one row (all dimensions but the first)", lambda part: part.shape[1:], _list
     )
@@ -102,7 +102,7 @@ _CHECKS: dict[Kind, tuple[Check, ...]] = {
     Kind.ALLGATHER: (_dtypes, _rows, _devices),
     Kind.BROADCAST: (_roots, _dtypes, _shapes, _devices),
     Kind.ALLTOALL: (_dtypes, _rows, _splits, _devices),
-    # Summed before it is dealt out: the first dimension is compared too.
+    # Summed before it is scattered: the first dimension is compared too.
     Kind.REDUCESCATTER: (_dtypes, _scalars, _shapes, _ops, _scales, _devices),
     Kind.BARRIER: (),
     Kind.ADD_PROCESS_SET: (_sets,),
@@ -117,7 +117,7 @@ def _difference(
     if all(value(part) == first for _, part in voices):
         return None
     said = who_says_what((rank, text(value(part))) for rank, part in voices)
-    return None if said is None else f"ranks disagree on {what}: {said}"  # None where all of them say nan
+    return None if said is None else f"ranks disagree on {what}: {said}"  # None where all values are nan
 
 
 def _list(numbers: object) -> str:

@@ -1,4 +1,4 @@
-"""A flag that a thread can wait for together with sockets: set by any thread, seen as a readable descriptor."""
+"""A flag that a thread can wait for together with sockets: set by any thread, visible as a readable descriptor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from farandole.fork_safety import close_at_fork
 
 
 class Wake:
-    """Not thread-safe by itself: set() and clear() are called under one lock, so that a set flag and a readable
-    descriptor are always the same thing."""
+    """A flag with a descriptor. Not thread-safe by itself.
+
+    set() and clear() are called under one lock, so that a set flag and a readable descriptor are always the same thing.
+    """
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -26,9 +28,9 @@ class Wake:
         return self._is_set
 
     def set(self) -> None:
-        """Raises OSError in a forked child: whoever would be woken stayed with the parent."""
+        """Set the flag. Raises OSError in a forked child: the thread to be woken stayed with the parent."""
         if not self._is_set:
-            self._is_set = True  # First: whoever finds the descriptor readable reads this without the lock.
+            self._is_set = True  # first: a thread that finds the descriptor readable reads this without the lock
             self._sender.send(b"\0")
 
     def clear(self) -> None:

@@ -1,1 +1,1 @@
-"""CUDA tensors between ranks through torch's NCCL. Re-exports nothing; nccl_builder.py is what others import."""
+"""CUDA tensors between ranks through torch's NCCL. Re-exports nothing; other packages import nccl_builder.py."""

@@ -1,4 +1,4 @@
-"""From a ring to a process group of NCCL's: what device_transport.py needs to know of CUDA devices."""
+"""Build a process group of NCCL from a ring: the operations on CUDA devices for device_transport.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONNECT_TIMEOUT_S = 60.0
 
 
 class NcclGroups:
-    """DeviceGroups (device_transport.py)."""
+    """The DeviceGroups (device_transport.py) of CUDA devices."""
 
     name = "NCCL"
 

@@ -1,11 +1,12 @@
-"""One process group of NCCL's, and its end: a TorchGroup (torch_groups/operations.py).
+"""A process group of NCCL, and its end: a TorchGroup (torch_groups/group_operations.py).
 
-What happens when (a step is decided only after the host has seen that its reduction has ended well):
-- Everything that this group queues runs in a stream of its own, behind what the caller's current stream was given
-  before. Should NCCL hang, no stream of the script's waits for it.
-- NCCL works on a private copy. The host asks an event behind its operation whether that has ended; meanwhile it looks
-  at the ring. Only after all ranks have their result, it is copied into the caller's tensor, and waited for.
-- So whoever aborts need not wait for NCCL, whose abort may take long: the caller's tensor is none of NCCL's business.
+The order of events (a step is decided only after the host has seen that its reduction has ended well):
+
+- All work of this group is queued in a stream of its own, behind the earlier work of the caller's current stream.
+  Should NCCL hang, no stream of the script waits for it.
+- NCCL works on a private copy. The host queries an event behind its operation; meanwhile it checks the ring. Only
+  after all ranks have their result, it is copied into the caller's tensor, and waited for.
+- So a thread that aborts need not wait for NCCL, whose abort may take long: NCCL never touches the caller's tensor.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ logger = logging.getLogger("farandole")
 
 
 class NcclGroup:
-    """
-    store   by which the ranks find each other; kept, since torch may ask it later
-    device  of all tensors
+    """A process group of NCCL.
+
+    Args:
+        store: The store through which the ranks find each other; kept, since torch may read it later.
+        device: The device of all tensors.
     """
 
     name = "NCCL"
-    look_every_s = 0.0001  # nobody calls when an operation has ended
+    look_every_s = 0.0001  # there is no callback when an operation has ended
 
     def __init__(self, store: ExchangedStore, rank: int, size: int, device: torch.device) -> None:
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in every torch
@@ -51,8 +54,10 @@ class NcclGroup:
         self._aborting: threading.Thread | None = None
 
     def connect(self) -> None:
-        """Return when the group can be used: the communicator is made in the first operation. Raises RuntimeError
-        when it cannot be made, or after shut_down()."""
+        """Return when the group can be used: the communicator is made in the first operation.
+
+        Raises RuntimeError when it cannot be made, or after shut_down().
+        """
         begun = self.all_reduce(self.take(torch.ones(1, device=self._device), torch.float32, True), Reduction.SUM)
         pause = threading.Event()
         while not begun.is_completed():
@@ -86,33 +91,33 @@ class NcclGroup:
         self._stream.synchronize()
 
     def shut_down(self) -> None:
-        """NCCL's abort may take long, or for ever, so somebody else calls it."""
+        """Abort NCCL in another thread, since that may take long, or for ever."""
         with self._lock:
             if self._aborting is None and self._group is not None:
-                # A daemon: should it never return, the process can end all the same. release() waits for it.
+                # A daemon: should it never return, the process can still end. release() waits for it.
                 self._aborting = threading.Thread(target=self._group.abort, name="farandole-nccl-abort", daemon=True)
                 self._aborting.start()
 
     def release(self) -> None:
-        """In the background: what NCCL may still use is kept until its abort has ended."""
+        """Release the group in the background: memory that NCCL may still use is kept until its abort has ended."""
         self.shut_down()
         with self._lock:
             kept, self._group = (self._group, self._store, self._memory), None
         if kept[0] is not None and self._aborting is not None:
-            # No daemon, as in construction.py.
+            # Not a daemon, for the reason given in construction.py.
             threading.Thread(target=_release, args=(kept, self._aborting), name="farandole-nccl-release").start()
 
     def _begun(self, begin: Callable[[], Any]) -> _Begun:
         group = self._group
         with torch.cuda.stream(self._stream):
-            begin().wait()  # the stream does, behind NCCL's own one; not this thread
+            begin().wait()  # the stream waits, behind NCCL's own one; not this thread
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return _Begun(event, lambda: _failure(group))
 
 
 class _Begun:
-    """One operation. Not torch's Work: asking that takes a lock which an abort holds for as long as it takes."""
+    """An operation in progress. Not torch's Work: querying that takes a lock which a running abort holds."""
 
     def __init__(self, event: Any, failure: Callable[[], str]) -> None:
         self._event, self._failure = event, failure
@@ -126,7 +131,7 @@ class _Begun:
 
 
 def _failure(group: Any) -> str:
-    """What torch's watchdog has found out since, such as a broken connection between hosts; empty if nothing."""
+    """Return a failure that torch's watchdog has detected since, e.g. a broken connection; empty if none."""
     if not hasattr(group, "get_error"):  # in older versions
         return ""
     name = str(group.get_error().name)
@@ -134,7 +139,7 @@ def _failure(group: Any) -> str:
 
 
 def _release(kept: tuple[Any, ...], aborting: threading.Thread) -> None:
-    """Returns when the group is gone, or cannot be got rid of."""
+    """Return when the group is gone, or cannot be released."""
     aborting.join(_ABORT_S)
     if aborting.is_alive():
         logger.warning("NCCL's abort has not ended within %g s; the memory of a generation is not released", _ABORT_S)

@@ -1,1 +1,1 @@
-"""Messages from one rank to another, which nobody else takes part in; and collectives of some ranks made of them."""
+"""Messages from one rank to another, without the other ranks; and collectives of some ranks made of them."""

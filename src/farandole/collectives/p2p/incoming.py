@@ -1,5 +1,7 @@
-"""The receiving end of point-to-point messages: proves who dials, and reads messages off the connections.
-point_to_point.py runs it in a thread."""
+"""The receiving end of point-to-point messages: verifies dialers, and reads messages from the connections.
+
+point_to_point.py runs it in a thread.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,23 @@ from farandole.errors import ProtocolError
 from farandole.membership import GenerationId
 
 FRAME = struct.Struct("!24sQ")
-"""In front of each message: its subject, filled up with zeros, and how many bytes follow."""
+"""The header of each message: its subject, padded with zeros, and the number of bytes that follow."""
 
 SUBJECT_BYTES = 24
 
 CHANNEL = 1 << 62
-"""Of the connections for point-to-point messages; no ring has it."""
+"""The channel of connections for point-to-point messages; no ring has it."""
 
-_SLICE_S = 1.0  # to see which callers do not go on
+_SLICE_S = 1.0  # the interval of checks for callers that do not proceed
 
 
 class Incoming:
     """Serves all connections of one worker in one generation; for one thread.
 
-    ranks    of the workers that may dial, by their ids
-    deliver  called with each message
-    lost     called with the rank whose connection has ended
+    Args:
+        ranks: Those of the workers that may dial, by their ids.
+        deliver: Called with each message.
+        lost: Called with the rank whose connection has ended.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Incoming:
         self._selector.register(listener.sock, selectors.EVENT_READ, self._welcome)
 
     def serve(self) -> None:
-        """Until stop() is called; then every connection is closed."""
+        """Serve until stop() is called; then every connection is closed."""
         try:
             while True:
                 slice_s = _SLICE_S if self._listener.callers else None
@@ -78,7 +81,7 @@ class Incoming:
             self._listener.close()
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stop serving. Callable from any thread."""
         try:
             self._wake.send(b"\0")
         except OSError:
@@ -94,7 +97,7 @@ class Incoming:
             self._drop(old)
 
     def _hear(self, caller: Caller) -> None:
-        """A caller that has not proved itself yet has said something."""
+        """Read from a caller that has not proved its identity yet."""
         if caller not in self._listener.callers:
             return  # dropped by an earlier event of the same round
         limit = PROOF_BYTES if caller.nonce else INTRODUCTION_LIMIT + 1
@@ -141,7 +144,7 @@ class Incoming:
 
 
 class _Reader:
-    """One connection, whose other end is proved to be rank `source`."""
+    """The reader of one connection, whose other end is proved to be rank `source`."""
 
     def __init__(self, sock: socket.socket, source: int, deliver: Callable[[P2PMessage], None]) -> None:
         self.sock, self.source, self._deliver = sock, source, deliver
@@ -150,7 +153,7 @@ class _Reader:
         self._wanted = memoryview(self._buffer)
 
     def read(self) -> bool:
-        """What there is; False when there will be no more."""
+        """Read the available bytes. Return False when there will be no more."""
         try:
             count = self.sock.recv_into(self._wanted)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Messages that have come and those that are waited for: who gets which. point_to_point.py delivers, and waits."""
+"""Match received messages with the calls that wait for them. point_to_point.py delivers, and waits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 
 class P2PMessage(NamedTuple):
-    """source   the global rank that sent it
-    subject  what only sender and receiver have to agree on: a group, and a tag or the number of an operation
-    content  its own memory
+    """A message between two ranks.
+
+    Attributes:
+        source: The global rank that sent it.
+        subject: Agreed on by sender and receiver only: a group, and a tag or the number of an operation.
+        content: Memory of its own.
     """
 
     source: int
@@ -18,9 +21,10 @@ class P2PMessage(NamedTuple):
 
 
 class Expected:
-    """A message that somebody waits for: the first one of this subject from `source`, or from anybody.
+    """A message that a call waits for: the first one of this subject from `source`, or from any rank.
 
-    message  None until it has come"""
+    `message` is None until it has come.
+    """
 
     def __init__(self, source: int | None, subject: bytes) -> None:
         self.source, self.subject = source, subject
@@ -31,8 +35,11 @@ class Expected:
 
 
 class MessageQueue:
-    """Of one rank. Messages of one source and subject are handed out in the order in which they came, to those who wait
-    in the order in which they began to."""
+    """The messages of one rank.
+
+    Messages of one source and subject are returned in the order of their arrival, to calls in the order in which they
+    began to wait.
+    """
 
     def __init__(self) -> None:
         self._unclaimed: deque[P2PMessage] = deque()

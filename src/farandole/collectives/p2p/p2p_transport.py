@@ -13,7 +13,7 @@ from farandole.collectives.reduction import Reduction
 from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 from farandole.errors import CollectiveMismatch
 
-# Up to here everybody gets everybody's tensor; beyond, each rank reduces a part of it for all.
+# Up to this size every rank gets every rank's tensor; beyond, each rank reduces a part of it for all.
 _WHOLE_BYTES = 16 * 1024
 
 _WORDS = struct.Struct("!8sBBQ")  # operation, dtype, reduction or source, bytes
@@ -22,10 +22,11 @@ _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER = b"reduce", b"gather", b"bcast",
 
 
 class P2PTransport:
-    """A Transport (transport.py), whose ranks are places in `ranks`. There may be many in one generation.
+    """A Transport (transport.py) whose ranks are places in `ranks`. There may be many in one generation.
 
-    ranks    the members, by their ranks in `p2p`
-    subject  the same for all members, and only for this group: 16 bytes
+    Args:
+        ranks: The members, by their ranks in `p2p`.
+        subject: The same for all members, and only for this group: 16 bytes.
     """
 
     def __init__(self, p2p: PointToPoint, ranks: Sequence[int], subject: bytes) -> None:
@@ -66,7 +67,7 @@ class P2PTransport:
             for place in range(self.size)
         ]
         mine.copy_(parts[0])
-        for part in parts[1:]:  # in the order of the ranks, whoever does it
+        for part in parts[1:]:  # in the order of the ranks, on whichever rank it runs
             combine(mine, part, out=mine)
         subject = self._next_subject()
         for place in self._others:
@@ -98,14 +99,14 @@ class P2PTransport:
         raise NotImplementedError("the ranks of a subgroup do not wait for each other between operations")
 
     def abort(self, reason: str) -> None:
-        """The `PointToPoint` of the generation ends: there is no other way to reach who waits for this rank."""
+        """End the `PointToPoint` of the generation: there is no other way to reach the ranks that wait for this one."""
         self._p2p.abort(reason)
 
     def close(self) -> None:
-        """The `PointToPoint` stays open."""
+        """Close the transport. The `PointToPoint` stays open."""
 
     def _exchange(self, words: bytes, payload: bytes) -> list[memoryview]:
-        """Everybody's payload, by rank. Raises CollectiveMismatch where others are in another operation."""
+        """Return the payloads of all ranks, by rank. Raises CollectiveMismatch if others run another operation."""
         subject = self._next_subject()
         for place in self._others:
             self._p2p.send(self._ranks[place], subject, words, payload)

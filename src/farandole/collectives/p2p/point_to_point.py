@@ -1,9 +1,8 @@
-"""Messages between the ranks of one generation. process_group/ sends and receives with it, and subgroups are made of
-it.
+"""Messages between the ranks of one generation. process_group/ sends and receives with it; subgroups are made of it.
 
-Each rank listens, in a thread, and takes in what comes, whoever it is for: a sender never waits for the receiver to
-ask for a message, so no order of sends and receives can lock ranks against each other. A connection carries messages
-one way; it is dialed when the first one is sent.
+Each rank listens, in a thread, and accepts every message, whichever call it is for: a sender never waits for the
+receiver to ask for a message, so no order of sends and receives can cause a deadlock. A connection carries messages in
+one direction; it is dialed when the first one is sent.
 """
 
 from __future__ import annotations
@@ -29,24 +28,26 @@ from farandole.status_reporting import WaitingForPeers
 
 _SLICE_S = 1.0
 
-# For the receiver to open its PointToPoint, which it does when its process group is made.
+# The time for the receiver to open its PointToPoint, which it does when its process group is made.
 _CONNECT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A worker of the generation, as the others reach it."""
+    """A worker of the generation, with the address at which the others reach it."""
 
     worker: str
     address: Address
 
 
 class PointToPoint:
-    """For any number of threads, as long as what each of them says and awaits has subjects of its own. Any failure ends
-    it: the others see their connections end, and know.
+    """Sends and receives messages for any number of threads, as long as each of them uses subjects of its own.
 
-    on_broken  called with (worker of the peer, "send" | "receive" | "connect", detail) before PeerLost is raised
-    check      called at least once a second while something waits; may raise
+    Any failure ends it: the others see their connections end, and fail too.
+
+    Args:
+        on_broken: Called with (worker of the peer, "send" | "receive" | "connect", detail) before PeerLost is raised.
+        check: Called at least once a second while a call waits; may raise.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class PointToPoint:
 
     @property
     def address(self) -> Address:
-        """Where the others reach this worker."""
+        """The address at which the others reach this worker."""
         return self._listener.address
 
     def open(self) -> None:
-        """From now on messages are taken in. Idempotent."""
+        """Start to receive messages. Idempotent."""
         with self._changed:
             if self._incoming is not None or self._abort_reason is not None:
                 return
@@ -96,9 +97,10 @@ class PointToPoint:
         self._thread.start()
 
     def send(self, target: int, subject: bytes, *parts: memoryview | bytes) -> None:
-        """One message, made of the parts one behind the other. Returns when the kernel has it, or the receiver.
+        """Send one message, the concatenation of the parts. Returns when the kernel or the receiver has it.
 
-        Raises PeerLost and GenerationEnded."""
+        Raises PeerLost and GenerationEnded.
+        """
         self._raise_if_ended("send")
         self.open()
         if target == self.rank:
@@ -120,14 +122,14 @@ class PointToPoint:
             raise
 
     def expect(self, source: int | None, subject: bytes) -> Expected:
-        """The next message of this subject from `source`, or from anybody: for wait_for()."""
+        """Register for the next message of this subject from `source`, or from any rank: for wait_for()."""
         self._raise_if_ended("receive")
         self.open()
         with self._changed:
             return self._messages.expect(source, _filled(subject))
 
     def wait_for(self, expected: Expected) -> P2PMessage:
-        """It. Raises PeerLost when it cannot come any more, and GenerationEnded."""
+        """Return the expected message. Raises PeerLost when it cannot come any more, and GenerationEnded."""
         with WaitingForPeers():
             return self._wait_for(expected)
 
@@ -148,7 +150,7 @@ class PointToPoint:
         return self.wait_for(self.expect(source, subject)).content
 
     def abort(self, reason: str) -> None:
-        """From any thread: make whatever waits, and every later call, raise GenerationEnded."""
+        """Make waiting calls, and every later one, raise GenerationEnded. Callable from any thread."""
         with self._changed:
             if self._abort_reason is None:
                 self._abort_reason = reason
@@ -160,7 +162,7 @@ class PointToPoint:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Later calls raise GenerationEnded. What was sent arrives. Idempotent."""
+        """Make later calls raise GenerationEnded. Messages sent before still arrive. Idempotent."""
         with self._changed:
             if self._abort_reason is None:
                 self._abort_reason = "its point-to-point connections were closed"

@@ -1,1 +1,1 @@
-"""Collectives through memory that workers of one host share. shared_memory_transport.py is what others import."""
+"""Collectives through memory that workers of one host share. Other packages import shared_memory_transport.py."""

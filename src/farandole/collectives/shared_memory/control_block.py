@@ -1,10 +1,9 @@
-"""One rank's control block: how far it has come, and two message slots for its messages. memory_barrier.py waits on
-control blocks.
+"""The control block of one rank: its progress, and two message slots. memory_barrier.py waits on control blocks.
 
 A rank writes its own control block and reads the others'. The counter counts *arrivals*: an operation has one or more,
-the same number on all ranks, and what a rank stored before it arrived is there for whoever sees it arrive. Message
-slots take turns. Nobody writes into a message slot that may still be read: the one before was read by all before they
-arrived anew.
+the same number on all ranks, and data that a rank stored before it arrived is visible to a rank that sees it arrive.
+The two message slots alternate. A rank never writes into a message slot that may still be read: all ranks have read the
+previous message in it before they arrived again.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _MASK = 2**32 - 1
 
 
 class MessageSlot(NamedTuple):
-    """`payload` is bytes, `data` is a flat tensor of uint8."""
+    """A message: `payload` is bytes, `data` is a flat tensor of uint8."""
 
     payload: memoryview
     data: torch.Tensor
 
 
 class ControlBlock:
-    """`memory` is a whole control block, one's own or another rank's, which is read-only."""
+    """A whole control block in `memory`: this rank's own, or another rank's, which is read-only."""
 
     def __init__(self, memory: memoryview) -> None:
         tensor = readable(memory)
@@ -46,24 +45,24 @@ class ControlBlock:
         ]
 
     def message_slot(self, turn: int) -> MessageSlot:
-        """The message slot of turn number `turn`, 0 and 1 by turns."""
+        """Return the message slot of turn number `turn`; 0 and 1 alternate."""
         return self._message_slots[turn % 2]
 
     def arrive(self) -> None:
-        """One arrival more; wakes whoever waits for it."""
+        """Count one more arrival, and wake the ranks that wait for it."""
         self._arrivals[0] = (self._arrivals[0] + 1) & _MASK
         futex.wake(self._address)
 
     def has_arrived(self, times: int) -> bool:
-        """Whether this rank has arrived `times` times, counted from 0 and modulo 2**32."""
+        """Return whether this rank has arrived `times` times, counted from 0 and modulo 2**32."""
         return (self._arrivals[0] - times) & _MASK < _HALF
 
     def wait(self, times: int, timeout_s: float) -> None:
-        """Sleep until this rank arrives anew, unless it has arrived `times` times; not longer than `timeout_s`."""
+        """Sleep until this rank arrives again, unless it has arrived `times` times; not longer than `timeout_s`."""
         seen = self._arrivals[0]
         if (seen - times) & _MASK >= _HALF:
             futex.wait(self._address, seen, timeout_s)
 
     def wake(self) -> None:
-        """Have everybody who waits for this rank look around."""
+        """Wake all ranks that wait for this one, for a check."""
         futex.wake(self._address)

@@ -1,4 +1,4 @@
-"""Sleep until a word of shared memory changes, and wake those who do: Linux's futex, by way of the C library."""
+"""Sleep until a word of shared memory changes, and wake sleepers: Linux's futex(2), through the C library."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _EVERYBODY = 2**31 - 1
 
 
 def is_supported() -> bool:
-    """Linux on x86-64. Elsewhere the number of the call differs, and on most processors what is stored first need
-    not be seen first, so that a counter would announce data that is not there yet."""
+    """Return whether this is Linux on x86-64.
+
+    Elsewhere the number of the call differs, and most processors may reorder stores, so that a counter would announce
+    data that is not visible yet.
+    """
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
@@ -39,7 +42,7 @@ def wait(address: int, value: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody, in all processes, who sleeps on the word at `address`."""
+    """Wake all threads, in all processes, that sleep on the word at `address`."""
     _syscall()(_SYSCALL, address, _WAKE, _EVERYBODY, None, None, 0)
 
 

@@ -1,5 +1,4 @@
-"""Wait until all ranks have arrived: spin for a moment, then sleep. shared_memory_transport.py is built of such
-barriers."""
+"""Wait until all ranks have arrived: spin for a moment, then sleep. shared_memory_transport.py builds on it."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from farandole.status_reporting import WaitingForPeers
 
 TroubleT = TypeVar("TroubleT")
 
-# Looking once takes some 0.1 us. Sleeping and being woken takes 10 to 50 us, of a core that others could use.
+# One check takes about 0.1 us. A sleep and a wake-up take 10 to 50 us, of a core that others could use.
 _SPINS = 300
-_SLEEP_S = 0.002  # between two looks around; an abort wakes at once, except in the moment before falling asleep
+_SLEEP_S = 0.002  # between two checks; an abort wakes at once, except in the moment before falling asleep
 
 
 class MemoryBarrier(Generic[TroubleT]):
-    """`control_blocks` of all ranks, by rank. For one thread; wake() is for any.
+    """A barrier on the `control_blocks` of all ranks, by rank. For one thread; wake() is for any.
 
-    look_around  asked every few milliseconds while this rank sleeps: why it should not wait any longer, or None
+    `look_around` is called every few milliseconds while this rank sleeps; it returns a reason to stop waiting, or None.
     """
 
     def __init__(
@@ -33,13 +32,15 @@ class MemoryBarrier(Generic[TroubleT]):
         self._times = 0
 
     def arrive(self) -> None:
-        """Tell the others that what this rank has stored so far is there."""
+        """Announce that all data that this rank has stored so far is visible."""
         self._times += 1
         self._mine.arrive()
 
     def wait(self) -> TroubleT | None:
-        """Until all have arrived as often as this rank: None, or what came between. Who has arrived has arrived: what
-        is complete counts, whatever has happened since."""
+        """Wait until all ranks have arrived as often as this one. Return None, or the reason to stop waiting.
+
+        An arrival stays valid: a complete operation counts, even if a rank was lost since.
+        """
         for control_block in self._others:
             for _ in range(self._spins):
                 if control_block.has_arrived(self._times):
@@ -54,13 +55,13 @@ class MemoryBarrier(Generic[TroubleT]):
     def _sleep_until_arrival(self, control_block: ControlBlock) -> TroubleT | None:
         while not control_block.has_arrived(self._times):
             trouble = self._look_around()
-            # Looked at anew: its arrival may have been the last thing that it did before it went.
+            # Checked again: its arrival may have been its last action before it left.
             if trouble is not None and not control_block.has_arrived(self._times):
                 return trouble
             control_block.wait(self._times, _SLEEP_S)
         return None
 
     def wake(self) -> None:
-        """From any thread: have this rank look around now. The others do so, too, and sleep on."""
+        """Make this rank check now. Callable from any thread. The others check too, and sleep on."""
         for control_block in self._others:
             control_block.wake()

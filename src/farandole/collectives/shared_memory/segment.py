@@ -1,9 +1,8 @@
-"""Memory that one process writes and others of the same host read. The control blocks and tensors of this package are
-in it.
+"""Memory that one process writes and others of the same host read, for control blocks and tensors.
 
-A segment has no name in any file system, so nothing is left behind however a process ends, and the size of
-/dev/shm does not matter. Whoever shall read it is told where it is, and opens it through /proc, for reading only:
-a process that was stopped, and thaws when the others have gone on without it, can spoil nothing but its own.
+A segment has no name in any file system, so nothing is left behind however a process ends, and the size of /dev/shm
+does not matter. Its readers are told its place, and open it through /proc, read-only: a process that was stopped, and
+resumes when the others have gone on without it, can damage only its own data.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ SEGMENT_REF_BYTES = _LAYOUT.size
 
 
 class SegmentRef(NamedTuple):
-    """Where a segment is, for other processes of this host.
+    """The place of a segment, for other processes of this host.
 
-    device, inode  of the memory, so that a descriptor used anew is not taken for it
-    nbytes         its length
+    Attributes:
+        device, inode: Those of the memory, so that a reused descriptor is not mistaken for it.
+        nbytes: Its length.
     """
 
     process: int
@@ -46,9 +46,12 @@ class SegmentRef(NamedTuple):
 
 
 class OwnSegment(NamedTuple):
-    """memory  all of it, readable and writable; mapped while anything refers to it
-    place   what others open it by, while `memory` lives and until it is hidden
-    hide    closes the descriptor by which others open the segment: for one that all of them have opened. Idempotent
+    """A segment of this process.
+
+    Attributes:
+        memory: The whole segment, readable and writable; mapped while an object refers to it.
+        place: The reference by which others open it, while `memory` lives and until it is hidden.
+        hide: Closes the descriptor by which others open the segment, after all of them have opened it. Idempotent.
     """
 
     memory: memoryview
@@ -58,8 +61,10 @@ class OwnSegment(NamedTuple):
 
 def create_segment(nbytes: int) -> OwnSegment:
     """Return a new segment of `nbytes` bytes, at least 1, all zero and reserved, so that later writes cannot fail.
-    Raises OSError when there is not so much memory, or no descriptor left."""
-    # Closed at exec. A forked child keeps it until it ends, which harms nobody: it is no connection.
+
+    Raises OSError when there is not enough memory, or no descriptor left.
+    """
+    # Closed at exec. A forked child keeps it until it ends, which does no harm: it is not a connection.
     descriptor = os.memfd_create("farandole")
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -75,8 +80,11 @@ def create_segment(nbytes: int) -> OwnSegment:
 
 
 def open_segment(ref: SegmentRef) -> memoryview:
-    """Return the memory of another process's segment, read-only. Raises OSError when it is not there any more, or not
-    for us: another user's, or in another namespace of process ids."""
+    """Return the memory of another process's segment, read-only.
+
+    Raises OSError when it does not exist any more, or is not accessible: another user's, or in another namespace of
+    process ids.
+    """
     descriptor = os.open(f"/proc/{ref.process}/fd/{ref.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -89,8 +97,11 @@ def open_segment(ref: SegmentRef) -> memoryview:
 
 
 def _map(descriptor: int, nbytes: int, protection: int) -> npt.NDArray[np.uint8]:
-    """mmap(2) by the C library: Python's mmap keeps a descriptor of its own for each mapping (until 3.13, which has
-    trackfd=False), which would make that two for each rank of the host, and four in a regroup."""
+    """Call mmap(2) through the C library.
+
+    Python's mmap keeps a descriptor of its own for each mapping (until 3.13, which has trackfd=False), which would make
+    that two for each rank of the host, and four in a regroup.
+    """
     address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
     if address == _FAILED:
         error = ctypes.get_errno()

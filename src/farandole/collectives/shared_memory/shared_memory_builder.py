@@ -1,4 +1,4 @@
-"""From a ring to a transport through shared memory, if its ranks can read each other's. transport_choice.py uses it."""
+"""Build a shared-memory transport from a ring, if its ranks can map each other's memory. For transport_choice.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from farandole.collectives.shared_memory.segment import SegmentRef, create_segme
 from farandole.collectives.shared_memory.shared_memory_transport import SharedMemoryTransport
 
 ControlBlocks: TypeAlias = list[ControlBlock]
-"""One of each rank that shares memory, by rank."""
+"""The control block of each rank that shares memory, by rank."""
 
 
 class ControlBlockRefs(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank tells the others: where its control blocks are, one for each transport to come; or a problem."""
+    """The answer of one rank to the others: where its control blocks are, one for each transport; or a problem."""
 
     refs: tuple[SegmentRef, ...] = ()
     problem: str = ""
@@ -41,16 +41,15 @@ class OwnControlBlocks:
         except OSError as error:
             problem = f"rank {rank} has no shared memory: {error}"
         self.refs = ControlBlockRefs((), problem) if problem else ControlBlockRefs(tuple(refs))
-        """To be told to the others."""
+        """The answer to the others."""
 
     def open_those_of(
         self, ring: RingTransport, mates: Sequence[int], received: Sequence[ControlBlockRefs]
     ) -> list[ControlBlocks] | str:
-        """For each transport the control blocks of `mates`, the ranks of this rank's host, itself included; or, on all
-        ranks of the ring alike, why there are none.
+        """Open, for each transport, the control blocks of `mates`, the ranks of this rank's host, itself included.
 
-        received  the answers of all ranks of the ring
-        All ranks of the ring call it at once. Raises PeerLost and GenerationEnded.
+        Returns, on all ranks of the ring alike, the reason where that is impossible. All ranks of the ring call it at
+        once; `received` are their answers. Raises PeerLost and GenerationEnded.
         """
         problem, opened = self.refs.problem, list[ControlBlocks]()
         if all(received[rank].refs for rank in mates):
@@ -66,22 +65,22 @@ class OwnControlBlocks:
                 problem = f"rank {ring.rank} cannot read the memory of another rank: {error}"
         problems = [each.decode() for each in ring.all_gather(problem.encode()) if each]
         for hide in self._hide:
-            hide()  # all ranks have opened the control blocks, or nobody uses them
+            hide()  # all ranks have opened the control blocks, or none uses them
         return problems[0] if problems else opened
 
 
 def share_memory(ring: RingTransport, control_blocks: ControlBlocks | None = None) -> SharedMemoryTransport | str:
-    """The transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
+    """Return the transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 
-    control_blocks  if they were shared before
-    All ranks of the ring call it at once, before anything else. Raises PeerLost and GenerationEnded.
+    All ranks of the ring call it at once, before any other operation; `control_blocks` are given if they were shared
+    before. Raises PeerLost and GenerationEnded.
     """
     shared = control_blocks or share_control_blocks(ring, range(ring.size))
     return shared if isinstance(shared, str) else SharedMemoryTransport(ring, shared)
 
 
 def share_control_blocks(ring: RingTransport, mates: Sequence[int]) -> ControlBlocks | str:
-    """The control blocks of `mates` for one transport of all ranks of the ring; as OwnControlBlocks.open_those_of()."""
+    """Return the control blocks of `mates` for one transport of all ranks, as OwnControlBlocks.open_those_of()."""
     own = OwnControlBlocks(ring.rank, 1)
     received = ring.all_gather(msgspec.msgpack.encode(own.refs))
     opened = own.open_those_of(ring, mates, [msgspec.msgpack.decode(each, type=ControlBlockRefs) for each in received])

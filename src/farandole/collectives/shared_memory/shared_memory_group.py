@@ -1,9 +1,8 @@
-"""The ranks of one host, and what they do through their memory: exchange messages, reduce, broadcast. The transports
-that move tensors this way are made of it.
+"""The ranks of one host, and their operations in shared memory: exchange messages, reduce, broadcast.
 
-Each rank reads the tensors of the others where they are, or in a staging area where the owner had to copy them to,
-and writes its own only. A rank reduces its part of the tensor over all ranks, then copies the other parts from
-those who have reduced them. Between the two, and at the end, all ranks meet (memory_barrier.py).
+Each rank reads the tensors of the others in place, or in a staging area into which the owner had to copy them, and
+writes only its own. A rank reduces its part of the tensor over all ranks, then copies the other parts from the ranks
+that have reduced them. Between the two, and at the end, all ranks meet (memory_barrier.py).
 """
 
 from __future__ import annotations
@@ -25,32 +24,34 @@ from farandole.collectives.shared_memory.tensor_ref import TENSOR_REF_BYTES, Sta
 from farandole.collectives.shared_memory.tensors import OtherTensors
 
 MAX_PAYLOAD_BYTES = PAYLOAD_BYTES - HEADER_BYTES - TENSOR_REF_BYTES
-"""Beside a tensor."""
+"""The limit of a payload beside a tensor."""
 
 # A block is combined with those of all ranks before the next one: it stays in the cache between.
 _BLOCK_BYTES = 256 * 1024
 
-_LOSS_S = 5.0  # from the loss of a rank's memory to the end of its connections: both are its kernel's business
+_LOSS_S = 5.0  # from the loss of a rank's memory to the end of its connections: the kernel does both
 _LOOK_AGAIN_S = 0.002
 
 T = TypeVar("T")
 
 Finish = Callable[[torch.Tensor, int, list[MessageSlot]], None]
 """finish(this rank's part of a piece, reduced over the group; the number of the piece; the message slots of all ranks):
-what else has to be done with it, in place, before the others copy it"""
+complete the part, in place, before the others copy it."""
 
 
 class SharedMemoryGroup:
-    """For one thread; wake() is for any. All ranks call the same methods in the same order; an error leaves the group
-    useless. Ranks are places among the `size` ranks of this host.
+    """The operations of the `size` ranks of this host; ranks are their places. For one thread; wake() is for any.
 
-    place           of this rank
-    names           what the ranks are called in error messages
-    control_blocks           the control blocks of all; new ones for each generation
-    look_around     asked every few milliseconds while this rank waits: why it should not, or None; may raise
-    end_by          raises what follows from that
-    piece_bytes     tensors that others cannot read where they are move in pieces of this size; all, if
-                    `is_always_in_pieces`
+    All ranks call the same methods in the same order; after an error the group is unusable.
+
+    Args:
+        place: The place of this rank.
+        names: The ranks' names in error messages.
+        control_blocks: Those of all ranks; new ones for each generation.
+        look_around: Called every few milliseconds while this rank waits; returns a reason to stop, or None; may raise.
+        end_by: Raises the error of such a reason.
+        piece_bytes: Tensors that others cannot read in place move in pieces of this size; all, if
+            `is_always_in_pieces`.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class SharedMemoryGroup:
         self._turn = 0
 
     def post(self, header: Header, payload: bytes, data: torch.Tensor | None = None) -> list[MessageSlot]:
-        """Return the message slots of all ranks, once all have posted the header of their operation; the same on all,
-        or CollectiveMismatch. Message slots are valid until the operation after the next one."""
+        """Return the message slots of all ranks, once all have posted the same header of their operation.
+
+        Raises CollectiveMismatch if the headers differ. Message slots are valid until the operation after the next one.
+        """
         agreement = Agreement(header, self.place, self._names)
         message_slots = [control_block.message_slot(self._turn) for control_block in self._control_blocks]
         self._turn += 1
@@ -90,7 +93,7 @@ class SharedMemoryGroup:
         return message_slots
 
     def meet(self, header: Header) -> None:
-        """Return when all ranks have come here, too; what they stored before is there then."""
+        """Return when all ranks have come here, too; the data that they stored before is visible then."""
         barrier = self._barrier
         assert barrier is not None, "nothing can be posted in a closed group"
         barrier.arrive()
@@ -107,9 +110,11 @@ class SharedMemoryGroup:
         owners: int,
         finish: Finish | None = None,
     ) -> list[MessageSlot]:
-        """Return the message slots of all ranks, with the trailer. Piece by piece: all have theirs where others read
-        it, and meet; each of the first `owners` ranks reduces its part of it, and all meet; each copies the parts of
-        the others."""
+        """Reduce a tensor piece by piece. Return the message slots of all ranks, with the trailer.
+
+        For each piece, all ranks make theirs readable, and meet; each of the first `owners` ranks reduces its part, and
+        all meet; each copies the parts of the others.
+        """
         mine, ready = self._make_ref(flat)
         message_slots = self.post(header, trailer + mine.pack())
         tensor_refs = self._from_mine(
@@ -138,11 +143,11 @@ class SharedMemoryGroup:
                 if region is not regions[0] or mine.is_staged:
                     piece[low:high].copy_(region[low:high])
         if not all(tensor_ref.is_staged for tensor_ref in tensor_refs):
-            self.meet(header)  # nobody reads any more what its owner is about to change
+            self.meet(header)  # no rank reads any more the memory that its owner is about to change
         return message_slots
 
     def broadcast(self, header: Header, flat: torch.Tensor, source: int) -> None:
-        """The tensor of the rank at place `source` into everybody's."""
+        """Copy the tensor of the rank at place `source` into every rank's."""
         nbytes = flat.numel() * flat.element_size()
         if nbytes <= DATA_BYTES:
             message_slots = self.post(header, b"", flat if source == self.place else None)
@@ -151,20 +156,19 @@ class SharedMemoryGroup:
             self._pass_on(header, flat, source)
 
     def wake(self) -> None:
-        """From any thread: have this rank look around now, if it waits."""
-        barrier = self._barrier  # held here: close() in another thread must not unmap what is being woken
+        """Make this rank check now, if it waits. Callable from any thread."""
+        barrier = self._barrier  # held: close() in another thread must not unmap the memory to be woken
         if barrier is not None:
             barrier.wake()
 
     def close(self) -> None:
-        """Only while nobody is in an operation. Releases the control blocks, whoever still holds the group.
-        Idempotent."""
+        """Release the control blocks, even if the group is still referenced; no operation may run. Idempotent."""
         self._control_blocks, self._barrier = (), None
         self._others.close()
         self._stage.close()
 
     def _pass_on(self, header: Header, flat: torch.Tensor, source: int) -> None:
-        """The source's tensor, piece by piece: all meet when it is there, and the others copy it."""
+        """Copy the source's tensor, piece by piece: all meet when a piece is readable, and the others copy it."""
         is_source = self.place == source
         mine = self._make_ref(flat)[0] if is_source else None
         message_slots = self.post(header, b"" if mine is None else mine.pack())
@@ -177,17 +181,17 @@ class SharedMemoryGroup:
                 self.meet(header)
             if not is_source:
                 piece.copy_(self._read(header, tensor_ref, number, start, piece))
-        self.meet(header)  # as in reduce(); nor does the source go before all have opened its memory
+        self.meet(header)  # as in reduce(); nor does the source leave before all have opened its memory
 
     def _make_ref(self, flat: torch.Tensor) -> tuple[TensorRef, torch.Tensor]:
-        """What others read of this tensor, and the memory of its first piece, or of all if it need not be staged."""
+        """Return the reference for readers of the tensor and the memory of its first piece, or of all unless staged."""
         tensor_ref = self._stage.make_ref(flat, is_read=self.size > 1)
         if not tensor_ref.is_staged:
             return tensor_ref, flat
         return tensor_ref, self._stage.put(tensor_ref, flat[: self._piece_bytes // flat.element_size()])
 
     def _read(self, header: Header, tensor_ref: TensorRef, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
-        """Piece `number` of another rank, which begins at element `start` and has the length and dtype of `like`."""
+        """Return piece `number` of another rank, from element `start`, with the length and dtype of `like`."""
         item_bytes = like.element_size()
         where = tensor_ref.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
         try:
@@ -198,7 +202,7 @@ class SharedMemoryGroup:
         return whole[where].view(like.dtype)
 
     def _end_by_loss(self, header: Header) -> None:
-        """Memory that is not there any more is that of a rank which is gone, as will be known in a moment."""
+        """End after a rank's memory has vanished: that rank is gone, as the ring will report in a moment."""
         deadline_s = now_s() + _LOSS_S
         while now_s() < deadline_s:
             interruption = self._look_around()
@@ -207,18 +211,17 @@ class SharedMemoryGroup:
             Event().wait(_LOOK_AGAIN_S)
 
     def _pieces(self, flat: torch.Tensor, is_staged: bool) -> Iterator[tuple[int, int]]:
-        """Elements [start, stop) of each."""
+        """Yield the elements [start, stop) of each piece."""
         in_pieces = is_staged or self._is_always_in_pieces
         return blocks(0, flat.numel(), self._piece_bytes // flat.element_size() if in_pieces else flat.numel())
 
     def _from_mine(self, by_place: list[T]) -> list[T]:
-        """The same in the order of this rank, the next one, ...: ranks read from different ones at a time."""
+        """Return the list in the order of this rank, the next one, ...: ranks read from different ones at a time."""
         return by_place[self.place :] + by_place[: self.place]
 
 
 def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine) -> None:
-    """Reduce the tensors in the data of all message slots into `flat`, in the order of the ranks, as whoever does
-    it."""
+    """Reduce the tensors in the data of all message slots into `flat`, in the order of the ranks, on whichever rank."""
     nbytes = flat.numel() * flat.element_size()
     first, *others = (message_slot.data[:nbytes].view(flat.dtype) for message_slot in message_slots)
     for number, other in enumerate(others):

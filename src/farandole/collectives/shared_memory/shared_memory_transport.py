@@ -1,5 +1,7 @@
-"""All collectives among workers of one host: tensors move through their memory (shared_memory_group.py), payloads
-around the ring."""
+"""Run all collectives among workers of one host: tensors move through their memory, payloads around the ring.
+
+shared_memory_group.py moves the tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ _PIECE_BYTES = 1 << 20
 
 
 class SharedMemoryTransport:
-    """A Transport (transport.py).
+    """A Transport (transport.py) through shared memory.
 
-    ring   connects all ranks in the same order; close() closes it. It carries what has no tensor, and tells of
-           ranks that are gone
-    control_blocks  the control blocks of all ranks, by rank; new ones for each generation
+    Args:
+        ring: Connects all ranks in the same order; close() closes it. It carries operations without a tensor, and
+            reports lost ranks.
+        control_blocks: Those of all ranks, by rank; new ones for each generation.
     """
 
     def __init__(self, ring: RingTransport, control_blocks: Sequence[ControlBlock]) -> None:
@@ -81,6 +84,6 @@ class SharedMemoryTransport:
         self._group.wake()
 
     def close(self) -> None:
-        """Only while no collective runs. Later calls raise GenerationEnded."""
+        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._ring.close()
         self._group.close()

@@ -1,8 +1,8 @@
-"""Where the other ranks can read this rank's part in an operation: its tensor itself, or a staging area.
-shared_memory_transport.py puts tensor references into message slots.
+"""References to this rank's memory in an operation: its tensor itself, or a staging area.
 
-A tensor of this process alone is copied into the staging area, piece by piece. The area has two halves which take
-turns, from one operation to the next, too: one is filled while others may still read the other one.
+shared_memory_transport.py puts tensor references into message slots. A tensor in private memory is copied into the
+staging area, piece by piece. The area has two halves that alternate, from one operation to the next, too: one is filled
+while others may still read the other one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ TENSOR_REF_BYTES = SEGMENT_REF_BYTES + _LAYOUT.size
 
 
 class TensorRef(NamedTuple):
-    """offset      of the tensor in its segment, in bytes; 0 for a staging area
-    first_half  of the staging area; _WHOLE if the tensor is there, whole
+    """The place of a tensor, or of a staging area, in a segment.
+
+    Attributes:
+        offset: That of the tensor in its segment, in bytes; 0 for a staging area.
+        first_half: The first half of the staging area; _WHOLE if the tensor itself is there, whole.
     """
 
     segment: SegmentRef
@@ -46,22 +49,24 @@ class TensorRef(NamedTuple):
         )
 
     def bytes_of(self, piece: int, start: int, stop: int, piece_bytes: int) -> slice:
-        """Where in the segment piece number `piece` is: bytes [start, stop) of the tensor."""
+        """Return the place in the segment of piece number `piece`: bytes [start, stop) of the tensor."""
         begin = (self.first_half + piece) % 2 * piece_bytes if self.is_staged else self.offset + start
         return slice(begin, begin + stop - start)
 
 
 class Stage:
-    """This rank's staging area, for pieces of up to `piece_bytes`; made when it is first needed. For one thread."""
+    """The staging area of this rank, for pieces of up to `piece_bytes`; made when first needed. For one thread."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
         self._area: torch.Tensor | None = None
-        self._filled = 0  # pieces, in all operations
+        self._filled = 0  # the number of pieces, in all operations
 
     def make_ref(self, flat: torch.Tensor, is_read: bool = True) -> TensorRef:
-        """For all of a contiguous tensor, which nobody needs to read unless `is_read`. Raises OSError when there is no
-        memory for a staging area."""
+        """Return the reference to a contiguous tensor, which no rank needs to read unless `is_read`.
+
+        Raises OSError when there is no memory for a staging area.
+        """
         where = find_segment(flat) if is_read else (_NO_SEGMENT, 0)
         if where is not None:
             return TensorRef(*where, _WHOLE)
@@ -72,8 +77,10 @@ class Stage:
         return TensorRef(*area, self._filled % 2)
 
     def put(self, tensor_ref: TensorRef, piece: torch.Tensor) -> torch.Tensor:
-        """Have the next piece of what was exposed where others read it; returns that memory, which is the piece's own
-        if the tensor is there whole."""
+        """Make the next piece of the tensor readable for others.
+
+        Returns that memory, which is the piece's own if the tensor is there whole.
+        """
         if not tensor_ref.is_staged:
             return piece
         assert self._area is not None

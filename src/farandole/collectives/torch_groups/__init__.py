@@ -1,1 +1,1 @@
-"""What transports through process groups of torch's have in common: gloo/ and nccl/. Re-exports nothing."""
+"""The common code of transports through torch's process groups: gloo/ and nccl/. Re-exports nothing."""

@@ -1,5 +1,7 @@
-"""A process group of torch's in the making, in a thread of its own: making one blocks for as long as a peer does not
-answer, and nothing can interrupt it. The builders of gloo/ and nccl/ use it."""
+"""Construct a process group of torch in a thread of its own. The builders of gloo/ and nccl/ use it.
+
+The construction blocks for as long as a peer does not answer, and cannot be interrupted.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,12 @@ from farandole.collectives.torch_groups.ring_store import ExchangedStore
 
 T = TypeVar("T")
 
-# Somebody waits for a value that nobody has set yet: the next round must not come at once.
+# A rank waits for a value that no rank has set yet: the next round must not come at once.
 _PAUSE_S = 0.001
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank tells the others in one round: what it has set since the last one, whether it is through, and
-    what has gone wrong."""
+    """The message of a rank in a round: values set since the last one, whether it is done, and its problem, if any."""
 
     values: dict[str, bytes]
     has_ended: bool
@@ -28,11 +29,13 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Construction(Generic[T]):
-    """All ranks of the ring make one at once.
+    """Constructs a group; all ranks of the ring do so at once.
 
-    make     gives the group, given the store by which its ranks find each other; runs in the thread
-    connect  returns when it can be used; runs in the thread, too. Unlike make() it has to end when `give_up` is called
-    give_up  ends a group that nobody will have
+    Args:
+        make: Returns the group, given the store by which its ranks find each other; runs in the thread.
+        connect: Returns when the group can be used; runs in the thread, too. Unlike make() it has to end when `give_up`
+            is called.
+        give_up: Ends a group that will not be used.
     """
 
     def __init__(
@@ -50,14 +53,14 @@ class Construction(Generic[T]):
         self._group: T | None = None
         self._problem = ""
         self._is_through = self._was_abandoned = False
-        # No daemon: a process that ends must wait for it. A daemon inside of torch would take the process down.
+        # Not a daemon: a process that ends must wait for it. A daemon inside of torch would crash the process.
         self._thread = threading.Thread(target=self._work, name=f"farandole-{name}")
         self._thread.start()
 
     def finish(self) -> T | str:
-        """The group, once it can be used on all ranks; or, on all alike, why there is none.
+        """Return the group, once it can be used on all ranks; or, on all alike, why there is none.
 
-        Raises PeerLost and GenerationEnded at once, whatever the thread still does.
+        Raises PeerLost and GenerationEnded at once, even if the thread still runs.
         """
         try:
             problem = self._carry_words()
@@ -69,17 +72,19 @@ class Construction(Generic[T]):
         if problem:
             self._abandon()
             return problem
-        self._thread.join()  # it has nothing to do any more
+        self._thread.join()  # the thread has nothing left to do
         assert self._group is not None
         return self._group
 
     def _carry_words(self) -> str:
-        """In rounds around the ring, until all are through, or one has a problem, which is returned. A round begins
-        when any rank has to speak: its neighbours hear that it has begun."""
+        """Exchange values in rounds around the ring, until all ranks are done, or one has a problem, which is returned.
+
+        A round begins when any rank has a message: its neighbours see that it has begun.
+        """
         while True:
             if not self.store.has_to_speak and self._ring.wait_for_peer(self.store.descriptor) is None:
                 continue
-            untold = self.store.take_untold()  # first, or an end between the two would never be told
+            untold = self.store.take_untold()  # first, or an end between the two would never be sent
             mine = _Said(untold, self._is_through, self._problem)
             packed = self._ring.all_gather(msgspec.msgpack.encode(mine))
             said = [msgspec.msgpack.decode(each, type=_Said) for each in packed]
@@ -108,7 +113,7 @@ class Construction(Generic[T]):
                 self._give_up(group)
                 return
             self._connect(group)
-        except Exception as error:  # noqa: BLE001 - finish() tells
+        except Exception as error:  # noqa: BLE001 - finish() returns it
             self._problem = str(error) or type(error).__name__
         finally:
             self._is_through = True  # after the problem, which is read by another thread

@@ -1,8 +1,7 @@
-"""Operations on tensors that a process group of torch's carries out, agreed on around the ring: what the transports of
-gloo/ and nccl/ are made of.
+"""Operations on tensors in a process group of torch, agreed on around the ring, for the transports of gloo/ and nccl/.
 
-Ranks agree on each operation around the ring, hand it to the group, and tell each other when they have their result.
-The group works on a private copy: after an abort it may go on writing for a while, and writes where nobody looks.
+Ranks agree on each operation around the ring, submit it to the group, and tell each other when they have their result.
+The group works on a private copy: after an abort it may go on writing for a while, into memory that is not read.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.tensor_bytes import dtype_code
 from farandole.status_reporting import WaitingForPeers
 
-_RING_KNOWS_S = 0.1  # after a connection of the group's has failed, how long the ring may need to tell whose it was
+_RING_KNOWS_S = 0.1  # the time that the ring may need, after a connection of the group failed, to name the lost rank
 
-# Types that neither Gloo nor NCCL reduces, in one that they do and that has the same result in its lower bits.
+# Types that neither Gloo nor NCCL reduces, with a type that they do reduce and whose lower bits have the same result.
 _WIDER = {torch.int16: torch.int32}
 
 NO_LIMIT_S = 30.0 * 24 * 3600
-"""Who is alive is the coordinator's business: a group is not to give up by itself."""
+"""The time limit of a group, long enough to have no effect: the coordinator decides which workers are alive."""
 
 OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
     Reduction.SUM: dist.ReduceOp.SUM,
@@ -39,55 +38,60 @@ OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
 
 
 class Begun(Protocol):
-    """An operation of a group's; torch.distributed.Work is one."""
+    """An operation of a group in progress; torch.distributed.Work is one."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
+        """Return whether it has ended, with or without success. Never blocks."""
         ...
 
     def wait(self) -> object:
-        """Once it is completed: raises RuntimeError unless it has ended well."""
+        """Raise RuntimeError unless it has succeeded. Called once it is completed."""
         ...
 
 
 class TorchGroup(Protocol):
-    """What a process group is asked for, by one thread; shut_down() is for any.
+    """The interface of a process group for one thread; shut_down() is for any.
 
-    name          for errors
-    look_every_s  how often a rank looks around while it waits, unless the group calls `when_done`
+    Attributes:
+        name: The name in errors.
+        look_every_s: The interval, in seconds, at which a waiting rank checks, unless the group calls `when_done`.
     """
 
     name: str
     look_every_s: float
 
     def take(self, flat: torch.Tensor, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
-        """A private copy in as many elements of another type, or, with uint8, of its bytes; uninitialized unless
-        `is_read`. The memory is the same for every operation."""
+        """Return a private copy in as many elements of another type, or, with uint8, of its bytes.
+
+        It is uninitialized unless `is_read`. All operations share the memory.
+        """
         ...
 
     def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None]) -> Begun:
-        """Raises torch.distributed.DistError when a peer is gone."""
+        """Start an all-reduce of the copy. Raises torch.distributed.DistError when a peer is gone."""
         ...
 
     def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None]) -> Begun: ...
 
     def give(self, copy: torch.Tensor, flat: torch.Tensor) -> None:
-        """The result into the caller's tensor; it is there when this returns."""
+        """Copy the result into the caller's tensor; it is complete when this returns."""
         ...
 
     def shut_down(self) -> None:
-        """From any thread, at once: end what is under way. It may go on for a moment."""
+        """End the running operation at once. Callable from any thread. The operation may go on for a moment."""
         ...
 
     def release(self) -> None:
-        """End everything, in the background. Idempotent."""
+        """Release all resources, in the background. Idempotent."""
         ...
 
 
 class GroupOperations:
-    """
-    ring       connects all ranks in the same order; carries words in turn with its own operations
-    operations what all_reduce and broadcast are called in headers
+    """Runs operations on a group.
+
+    Args:
+        ring: Connects all ranks in the same order; carries bytes in turn with its own operations.
+        operations: The names of all_reduce and broadcast in headers.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class GroupOperations:
         self._wake = threading.Event()
 
     def all_reduce(self, flat: torch.Tensor, trailer: bytes, op: Reduction) -> list[bytes]:
-        """As a transport's, of a flat tensor that is not empty."""
+        """Reduce a flat tensor that is not empty, as a transport does."""
         header = self._header(self._all_reduce, flat, op, len(trailer))
         trailers = self._ring.exchange(header, trailer)
         copy = self.group.take(flat, _WIDER.get(flat.dtype, flat.dtype), is_read=True)
@@ -110,7 +114,7 @@ class GroupOperations:
         return trailers
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
-        """As a transport's, of a flat tensor that is not empty."""
+        """Broadcast a flat tensor that is not empty, as a transport does."""
         header = self._header(self._broadcast, flat, source)
         self._ring.exchange(header, b"")
         data = flat.view(torch.uint8)
@@ -119,7 +123,7 @@ class GroupOperations:
         self.group.give(copy, data)
 
     def abort(self) -> None:
-        """From any thread, once the ring is aborted."""
+        """Abort the group, once the ring is aborted. Callable from any thread."""
         self._wake.set()
         self.group.shut_down()
 
@@ -128,7 +132,7 @@ class GroupOperations:
         return Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes, trailer_bytes)
 
     def _run(self, header: Header, begin: Callable[[], Begun]) -> None:
-        """One operation of the group's, on all ranks: when it returns, all have their result."""
+        """Run one operation of the group on all ranks: when it returns, all have their result."""
         try:
             with self._ring.running(header), WaitingForPeers():
                 self._wait(begin, header)
@@ -138,7 +142,10 @@ class GroupOperations:
             raise
 
     def _wait(self, begin: Callable[[], Begun], header: Header) -> None:
-        """Until the operation has ended. Raises at once what ends it for this rank, whatever the group still does."""
+        """Wait until the operation has ended.
+
+        Raises at once an error that ends it for this rank, even if the group goes on.
+        """
         try:
             work = begin()
         except dist.DistError as error:
@@ -147,7 +154,7 @@ class GroupOperations:
             if self._wake.wait(self.group.look_every_s):
                 self._wake.clear()
             interruption = self._ring.interruption()
-            # A call is no news: another rank has its result, and says so.
+            # A byte from the previous rank is no failure: it has its result, and reports that.
             if isinstance(interruption, Broken) and not work.is_completed():
                 self._ring.end_by(interruption, header)
         try:
@@ -156,8 +163,10 @@ class GroupOperations:
             self._ring.end_by(self._whose_failure(str(error)), header)
 
     def _whose_failure(self, detail: str) -> Broken:
-        """A connection of the group's has failed; mostly the ring will know soon of whom, otherwise a neighbour is
-        named."""
+        """Name the rank of a failed connection of the group.
+
+        Mostly the ring soon knows it; otherwise a neighbour is named.
+        """
         deadline_s = now_s() + _RING_KNOWS_S
         while now_s() < deadline_s:
             interruption = self._ring.interruption()

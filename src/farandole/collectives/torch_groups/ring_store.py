@@ -1,7 +1,7 @@
-"""How the ranks of a process group of torch's find each other: a store that holds what they told each other around
-the ring. construction.py carries its words.
+"""The store by which the ranks of a process group of torch find each other: it holds the values exchanged on the ring.
 
-Torch's own stores need a server, reach it without proof of identity, and do not hear of an abort.
+construction.py carries its values. Torch's own stores need a server, reach it without proof of identity, and do not
+learn of an abort.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from farandole.collectives.named.wake import Wake
 
 
 class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
-    """One rank's. A thread that builds a group sets values and asks for those of others; another one carries them.
+    """The store of one rank.
 
-    timeout_s  after which whoever waits for a value raises TimeoutError
+    A thread that builds a group sets values and reads those of others; another thread carries them. A read raises
+    TimeoutError after `timeout_s` seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -33,25 +34,25 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
         self._changed = threading.Condition()
         self._wake = Wake()
 
-    # For the thread that carries words -------------------------------------------------------------------
+    # For the thread that carries values ------------------------------------------------------------------
 
     @property
     def mine(self) -> dict[str, bytes]:
-        """What this rank has set."""
+        """The values that this rank has set."""
         return self._mine
 
     @property
     def has_to_speak(self) -> bool:
-        """Whether this rank waits for a value, or there is news since take_untold(): values, or the end."""
+        """True when this rank waits for a value, or there is news since take_untold(): values, or the end."""
         return bool(self._untold) or self._waiting > 0 or self._has_to_tell_end
 
     @property
     def descriptor(self) -> int:
-        """Readable when this rank has to speak."""
+        """Readable when this rank has to send a message."""
         return self._wake.descriptor
 
     def take_untold(self) -> dict[str, bytes]:
-        """What this rank has set since the last call."""
+        """Return the values that this rank has set since the last call."""
         with self._changed:
             untold, self._untold = self._untold, {}
             self._has_to_tell_end = False
@@ -59,26 +60,26 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
             return untold
 
     def bring(self, values: Sequence[dict[str, bytes]]) -> None:
-        """What the ranks have set, in any order."""
+        """Add the values that the ranks have set, in any order."""
         with self._changed:
             for each in values:
                 self._all.update(each)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """The group is there, or it is clear that there will be none."""
+        """Mark that the group exists, or that there will be none."""
         with self._changed:
             self._has_to_tell_end = True
             self._update_wake()
 
     def abandon(self) -> None:
-        """Nothing will be brought any more: whoever waits raises."""
+        """Mark that no more values will come: waiting threads raise."""
         with self._changed:
             self._was_abandoned = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody carries words any more."""
+        """Close the store, once no thread carries values any more."""
         with self._changed:
             self._is_closed = True
             self._wake.close()
@@ -91,7 +92,7 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
         else:
             self._wake.clear()
 
-    # What torch calls, in the thread that builds a group -------------------------------------------------
+    # Called by torch, in the thread that builds a group --------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
         with self._changed:
@@ -99,7 +100,7 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
             self._update_wake()
 
     def get(self, key: str) -> bytes:
-        """Raises TimeoutError for what nobody has brought in time."""
+        """Return a value. Raises TimeoutError if no rank has set it in time."""
         with self._changed:
             self._waiting += 1
             try:
@@ -122,7 +123,7 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
             return all(key in self._all for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The store has its own."""
+        """Do nothing: the store has its own timeout."""
 
 
 def _as_bytes(value: Any) -> bytes:
