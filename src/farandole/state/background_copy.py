@@ -33,8 +33,8 @@ _REFUSAL = (
 
 
 class BackgroundCopy:
-    """Copies in the background, one set at a time. Only CPU tensors wait for the thread. Tensors on other devices are copied at once,
-    in the caller's stream, which orders the copy after the operations queued before."""
+    """Copies in the background, one set at a time. Only CPU tensors wait for the thread. Tensors on other devices are
+    copied at once, in the caller's stream, which orders the copy after the operations queued before."""
 
     def __init__(self) -> None:
         self._todo: deque[TensorPair] = deque()

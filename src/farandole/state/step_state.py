@@ -349,7 +349,7 @@ class StepState(TorchState):
             each.load(tensors["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return parameters by module and name; an optimizer's parameters that are in no module, by their place in it."""
+        """Return parameters by module and name; an optimizer's parameters outside of all modules, by place in it."""
         named: dict[str, dict[str, torch.Tensor]] = {
             name: dict(module.named_parameters()) for name, module in self._modules().items()
         }
