@@ -34,9 +34,7 @@ class Source:
                 f"the one state of a data set that is read {streams} times is none of a stream; give one of these "
                 f"methods to it, or streams=1"
             )
-        if has_state(
-            dataset
-        ):  # the data set itself is opened each time: the second time it must begin where the first one did
+        if has_state(dataset):  # it is opened itself each time: the next time from the same beginning
             self._beginning = copy.deepcopy(dataset.state_dict())  # type: ignore[attr-defined]
 
     def length(self, stream: int) -> int | None:

@@ -175,9 +175,7 @@ class SampledElements:
     def __init__(self, *groups: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._groups = [[(name, each.detach()) for name, each in group if _can_be_sampled(each)] for group in groups]
         self._turn = 0
-        self._taken: list[
-            tuple[str, torch.Tensor, int, bytes]
-        ] = []  # (name, tensor, offset in bytes, bytes of the element)
+        self._taken: list[tuple[str, torch.Tensor, int, bytes]] = []  # name, tensor, byte offset, bytes
 
     def take(self) -> None:
         """Remember some elements as they are now, in every other call."""
