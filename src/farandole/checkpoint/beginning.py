@@ -1,6 +1,6 @@
 """The beginning of a job, from the contents of its place for checkpoints: lock, read, count. Without torch.
 
-The launcher runs it for the jobs that it starts; rank 0 does without Farandole's launcher.
+The launcher runs it for the jobs that it starts. Without Farandole's launcher, rank 0 runs it.
 """
 
 from __future__ import annotations

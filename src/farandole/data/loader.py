@@ -154,7 +154,7 @@ class DataLoader:
         self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed))
         inner_dataset: Any = dataset
         batch_sampler: Iterable[Any] = self._index_stream
-        if are_rows(dataset):  # they draw no random numbers
+        if are_rows(dataset):  # rows of tensors draw no random numbers
             inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
         else:
             inner_dataset, batch_sampler = with_places(dataset, self._index_stream, seed)
@@ -365,7 +365,15 @@ class DataLoader:
     # State that survives ---------------------------------------------------------------------------------
 
     def set_world(self, rank: int, size: int) -> None:
-        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped."""
+        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped.
+
+        Args:
+            rank: Rank of this worker.
+            size: Number of workers.
+
+        Raises:
+            DataError: The rank is not in 0..size - 1.
+        """
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True
@@ -373,7 +381,8 @@ class DataLoader:
         self._restart()
 
     def shortfall(self) -> Shortfall | None:
-        """Return the promised and unmade part of epochs(), or of a framework's trainer; None: nothing is left."""
+        """Return the part that epochs(), or a framework's trainer, has promised and that was not trained; None:
+        nothing is left."""
         record, layout = self.record, self._layout
         if record.total is None:
             return record.by_trainer

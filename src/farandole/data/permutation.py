@@ -162,7 +162,7 @@ def absorbed(*words: int) -> int:
 
 
 def finalize(z: int) -> int:
-    """Return the generator's output function, a bijection of the 64-bit words."""
+    """Apply the generator's output function, a bijection of the 64-bit words."""
     z = ((z ^ (z >> 30)) * MULTIPLIERS[0]) & _U64
     z = ((z ^ (z >> 27)) * MULTIPLIERS[1]) & _U64
     return z ^ (z >> 31)

@@ -73,7 +73,7 @@ class ElasticSampler(Sampler[int]):
         self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
         self.rank, self.num_replicas = 0, 1
         self._size = len(dataset)
-        self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the last of the last
+        self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the newest
         self._before: Intervals = ()  # positions that were trained when the rest was divided
         self._counted = 0  # number of the divided samples that are trained by now, on all ranks
         self._place = 0  # position of record_batch() in this rank's samples
@@ -117,7 +117,12 @@ class ElasticSampler(Sampler[int]):
         return len(self) * self.num_replicas
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return this rank's samples in its batch number batch_idx since the last reset."""
+        """Return this rank's samples in one batch since the last reset.
+
+        Args:
+            batch_idx: Number of the batch, from 0.
+            batch_size: Samples of a batch of one rank.
+        """
         return self._remainder.samples(batch_idx * batch_size, (batch_idx + 1) * batch_size)
 
     @property
@@ -226,8 +231,11 @@ class ElasticSampler(Sampler[int]):
         return news
 
     def hear_news(self, positions: Iterable[int]) -> None:
-        """Add the result of tell_news() on another rank. The samples that are handed out do not change before a
-        reset."""
+        """Add the result of tell_news() on another rank. The samples that are handed out do not change before a reset.
+
+        Args:
+            positions: Positions in the order of the epoch.
+        """
         self._recorded.update(positions)
 
     @property
@@ -290,9 +298,14 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the union of several ranks' states; changes nothing. Only states of the newest epoch count: the
-        highest number of samples in them, or, where samples were recorded one by one, all samples that any of them
-        names."""
+        """Return the union of several ranks' states; changes nothing.
+
+        Only states of the newest epoch count: the highest number of samples in them, or, where samples were recorded
+        one by one, all samples that any of them names.
+
+        Args:
+            states: Results of state_dict().
+        """
         newest = max(state["epoch"] for state in states)
         states = [state for state in states if state["epoch"] == newest]
         counted = max(state.get("processed_num", 0) for state in states)

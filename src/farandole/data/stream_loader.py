@@ -332,7 +332,15 @@ class StreamLoader:
     # State that survives ---------------------------------------------------------------------------------
 
     def set_world(self, rank: int, size: int) -> None:
-        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped."""
+        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped.
+
+        Args:
+            rank: Rank of this worker.
+            size: Number of workers.
+
+        Raises:
+            DataError: The rank is not in 0..size - 1.
+        """
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True

@@ -27,14 +27,14 @@ class DeltaOptimizer(WrappedOptimizer):
     combined by Adasum (adasum.py). Momentum and other state stay each worker's own. Mixed in before the user's class.
 
     - Raises NotImplementedError for process sets other than the global one, and when it is made in a world whose size
-    is not a power of two, unless an elastic function runs.
+      is not a power of two, unless an elastic function runs.
     - In an elastic job the size changes. At a size that is not a power of two, the changes are averaged instead of
-    combined by Adasum (4 workers become 3), with one warning; back at a power of two it is Adasum again. A worker alone
-    takes its own step; when others join (1 becomes 2), changes are combined from the next step on.
+      combined by Adasum (4 workers become 3), with one warning; back at a power of two it is Adasum again. A worker
+      alone takes its own step; when others join (1 becomes 2), changes are combined from the next step on.
     - `synchronize()` does nothing: there is nothing to reduce before `step()`. `skip_synchronize()` raises
-    AssertionError.
+      AssertionError.
     - After a failed collective the parameters are as before the step; the state of the user's class (momentum) has
-    changed. A TorchState restores both.
+      changed. A TorchState restores both.
     """
 
     farandole_attributes = WrappedOptimizer.farandole_attributes | {"_compression", "_has_warned"}

@@ -92,7 +92,7 @@ class BucketedGradients:
         """Zero the bucket's part of a parameter that has no gradient."""
         self._buckets.view(parameter).zero_()
 
-    # While backward goes on ------------------------------------------------------------------------------
+    # While backward continues ----------------------------------------------------------------------------
 
     def may_overlap(self) -> bool:
         """Return whether complete buckets can be reduced while backward continues; then each arrived() counts."""

@@ -45,30 +45,30 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     With a DataLoader of Farandole:
 
     - Gradients are final when `backward()` returns: summed over all workers, weighted so that the sum is the gradient
-    of the mean loss over the global batch. Clip, unscale or log them as usual. Parameters without a gradient on this
-    worker hold the others' (or zeros).
+      of the mean loss over the global batch. Clip, unscale or log them as usual. Parameters without a gradient on this
+      worker hold the others' (or zeros).
     - `step()` returns True when the step was applied, False when it was not: a fault came first and the loader hands
-    out the same global batch again, or a global batch of several micro-batches is still open.
+      out the same global batch again, or a global batch of several micro-batches is still open.
     - `zero_grad()` does nothing while the micro-batches of a global batch are being accumulated.
     - Several backward passes before `step()` add up, as with DDP: each of them reduces. With micro-batches or
-    loss="sum", the second one raises StepError.
+      loss="sum", the second one raises StepError.
     - `step(closure)` returns the closure's loss. Methods that the optimizer's class adds, such as SAM's `first_step()`,
-    are part of the step, and a method inside which an optimizer steps decides it. With micro-batches they raise
-    StepError.
+      are part of the step, and a method inside which an optimizer steps decides it. With micro-batches they raise
+      StepError.
     - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all. Each batch is
-    trained with the optimizers that step in its body: a generator may step for every fifth batch only.
+      trained with the optimizers that step in its body: a generator may step for every fifth batch only.
     - Of the arguments only `compression`, `loss` and `bucket_mb` may differ from their defaults; else the first batch
-    raises StepError. It raises ConfigError for parameters that are not on one device, and CollectiveMismatch when
-    workers reduce different steps or have different models.
+      raises StepError. It raises ConfigError for parameters that are not on one device, and CollectiveMismatch when
+      workers reduce different steps or have different models.
 
     Without one, as in Horovod:
 
     - Gradients are averaged over the workers by named operations, `gradient.NAME`. They are final when `backward()`
-    returns if it left no parameter of the optimizer without its gradients; in any case when `synchronize()` or `step()`
-    returns. Parameters without a gradient take part with zeros.
+      returns if it left no parameter of the optimizer without its gradients; in any case when `synchronize()` or
+      `step()` returns. Parameters without a gradient take part with zeros.
     - `step(closure)` reduces after each call of the closure. `step()` without a closure returns True.
     - Horovod's scripts call `synchronize()` before they change gradients, and `step()` inside `with
-    skip_synchronize():`; the first without the second gives a warning.
+      skip_synchronize():`; the first without the second gives a warning.
     - After a failed collective (HorovodInternalError) nothing of the step is left: gradients are None.
 
     A RuntimeWarning is given once if a large model is stepped by a slow loop although the optimizer has a faster

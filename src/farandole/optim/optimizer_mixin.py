@@ -58,7 +58,7 @@ class WrappedOptimizer(OwnMethods):
     farandole_attributes = OwnMethods.farandole_attributes | {"_passes", "_parameter_names"}
 
     def _set_up(self, named_parameters: Iterable[Any] | None, passes_per_step: int) -> None:
-        # Fused optimizers unscale and skip by themselves; they say so on the instance or on their class.
+        # Fused optimizers unscale and skip by themselves; they declare it on the instance or on their class.
         self._base_scales = bool(self.__dict__.pop("_step_supports_amp_scaling", self.__dict__.get("_base_scales")))
         self._passes = Passes(check_passes(passes_per_step))
         self._parameter_names = names_of(self.param_groups, named_parameters)

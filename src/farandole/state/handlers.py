@@ -43,7 +43,11 @@ class StateHandler:
         raise NotImplementedError(f"{type(self).__name__} has no sync()")
 
     def set_value(self, value: Any) -> None:
-        """Handle another object from now on, since the attribute was assigned. The object is saved as it is."""
+        """Handle another object from now on, since the attribute was assigned. The object is saved as it is.
+
+        Args:
+            value: The new object.
+        """
         self.value = value
         self.save()
 

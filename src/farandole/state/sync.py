@@ -29,8 +29,8 @@ class Shared(Protocol):
 
     @property
     def digests(self) -> StateDigest | None:
-        """Digests of the state, where holders at the same step must be equal: they tell whether they are, and the
-        majority is right. None where holders may differ: then all tensors are compared, and the source is right."""
+        """Digests that show whether holders at the same step are equal, as they must be; the majority is right. None
+        where holders may differ: then all tensors are compared, and the source is right."""
         ...
 
     @property

@@ -49,7 +49,7 @@ class DdpPath:
         self._accumulated = Accumulated()
         self._owned: set[int] = set()  # parameters that optimizers step
         self.has_passed = False  # buckets were reduced since the reducer was reset
-        self._reduces = False  # whether the next backward pass reduces
+        self._reduces = False  # the next backward pass reduces
         self._weighed: set[int] = set()  # parameters whose `.grad` was multiplied in this pass
         self._forget()
 
