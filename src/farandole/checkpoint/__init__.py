@@ -1,1 +1,1 @@
-"""What outlives the whole job: copies of its state in a folder, and how a job goes on from one."""
+"""Checkpoints, which survive the whole job: copies of its state in a folder, and the resumption of a job from one."""

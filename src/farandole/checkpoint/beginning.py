@@ -1,6 +1,6 @@
-"""Where a job begins, from what lies in its place for checkpoints: taken, looked into, counted. Without torch.
+"""The beginning of a job, from the contents of its place for checkpoints: lock, read, count. Without torch.
 
-The launcher does it for the jobs it starts; rank 0 where there is no launcher of ours.
+The launcher runs it for the jobs that it starts. Without Farandole's launcher, rank 0 runs it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from farandole.membership import Origin
 
 @dataclass(frozen=True)
 class Begun:
-    """A place that this job has taken.
+    """A place that this job has locked.
 
-    origin    where its numbers begin
-    settings  what its workers have to know
-    notes     what a person has to know
+    origin    the beginning of its numbers
+    settings  settings for its workers
+    notes     notes for people
     lock      to be closed at the job's end
     """
 
@@ -32,8 +32,8 @@ class Begun:
 
 
 def begin(settings: CheckpointEnv) -> Begun:
-    """Raises ConfigError when another job has the place, when it cannot be reached or written to, and when there is
-    no checkpoint in it but damaged ones."""
+    """Lock a place and read it. Raises ConfigError when another job uses the place, when it cannot be reached or
+    written to, and when it contains only damaged checkpoints."""
     taken = lock(open_store(settings.folder))
     try:
         return _begin(settings, taken)

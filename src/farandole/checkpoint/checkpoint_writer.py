@@ -1,4 +1,5 @@
-"""Writes snapshots into a folder, in a thread of its own: training goes on. worker/checkpoints.py hands them over."""
+"""The writer of snapshots into a folder, in a separate thread while training continues. worker/checkpoints.py calls
+it."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from farandole.membership import Progress
 from farandole.state.digest import digest_of
 
 Ask = Callable[[str, Progress], str]
-"""ask(name, progress): whether the checkpoint may be published; "", or why not."""
+"""Signature ask(name, progress): returns "" if the checkpoint may be published, else the reason."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """How it went. `error` is empty when the checkpoint is published."""
+    """The result of a write. `error` is empty when the checkpoint is published."""
 
     name: str
     step: int
@@ -31,11 +32,11 @@ class Written:
 
 
 class Writer:
-    """One checkpoint at a time.
+    """Writes checkpoints, one at a time.
 
-    ask   who decides whether it counts
-    tell  hears of each one's end, in the thread that wrote it
-    keep  how many checkpoints the folder should have
+    ask   decides whether a checkpoint counts
+    tell  called at the end of each write, in the thread that wrote it
+    keep  number of checkpoints to keep in the folder
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._is_given_up = False
         self.published: Progress | None = None
-        """How far the last checkpoint is that this worker has published."""
+        """Progress of the last checkpoint that this worker has published."""
 
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -58,7 +59,8 @@ class Writer:
     def begin(
         self, take: Callable[[], Snapshot], finish_copy: Callable[[], None], step: int, generation: int, workers: int
     ) -> None:
-        """Take a snapshot here, and write it from now on; `finish_copy` is called first, there. Not while is_busy()."""
+        """Take a snapshot here, and start to write it; the writing thread calls `finish_copy` first. Not while
+        is_busy()."""
         begun_s = now_s()
         try:
             snapshot = take()
@@ -69,22 +71,22 @@ class Writer:
         def work() -> None:
             self._write(lambda: snapshot, finish_copy, step, generation, workers)
 
-        # No daemon: one inside of torch would take the process down at its end. give_up() ends it in time.
+        # Not a daemon: a daemon thread inside torch would crash the process at its end. give_up() ends it in time.
         self._thread = threading.Thread(target=work, name="farandole-checkpoint")
         self._thread.start()
 
     def write(self, take: Callable[[], Snapshot], step: int, generation: int, workers: int) -> None:
-        """Take a snapshot and write it, here and now."""
+        """Take a snapshot and write it synchronously."""
         self._write(take, lambda: None, step, generation, workers)
 
     def wait(self) -> None:
-        """Until what was begun has ended."""
+        """Wait until the current write has ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def give_up(self) -> None:
-        """End what was begun, soon, and leave nothing of it behind; unless it is published just now."""
+        """End the current write soon, and leave nothing of it behind, unless it is being published."""
         self._is_given_up = True
         self.wait()
         self._is_given_up = False
@@ -101,7 +103,7 @@ class Writer:
             return
         except OSError as failure:
             error = f"{failure.strerror or failure} ({self._folder.store.place})"
-        except Exception as failure:  # noqa: BLE001 - whatever it is, it is told, and training goes on
+        except Exception as failure:  # noqa: BLE001 - any error is reported, and training continues
             error = str(failure) if isinstance(failure, FarandoleError) else f"{type(failure).__name__}: {failure}"
         self._tell(Written(name, step, now_s() - begun_s, error))
 
@@ -140,9 +142,9 @@ class Writer:
             raise _GivenUp
 
 
-# A value that no checkpoint can hold, or no memory for a copy: a RuntimeError of torch's.
+# A value that no checkpoint can hold, or no memory for a copy: a RuntimeError of torch.
 _CANNOT_BE_TAKEN = (ConfigError, RuntimeError, MemoryError)
 
 
 class _GivenUp(Exception):
-    """give_up() was called."""
+    """Raised in the writing thread after give_up() was called."""

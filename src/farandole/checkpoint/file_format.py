@@ -1,4 +1,5 @@
-"""A checkpoint's files: one value in, the same value out. checkpoint_writer.py writes them, restore.py reads them."""
+"""A checkpoint's files: written from a value, and read back to an equal one. checkpoint_writer.py writes them,
+restore.py reads them."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def write_files(
     tensors: Mapping[str, torch.Tensor],
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, FileSum]:
-    """What values.to_json() has made of a value, into the folder `name`; there, also after a power failure, when this
-    returns. `check` may raise now and then to give up. Raises OSError."""
+    """Write the result of json_values.to_json() into the folder `name`. When this returns, it survives a power failure.
+    `check` may raise at any call to give up. Raises OSError."""
     text = json.dumps(plain, indent=1, allow_nan=False).encode()
     return {
         STATE: write_file(store, f"{name}/{STATE}", text),
@@ -35,7 +36,7 @@ def write_files(
 
 
 def read_files(found: Found) -> Any:
-    """The value. Raises ConfigError when a file is missing or damaged."""
+    """Return the value. Raises ConfigError when a file is missing or damaged."""
     store, name, files = found.store, found.name, found.manifest.files
     try:
         text = store.read(f"{name}/{STATE}")

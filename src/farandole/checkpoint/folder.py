@@ -1,8 +1,8 @@
-"""The folder of a job's checkpoints: which there are, how one is published, which are removed. Without torch.
+"""The folder of a job's checkpoints: listing, publication and removal. Without torch.
 
 DIR/step-000000000500-1f0c…/   one checkpoint, unique by step and nonce
     state.json  tensors.safetensors
-    manifest.json              put last, in one go: without it there is no checkpoint
+    manifest.json              put last, atomically: without it there is no checkpoint
 DIR/job.lock, job.json         the job that uses the folder: see job_lock.py
 """
 
@@ -34,27 +34,28 @@ class Found:
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Place of the checkpoint, for people."""
         return f"{self.store.place}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A checkpoint with a manifest that cannot be gone on from, and why."""
+    """A checkpoint with a manifest that a job cannot resume from, and the reason."""
 
     name: str
     why: str
 
 
 class CheckpointFolder:
-    """Everything here may raise OSError. Folders that are no checkpoint of ours are never touched."""
+    """The checkpoints in a store. All methods may raise OSError. Folders that are no checkpoint of Farandole are never
+    touched."""
 
     def __init__(self, store: Store | Path) -> None:
         self.store: Store = LocalStore(store) if isinstance(store, Path) else store
 
     def complete(self) -> tuple[list[Found], list[Damaged]]:
-        """The checkpoints, newest first, and those whose manifest or files are not as they were written (sizes
-        only: checksums are compared when one is read)."""
+        """Return the checkpoints, newest first, and those whose manifest or files have changed since they were written
+        (only sizes are checked: checksums are compared when a checkpoint is read)."""
         found, damaged = [], []
         for name in self._folders():
             try:
@@ -67,18 +68,18 @@ class CheckpointFolder:
         return found, damaged
 
     def begin(self, step: int) -> str:
-        """The name of a new checkpoint; not one until it is published."""
+        """Return the name of a new checkpoint, which does not count until it is published."""
         name = f"step-{step:012d}-{secrets.token_hex(8)}"
         self.store.make_folder(name)
         return name
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """From now on, and not before, `name` is a checkpoint. Its files are all there already."""
+        """Publish `name`, which is a checkpoint from now on. All its files exist already."""
         self.store.put(f"{name}/{MANIFEST}", manifests.encode(manifest), forced=True)
 
     def retain(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints, and what was begun before the oldest of them and never
-        published. The one that a slow writer still writes is newer, or of no use any more."""
+        """Remove all but the newest `keep` checkpoints, and unpublished ones begun before the oldest of them. A
+        checkpoint that a slow writer still writes is newer, or no longer needed."""
         found, _ = self.complete()
         for each in found[keep:]:
             self.discard(each.name)
@@ -89,20 +90,21 @@ class CheckpointFolder:
                     self.discard(name)
 
     def remove_unpublished(self) -> None:
-        """What earlier jobs have begun. Only while no other job uses the folder."""
+        """Remove unpublished checkpoints of earlier jobs. Only while no other job uses the folder."""
         for name in self._folders():
             if not self._is_published(name):
                 self.discard(name)
 
     def discard(self, name: str) -> None:
-        """Remove one checkpoint: its manifest first, so that a half-removed one is none. Nothing is raised: what is
-        left is no checkpoint, and is removed another time."""
+        """Remove a checkpoint: its manifest first, so that a partly removed one does not count. Raises nothing: the
+        remaining files are not a checkpoint, and are removed another time."""
         with contextlib.suppress(OSError):
             self.store.remove(f"{name}/{MANIFEST}")
             self.store.remove_folder(name)
 
     def read_manifest(self, name: str) -> Found:
-        """Raises FileNotFoundError where there is none, ConfigError when files are not as it says."""
+        """Return the checkpoint of a folder. Raises FileNotFoundError without a manifest, ConfigError when files differ
+        from it."""
         here = f"{self.store.place}/{name}"
         manifest = manifests.decode(self.store.read(f"{name}/{MANIFEST}"), f"{here}/{MANIFEST}")
         for file, sum in manifest.files.items():
@@ -119,7 +121,7 @@ class CheckpointFolder:
 
 
 def write_file(store: Store, name: str, data: bytes) -> FileSum:
-    """A new file; there, also after a power failure, when this returns."""
+    """Write a new file. When this returns, it survives a power failure."""
     with store.create(name) as file:
         write_all(file, data)
     return FileSum.of(data)

@@ -1,11 +1,11 @@
-"""One job at a time uses a place for checkpoints, and each one knows what the one before has counted. Without torch.
+"""The lock of a place for checkpoints, which one job at a time uses, and the numbers of the jobs before. Without torch.
 
-In a folder, the lock is the kernel's and goes with the process that holds it, also when that is killed: a second job
-is refused. An object store has no locks: there the later job has the place, and the earlier one publishes nothing any
+In a folder, the lock is the kernel's and ends with the process that holds it, also when that is killed: a second job is
+refused. An object store has no locks: there the later job owns the place, and the earlier one publishes nothing any
 more (`has_lost_it`).
 
-What is written down in job.json is the fence: a job begins above every run id and every generation that the place has
-seen, so that records and checkpoints of two jobs can always be told apart.
+The numbers in job.json are the fence: a job begins above every run id and every generation that the place has seen, so
+that records and checkpoints of two jobs can always be told apart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOCK = "job.lock"
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """The highest numbers that were ever used with this place, 0 for none, and by whom last."""
+    """The highest numbers that were ever used with this place, 0 for none, and their last owner."""
 
     run_id: int = 0
     generation: int = 0
@@ -45,15 +45,15 @@ class JobLock:
     _handle: int | None
 
     def count(self, run_id: int, generation: int) -> None:
-        """Write down what is used from now on. Not forced onto the disk: that would hold up a regroup, and what a
-        power failure takes here the manifests still have, up to the last one. Raises OSError."""
+        """Record the numbers that are used from now on. The file is not flushed to disk, which would delay a regroup;
+        after a power failure the manifests still have the numbers, up to the last checkpoint. Raises OSError."""
         now = Counted(max(run_id, self.counted.run_id), max(generation, self.counted.generation), self.owner)
         if now != self.counted and not has_lost_it(self.store, self.owner, self.counted.owner):
             self.store.put(_JOB, msgspec.json.encode(now), forced=False)
         self.counted = now
 
     def close(self) -> None:
-        """Let another job use the folder."""
+        """Allow another job to use the folder."""
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 os.close(self._handle)
@@ -61,15 +61,15 @@ class JobLock:
 
 
 def lock(store: Store) -> JobLock:
-    """Make the place if need be, and take it. Raises ConfigError, saying what to do, when another job has it and
-    when it cannot be made or written to."""
+    """Create the place if necessary, and lock it. Raises ConfigError, with advice, when another job has it and when it
+    cannot be created or written to."""
     handle = None
     try:
         store.make()
         if isinstance(store, LocalStore):
             handle = _lock_file(store.path / _LOCK)
         taken = JobLock(store, _read(store), secrets.token_hex(8), handle)
-        taken.count(0, 0)  # finds out now whether files can be written here
+        taken.count(0, 0)  # checks now whether files can be written here
     except BaseException as error:
         if handle is not None:
             os.close(handle)
@@ -80,7 +80,7 @@ def lock(store: Store) -> JobLock:
 
 
 def has_lost_it(store: Store, owner: str, before: str = "") -> bool:
-    """Whether a later job has taken the place. `before`: who had it when this job came. Raises OSError."""
+    """Return whether a later job has taken the place. `before`: the owner when this job came. Raises OSError."""
     return _read(store).owner not in ("", before, owner)
 
 

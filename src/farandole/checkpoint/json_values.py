@@ -1,7 +1,7 @@
-"""Python values as JSON and named tensors: what a checkpoint may contain. Reading one never runs code.
+"""Python values as JSON and named tensors: the possible contents of a checkpoint. Reading one never runs code.
 
-Plain values, containers, bytes, NumPy numbers and tensors, nested in any way. Whatever JSON has no form for is an
-object whose key "$" says what it is.
+Plain values, containers, bytes, NumPy numbers and tensors, nested in any way. A value without a JSON form is an object
+whose key "$" names its kind.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _NUMBERS = "biuf"  # NumPy's kinds of numbers and booleans
 
 
 def to_json(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A value that json can write, and the tensors that it names; they are the value's own, not copies.
+    """Return a value that json can write, and the tensors that it names; they are the value's own, not copies.
 
-    A tensor that occurs twice is named once. Raises ConfigError, with the place, for what cannot be written.
+    A tensor that occurs twice is named once. Raises ConfigError, with the place, for a value that cannot be written.
     """
     taker = _Taker()
     return taker.take(value, ()), taker.tensors
 
 
 def from_json(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value again, with `tensors` in it. Raises ConfigError for what to_json() has not written."""
+    """Return the value again, with `tensors` in it. Raises ConfigError for data that to_json() has not written."""
     if isinstance(plain, list):
         return [from_json(each, tensors) for each in plain]
     if not isinstance(plain, dict):

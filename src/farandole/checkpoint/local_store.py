@@ -1,4 +1,4 @@
-"""Checkpoints in a folder of a file system, local or mounted: files are forced onto the disk, and put by a rename."""
+"""Checkpoints in a folder of a file system, local or mounted: files are flushed to disk, and replaced by a rename."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farandole.checkpoint.store import write_all
 
 
 class LocalStore:
-    """A Store (store.py). `path`: the folder."""
+    """A Store (store.py) in a folder, `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

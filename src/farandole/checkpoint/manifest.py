@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, in the file that is written last: without one a folder is no checkpoint. Pure."""
+"""The manifest of a checkpoint, in the file that is written last: without it a folder is no checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class FileSum(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One checkpoint.
+    """The manifest of a checkpoint.
 
-    rule        whose state it is: the step rule's or the commit rule's
-    run_id, step, epoch, cursor, boundary   how far the state is: its progress
+    rule        the rule of the state: step or commit
+    run_id, step, epoch, cursor, boundary   the progress of the state
     generation  number of the generation that wrote it
-    workers     how many there were
+    workers     number of workers at that time
     written_s   seconds since 1970, for people
     files       all files beside this one
     digest      of all tensors, in the order in which they were written (state/digest.py)
@@ -51,7 +51,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def progress(self) -> Progress:
-        """The highest one of a folder is what a job goes on from."""
+        """Progress of the state. A job resumes from the checkpoint with the highest one in a folder."""
         return Progress(self.run_id, self.step, self.epoch, self.cursor, self.boundary)
 
 
@@ -60,7 +60,8 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Raises ConfigError, with `where` in it, for anything but a manifest of this format."""
+    """Return the manifest in `data`. Raises ConfigError, with `where` in it, for anything but a manifest of this
+    format."""
     try:
         version = msgspec.json.decode(data, type=_Version).format
         if version != FORMAT:

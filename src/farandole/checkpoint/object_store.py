@@ -1,4 +1,4 @@
-"""Checkpoints at an address that fsspec knows: s3://, gs://, abfs://, hdfs:// and others. Nothing is ever renamed.
+"""Checkpoints at an address that fsspec supports: s3://, gs://, abfs://, hdfs:// and others. Nothing is ever renamed.
 
 fsspec comes with torch; the package for an address (s3fs, gcsfs, adlfs) is the user's choice.
 """
@@ -15,17 +15,17 @@ from farandole.errors import ConfigError
 
 
 class ObjectStore:
-    """A Store (store.py). `place`: the address. Raises ConfigError when no package here can reach it.
+    """A Store (store.py) at an address, `place`. Raises ConfigError when no installed package can reach it.
 
-    An object is there when its upload has ended, and not before; a store that shows a part of one has at worst a
-    manifest that cannot be read, which makes no checkpoint.
+    An object exists when its upload has ended, and not before. In a store that shows a partial object, at worst a
+    manifest cannot be read, and there is no checkpoint.
     """
 
     def __init__(self, place: str) -> None:
         self.place = place.rstrip("/")
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.place)
-        except (ImportError, ValueError) as error:  # the package is missing; nobody knows the scheme
+        except (ImportError, ValueError) as error:  # the package is missing, or the scheme is unknown
             raise ConfigError(
                 f"--checkpoint {place}: this address cannot be reached from here ({error}); install the package that "
                 f"fsspec needs for it (s3:// s3fs, gs:// gcsfs, abfs:// adlfs), or give a folder"
@@ -37,15 +37,15 @@ class ObjectStore:
 
     def folders(self) -> list[str]:
         with _as_os_error():
-            self._files.invalidate_cache()  # what others wrote since is wanted, too
+            self._files.invalidate_cache()  # include what others wrote since
             try:
                 entries = self._files.ls(self._root, detail=True)
-            except FileNotFoundError:  # a prefix that nothing begins with
+            except FileNotFoundError:  # a prefix without any objects
                 return []
         return [each["name"].rstrip("/").rpartition("/")[2] for each in entries if each["type"] == "directory"]
 
     def make_folder(self, name: str) -> None:
-        """Nothing to do: a name with a slash in it is enough, and the first file of it makes it."""
+        """Do nothing: the first file with this prefix in its name creates the folder."""
 
     def size(self, name: str) -> int | None:
         with _as_os_error():
@@ -91,19 +91,20 @@ class ObjectStore:
 
 
 def _abandon(file: Any) -> None:
-    """End an upload without the object, where the store can; else a part of it is left, and removed as unpublished."""
+    """End an upload without the object, if the store can; else a part of it remains, and is removed as unpublished."""
     with contextlib.suppress(Exception):
         file.discard()
     with contextlib.suppress(Exception):
         if isinstance(file, fsspec.spec.AbstractBufferedFile):
-            file.closed = True  # or it would be uploaded when it is forgotten
+            file.closed = True  # otherwise it would be uploaded when it is freed
         else:
             file.close()
 
 
 @contextlib.contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What packages raise differs; callers expect what a disk would raise."""
+    """Return a context that turns all errors into OSError. The errors of packages differ; callers expect those of a
+    disk."""
     try:
         yield
     except OSError:

@@ -1,4 +1,4 @@
-"""From a checkpoint to the state of a job: checked against what the script has built, then taken over."""
+"""Restoration of a job's state from a checkpoint: checked against the script's objects, then loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from farandole.state.packing import unpack
 
 
 def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[Found, Any]:
-    """The newest checkpoint whose files are as they were written, and what is in it; `warn` hears of those that had to
-    be passed over. Raises ConfigError when there is none, OSError when nobody can say."""
+    """Return the newest checkpoint with undamaged files, and its value; `warn` is called for each one passed over.
+    Raises ConfigError when there is none, OSError when the store cannot be read."""
     found, damaged = folder.complete()
     why = [each.why for each in damaged]
     for each in found:
@@ -34,7 +34,7 @@ def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[
 def restore(state: Kept, found: Found, value: Any, run_id: int) -> None:
     """Make the state that of the checkpoint, under a new run id. `state.capture()` was called before.
 
-    value  what read_files() has made of it
+    value  result of read_files()
 
     Raises ConfigError, naming the checkpoint's value and the script's, when they do not fit together.
     """
@@ -74,7 +74,7 @@ def _names(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _shapes(groups: Mapping[str, Any]) -> dict[str, str]:
-    """By name, for people."""
+    """Return shapes and dtypes by name, for people."""
     return {
         f"{name}.{key}": f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         for name, group in groups.items()
@@ -84,7 +84,7 @@ def _shapes(groups: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _options(groups: Any) -> list[list[str]]:
-    """The names of the options of each parameter group, of one optimizer or of several by name."""
+    """Return the names of the options of each parameter group, of one optimizer or of several by name."""
     if isinstance(groups, Mapping):
         return [[name, *options] for name, each in sorted(groups.items()) for options in _options(each)]
     return [sorted(group) for group in groups]

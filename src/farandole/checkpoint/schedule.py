@@ -1,4 +1,4 @@
-"""How often a checkpoint is written, and when the next one is due. Pure."""
+"""The interval between checkpoints, and the time of the next one. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Every:
-    """After so many seconds, or after so many decided steps; the other one is None."""
+    """An interval in seconds or in decided steps; the other one is None."""
 
     seconds: float | None = None
     steps: int | None = None
 
 
 def parse_every(text: str) -> Every:
-    """`30s`, `10m`, `1.5h` or `500steps`. Raises ConfigError for anything else."""
+    """Parse `30s`, `10m`, `1.5h` or `500steps`. Raises ConfigError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|m|h|steps?)", text.strip())
     if match is not None:
         number, unit = match.groups()
@@ -33,7 +33,7 @@ def parse_every(text: str) -> Every:
 
 
 class Due:
-    """When the next checkpoint is due, on one worker. `now_s`, `step`: where it begins to count."""
+    """The time of the next checkpoint, on one worker. `now_s`, `step`: the start of the count."""
 
     def __init__(self, every: Every, now_s: float, step: int) -> None:
         self._every = every
@@ -46,5 +46,5 @@ class Due:
         return step // self._every.steps > self._since_step // self._every.steps
 
     def restart(self, now_s: float, step: int) -> None:
-        """One was begun, or the state was replaced: count from here."""
+        """Restart the count: a checkpoint was begun, or the state was replaced."""
         self._since_s, self._since_step = now_s, step

@@ -1,4 +1,4 @@
-"""One state as it was at a boundary, copied while training goes on. checkpoint_writer.py writes it."""
+"""A state as it was at a boundary, copied while training continues. checkpoint_writer.py writes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farandole.state.packing import Packed, unpack
 
 
 class Kept(Protocol):
-    """A state as a checkpoint sees it: StepState, or the one of commit_sync.py. As in sync.py."""
+    """A state as a checkpoint sees it: a StepState, or the CommittedState of commit_sync.py. As in sync.py."""
 
     is_holder: bool
 
@@ -31,7 +31,7 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is to be written. Its tensors are whole once the copies are through: see Staging."""
+    """The data to be written. Its tensors are complete once the copies have ended: see Staging."""
 
     progress: Progress
     plain: Any
@@ -39,23 +39,23 @@ class Snapshot:
 
 
 def live(state: Kept, progress: Progress) -> Snapshot:
-    """The captured metadata and the tensors as they are, not copied. Raises ConfigError for a state with values
-    that a checkpoint cannot hold."""
-    # What was captured was pickled in this process a moment ago.
+    """Return the captured metadata and the live tensors, not copied. Raises ConfigError for a state with values that a
+    checkpoint cannot hold."""
+    # The captured data were pickled in this process a moment ago.
     plain, tensors = to_json({"metadata": unpack(state.captured()), "tensors": state.live_tensors()})
     return Snapshot(progress, plain, tensors)
 
 
 class Staging:
-    """Memory for one snapshot at a time, used again by the next one: as much as the state has, on the CPU."""
+    """Memory for one snapshot at a time, reused by the next one: as much as the state has, on the CPU."""
 
     def __init__(self) -> None:
         self.copies = BackgroundCopy()
         self._targets: dict[str, torch.Tensor] = {}
 
     def take(self, state: Kept, progress: Progress) -> Snapshot:
-        """Right after state.capture(). The tensors are copied from now on, and are complete before an optimizer
-        steps or `copies.finish()` returns. Raises what live() raises."""
+        """Take a snapshot right after state.capture(). The tensors are copied from now on, and are complete before an
+        optimizer steps or `copies.finish()` returns. Raises the errors of live()."""
         snapshot = live(state, progress)
         tensors = {id(tensor) for tensor in tensors_in(state.live_tensors())}
         targets, later = {}, []

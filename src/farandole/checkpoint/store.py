@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a folder, or an object store that fsspec knows. All other files here go through a Store.
+"""The storage of checkpoints: a folder, or an object store that fsspec supports. All other files here use a Store.
 
-What a store must be able to do is little, since not all of them can more: no rename, no lock, no forcing of bytes
-onto a disk. A checkpoint is safe without these because its manifest comes last.
+A store needs few abilities, since some have no more: no rename, no lock, no flush to disk. A checkpoint is safe without
+these because its manifest is written last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from farandole.errors import ConfigError
 
 
 class Store(Protocol):
-    """Files by name, such as `job.json` or `step-…/state.json`. Everything may raise OSError.
+    """Files by name, such as `job.json` or `step-…/state.json`. All methods may raise OSError.
 
     place  as people write it
     """
@@ -22,48 +22,48 @@ class Store(Protocol):
     place: str
 
     def make(self) -> None:
-        """Have the place itself; the ones above it, too."""
+        """Create the place and its parents."""
         ...
 
     def folders(self) -> list[str]:
-        """Names of the folders in it."""
+        """Return the names of the folders in it."""
         ...
 
     def make_folder(self, name: str) -> None: ...
 
     def size(self, name: str) -> int | None:
-        """In bytes; None where there is no such file."""
+        """Return the size in bytes; None where there is no such file."""
         ...
 
     def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError where there is no such file."""
+        """Return the contents of a file. Raises FileNotFoundError where there is no such file."""
         ...
 
     def open(self, name: str) -> BinaryIO:
-        """For reading."""
+        """Open a file for reading."""
         ...
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A new file for writing. Left without an exception, all of it will be there after a power failure."""
+        """Create a file for writing. After an exit without an exception, all of it survives a power failure."""
         ...
 
     def put(self, name: str, data: bytes, forced: bool) -> None:
-        """A small file in one go, in place of the old one. With `forced` it comes after everything that was created in
-        its folder, also when the power fails."""
+        """Replace a small file atomically. With `forced` it comes after all files that were created in its folder, even
+        at a power failure."""
         ...
 
     def remove(self, name: str) -> None:
-        """A file that may be gone already."""
+        """Remove a file, which may be gone already."""
         ...
 
     def remove_folder(self, name: str) -> None:
-        """With all that is in it, as far as possible; raises nothing."""
+        """Remove a folder with its contents, as far as possible; raises nothing."""
         ...
 
 
 def open_store(place: str) -> Store:
-    """Raises ConfigError, saying what to do, for a place that no package here knows how to reach, and for one that
-    only this process could see."""
+    """Return the store at a place. Raises ConfigError, with advice, for a place that no installed package can reach,
+    and for one that only this process could see."""
     scheme, is_address, rest = place.partition("://")
     if not is_address or scheme in ("file", "local"):
         from farandole.checkpoint.local_store import LocalStore
@@ -77,20 +77,20 @@ def open_store(place: str) -> Store:
             f"--checkpoint {place}: such files are in the memory of one process, which neither the other workers nor "
             f"the next job can see; give a folder, or an address such as s3://bucket/job"
         )
-    from farandole.checkpoint.object_store import ObjectStore  # fsspec takes a moment to load
+    from farandole.checkpoint.object_store import ObjectStore  # fsspec is slow to import
 
     return ObjectStore(place)
 
 
 def normalized(place: str) -> str:
-    """A place that means the same from another working directory. Raises ConfigError for an empty one."""
+    """Return a place that is valid in any working directory. Raises ConfigError for an empty one."""
     if not place.strip():
         raise ConfigError("--checkpoint needs a folder, or an address such as s3://bucket/job")
     return place if "://" in place else str(Path(place).absolute())
 
 
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """write(2) may take a part only."""
+    """Write all bytes: one write(2) may take only a part."""
     rest = memoryview(data)
     while len(rest):
         rest = rest[file.write(rest) :]

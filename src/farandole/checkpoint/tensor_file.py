@@ -1,7 +1,7 @@
 """Named tensors in a file of the safetensors format: a length, a JSON header, and raw memory. No code in it.
 
-Written here rather than by the package of that name, in slices: training goes on in between, a checksum is made on
-the way, and it can be given up in the middle. https://github.com/huggingface/safetensors#format
+Written here rather than by the safetensors package, in slices: training continues in between, a checksum is computed on
+the way, and the write can be aborted. https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_EXACT = "farandole.dtype."  # + name: of a tensor whose dtype the format lacks; its bytes are there as U8
+_EXACT = "farandole.dtype."  # + name: of a tensor whose dtype the format lacks; its bytes are stored as U8
 
 
 def write_tensors(
     store: Store, name: str, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
 ) -> FileSum:
-    """Write a new file; contiguous tensors on the CPU are written as they lie there.
+    """Write a new file; contiguous CPU tensors are written directly from their memory.
 
     check  called before each slice of 4 MB; may raise, to give up
 
-    Raises OSError when there is no room; what was written until then is left behind.
+    Raises OSError when there is no space; the part written until then is left behind.
     """
     # Large elements first: all of them are aligned then.
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
@@ -61,8 +61,8 @@ def write_tensors(
 
 
 def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.Tensor]:
-    """All tensors of a file, each with memory of its own. Raises ConfigError when the file is not the one that was
-    written, OSError when it cannot be read."""
+    """Return all tensors of a file, each with memory of its own. Raises ConfigError when the file differs from the
+    written one, OSError when it cannot be read."""
     path, size = f"{store.place}/{name}", store.size(name)
     if size is None:
         raise FileNotFoundError(f"{path} is gone")
@@ -90,7 +90,7 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
 
 
 class _Sum:
-    """Writes, and knows what was written."""
+    """A writer that counts bytes and computes the checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._bytes, self._crc32 = file, 0, 0
@@ -124,7 +124,7 @@ def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, not a copy."""
+    """Return the memory of a contiguous CPU tensor, not a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 

@@ -1,1 +1,1 @@
-"""From sample to step: the global order, its division over ranks, and the loader."""
+"""Data loading: the global order of samples, its division over ranks, and the loaders."""

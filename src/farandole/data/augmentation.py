@@ -1,6 +1,6 @@
-"""Random numbers of a data set's items: a function of (seed, epoch, position in the epoch's order), so that an item
-that is fetched again, by whichever worker or loader worker, is augmented in the same way. loader.py puts this around
-the data set and the batch sampler."""
+"""Random numbers of a data set's items, as a function of (seed, epoch, position in the epoch's order): an item that is
+fetched again, by any worker or loader worker, is augmented in the same way. loader.py puts this around the data set and
+the batch sampler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farandole.data.rows import innermost
 
 
 class Keyed(msgspec.Struct, frozen=True):
-    """The samples of one batch, and the place of the first one."""
+    """The samples of a batch, with the position of the first one."""
 
     indices: list[int]
     seed: int
@@ -29,7 +29,7 @@ class Keyed(msgspec.Struct, frozen=True):
 
 
 class KeyedSampler:
-    """The index stream's batches, with their places."""
+    """The index stream's batches, with their positions."""
 
     def __init__(self, index_stream: IndexStream, seed: int) -> None:
         self._index_stream, self._seed = index_stream, seed
@@ -37,17 +37,17 @@ class KeyedSampler:
     def __iter__(self) -> Iterator[Keyed]:
         for indices in self._index_stream:
             batch = self._index_stream.on_way[-1].batch
-            # A dummy batch's samples do not count; any place does.
+            # The samples of a dummy batch do not count, so any position will do.
             yield Keyed(indices, self._seed, batch.global_batch.epoch, batch.low)
 
 
 class SeededDataset:
-    """A data set whose items see random numbers of their own. Everything else is the data set's.
+    """A data set whose items see random numbers of their own. Everything else is passed to the data set.
 
     The generators of torch, numpy and Python are seeded for each item, 10 to 20 us, once an item was seen to draw from
-    them: the batch in which that happens is fetched anew. Afterwards they are put back; in the training process they
-    belong to the step. A data set with __getitems__ is seeded once for each call, with the key of its first item: what
-    its items see then depends on how the batch was divided.
+    them: the batch in which that happens is fetched again. Afterwards they are restored; in the training process they
+    belong to the step. A data set with __getitems__ is seeded once for each call, with the key of its first item: its
+    items' random numbers then depend on the division of the batch.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -58,7 +58,7 @@ class SeededDataset:
         return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # while it is being unpickled
+        if name == "_dataset":  # during unpickling
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -92,17 +92,18 @@ class SeededDataset:
 
     def _fetch_all(self) -> Callable[[list[int]], list[Any]] | None:
         fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
-        # A Subset has one that only goes through the items, unless what it is a subset of has one.
+        # A Subset has one that only iterates over the items, unless the underlying data set has one.
         return fetch_all if hasattr(innermost(self._dataset), "__getitems__") else None
 
 
 def with_places(dataset: Any, index_stream: IndexStream, seed: int) -> tuple[Any, Iterable[Any]]:
-    """The data set whose items' random numbers follow from their places, and the batch sampler that tells it those."""
+    """Return a data set whose items' random numbers depend on their positions, and the batch sampler that passes it
+    these."""
     return SeededDataset(dataset), KeyedSampler(index_stream, seed)
 
 
 def seed_item(seed: int, epoch: int, position: int) -> None:
-    """Start the generators of torch, numpy and Python for the item at this position of the epoch."""
+    """Seed the generators of torch, numpy and Python for the item at this position of the epoch."""
     packed = struct.pack("<qqq", seed & (2**63 - 1), epoch, position)
     value = int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"item").digest(), "little")
     torch.default_generator.manual_seed(value >> 1)

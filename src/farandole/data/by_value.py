@@ -1,7 +1,8 @@
-"""How small tensors come from the loader processes: in the message itself. loader.py puts this around worker_init_fn.
+"""Transfer of small tensors from the loader processes, in the message itself. loader.py puts this around
+worker_init_fn.
 
-torch sends a tensor's shared memory instead, a file descriptor that the receiver fetches over a connection of its own:
-half a millisecond for each tensor, and more when the processors are busy. That is the right way for large ones.
+torch sends a tensor's shared memory instead, a file descriptor that the receiver fetches over a separate connection:
+half a millisecond for each tensor, and more when the processors are busy. That is right for large tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-# So that what two loader processes have made ahead fits into the pipe (64 KiB). A loader process that is killed while
-# it waits for room leaves half a message there, and torch notices that in the main thread only.
+# Limited so that the batches that two loader processes prepare ahead fit into the pipe (64 KiB). A loader process that
+# is killed while it waits for space leaves half a message there, which torch notices in the main thread only.
 _LARGEST_BYTES = 16 * 1024
 
 
 class SmallByValue:
-    """A worker_init_fn. Two tensors of a batch that share memory no longer do so when they have come by value."""
+    """A worker_init_fn that sends small tensors by value. Two tensors of a batch that share memory no longer do so
+    afterwards."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -31,9 +33,10 @@ class SmallByValue:
 
 
 def reduced(tensor: torch.Tensor) -> Any:
-    """How to pickle a tensor: by value when it is small and numpy has its like, else as torch does it."""
+    """Return the reduction of a tensor for pickle: by value when it is small and numpy has its type, else as torch
+    does."""
     is_dense = tensor.layout is torch.strided and tensor.is_cpu
-    # Of other strides, channels last for one, numpy would keep the values only.
+    # With other strides, such as channels last, numpy would keep the values only.
     if is_dense and tensor.nbytes <= _LARGEST_BYTES and tensor.is_contiguous():
         try:
             return torch.from_numpy, (tensor.numpy(),)

@@ -1,4 +1,5 @@
-"""Which data set will be read at the indices that a sampler hands out: that of the DataLoader that iterates it."""
+"""Search for the data set that will be read at a sampler's indices: that of the DataLoader that iterates the
+sampler."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ _DEPTH = 8  # the loader's iterator is 2 to 4 calls up: batch samplers may be wr
 
 
 def dataset_of_caller() -> Any:
-    """The data set of the DataLoader that has called, however indirectly; None when there is none.
+    """Return the data set of the DataLoader that has called, also indirectly; None when there is none.
 
-    A DataLoader tells its sampler nothing of its data set, and a sampler that was made for a smaller one trains a part
-    of it without an error. So we look at who calls: once for each loop over the loader.
+    A DataLoader does not tell its sampler its data set, and a sampler made for a smaller one trains a part of it
+    without an error. So the callers are inspected, once for each loop over the loader.
     """
     for frame in islice(_callers(inspect.currentframe()), _DEPTH):
         caller = frame.f_locals.get("self")

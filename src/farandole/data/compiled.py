@@ -1,4 +1,4 @@
-"""Whether torch.compile is in use. The loaders ask."""
+"""Detection of torch.compile, for the loaders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has compiled something in this process."""
+    """Return whether torch.compile has compiled something in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["stats"]["unique_graphs"])

@@ -1,4 +1,4 @@
-"""Epochs as both loaders see them: their numbers, as epochs() hands them out, and what is kept of them."""
+"""Epochs as both loaders see them: their numbers, which epochs() yields, and the record of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from farandole.membership import Shortfall
 
 
 class EpochRecord:
-    """What a loader knows of its epochs beside its place.
+    """A loader's record of its epochs, apart from its position.
 
-    once_done     calls of Epoch.once() that are done in the current epoch
+    once_done     completed calls of Epoch.once() in the current epoch
     cut_epochs    epochs that were ended by `break` before their last batch
-    cut_steps     their steps that were not made, as far as they can be counted
-    total         what epochs(total) was called with last; None: nothing was promised
-    by_trainer    what is left of the promise of a framework's trainer, which counts instead of `total`
-    is_through    the current epoch was iterated to its end and not handed out by epochs() since; of this worker only
+    cut_steps     steps that were not made in these epochs, as far as they can be counted
+    total         argument of the last call of epochs(total); None: nothing was promised
+    by_trainer    remaining steps promised by a framework's trainer, which count instead of `total`
+    is_through    the current epoch was iterated to its end and not yielded by epochs() since; on this worker only
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class EpochRecord:
         self.is_through = False
 
     def promise_epochs(self, total: int) -> None:
-        """epochs(total) was called."""
+        """Record a call of epochs(total)."""
         self.total, self.by_trainer = total, None
 
     def promise_by_trainer(self, left: Shortfall | None) -> None:
-        """A framework's trainer decides how many steps there are, and `left` of them were not made."""
+        """Record that a framework's trainer decides the number of steps, of which `left` were not made."""
         self.total, self.by_trainer = None, left
 
     def refuse_second_pass(self, epoch: int) -> None:
-        """Raise StepError where the loader is iterated again although nothing is left of the epoch: the batches of a
-        next epoch would be expected, and none would come."""
+        """Raise StepError where the loader is iterated again although nothing is left of the epoch: the user would
+        expect the batches of the next epoch, and none would come."""
         if self.is_through:
             raise StepError(
                 f"the loader was iterated again, but all batches of epoch {epoch} are trained and the next epoch was "
@@ -46,26 +46,26 @@ class EpochRecord:
             )
 
     def end_epoch(self, is_whole: bool, steps_left: int = 0) -> None:
-        """All workers go on to the next epoch."""
+        """End the epoch, when all workers enter the next one."""
         if not is_whole:
             self.cut_epochs += 1
             self.cut_steps += steps_left
         self.once_done, self.is_through = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed job has to know; nothing in an ordinary epoch."""
+        """Return the data that a resumed job needs; empty in an ordinary epoch."""
         once = {"once": self.once_done} if self.once_done else {}
         return {**once, "cut": [self.cut_epochs, self.cut_steps]} if self.cut_epochs else once
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what state_dict() has returned, among other entries."""
+        """Load the result of state_dict(), which may be among other entries."""
         self.once_done = state.get("once", 0)
         self.cut_epochs, self.cut_steps = state.get("cut", (0, 0))
         self.is_through = False
 
 
 class Counting(Protocol):
-    """What an Epoch needs of its loader."""
+    """The part of a loader that an Epoch needs."""
 
     epoch: int
     hooks: LoaderHooks
@@ -73,9 +73,12 @@ class Counting(Protocol):
 
 
 class Epoch(int):
-    """An int. After a regroup in the tail of an epoch (an evaluation), and in a job that goes on from a state that was
-    saved there, the same number is handed out again, so that code of the tail runs at least once; what is given to
-    once() is not repeated."""
+    """The number of an epoch, as an int.
+
+    After a regroup in the tail of an epoch (an evaluation), and in a job resumed from a state that was saved there, the
+    same number is yielded again, so that code of the tail runs at least once; functions given to once() are not
+    repeated.
+    """
 
     _loader: Counting
     _calls: int
@@ -88,22 +91,30 @@ class Epoch(int):
         return epoch
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)  # kept in a state, it is a number
+        return int, (int(self),)  # saved in a state, it is a number
 
     def once(self, function: Callable[[], object]) -> bool:
-        """Call `function()`, on every worker, once in this epoch: whatever happens, the tracked values of the state
-        hold what it did exactly once. All workers call it at the same place; the order of several counts. Whether
-        it ran here.
+        """Call `function()` on every worker, once in this epoch.
 
-        It begins when all workers have come. When a worker is lost before any other was through, the others do it
-        again; when one was through, its state becomes everybody's, and nobody does. What `function` does outside of
-        the state (prints a line, writes a file) is then missing on the workers that it did not run on.
+        Whatever happens, the tracked values of the state hold its effect exactly once. All workers call it at the same
+        place; the order of several calls counts.
 
-        The loader's state_dict() says how many calls are done, the one that runs among them. So a script that saves
-        it as the last thing in `function`, or behind it, and goes on from there does not call `function` again.
+        It begins when all workers have arrived. When a worker is lost before any other has finished, the others repeat
+        it. When one has finished, its state is copied to all, and no worker repeats it. Effects of `function` outside
+        of the state (a printed line, a written file) are then missing on the workers on which it did not run.
 
-        Raises PeerLost or GenerationEnded, which elastic.run handles, when a worker is lost meanwhile;
-        CollectiveMismatch when workers are at different places.
+        The loader's state_dict() has the number of completed calls, including the one that is running. So a script that
+        saves it at the end of `function`, or after it, and resumes from there does not call `function` again.
+
+        Args:
+            function: A function without arguments.
+
+        Returns:
+            Whether it ran on this worker.
+
+        Raises:
+            PeerLost, GenerationEnded: A worker was lost meanwhile; elastic.run handles them.
+            CollectiveMismatch: Workers are at different places.
         """
         call, self._calls = self._calls, self._calls + 1
         record = self._loader.record

@@ -21,27 +21,36 @@ if TYPE_CHECKING:
 
 
 class EvalLoader:
-    """Divides a data set among the workers there are, in order, and hands out this worker's part in batches.
+    """Divides a data set among the current workers, in order, and yields this worker's part in batches.
 
         loader = fd.elastic.EvalLoader(validation_set, batch_size=64)
         ...
         right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
         accuracy = fd.mean(right / max(1, loader.samples), weight=loader.samples)
 
-    No sample is handed out twice to make the parts equal: they differ by one sample at most, so that the workers may
-    have unequally many batches, and with fewer samples than workers some have none. Weighted with `samples`, fd.mean
-    is exactly the mean over the data set. The loop body must not call collectives, for that reason.
+    No sample is repeated to make the parts equal: they differ by one sample at most. So workers may have different
+    numbers of batches, and with fewer samples than workers some have none. Weighted with `samples`, fd.mean is exactly
+    the mean over the data set. For this reason the loop body must not call collectives.
 
-    It has no place that is saved. A worker that is lost meanwhile is noticed by the next collective, that of fd.mean:
-    it leaves the elastic function, which is called again, and the evaluation behind an epoch is done anew from its
-    beginning, among the workers there are then.
+    The loader has no saved position. A worker that is lost meanwhile is noticed by the next collective, that of
+    fd.mean: its error leaves the elastic function, which is called again, and the evaluation after an epoch is repeated
+    from its beginning, among the workers of that time.
 
-    batch_size  most samples of one batch of one worker
-
-    The other arguments are those of torch's DataLoader. Loader workers live until close().
-
-    Raises DataError for an iterable-style data set and for a batch_size below 1; an empty data set has no batches.
     Iterating, len() and samples raise NotInitialized before init().
+
+    Args:
+        dataset: A data set with a length; an empty one has no batches.
+        batch_size: Most samples of one batch of one worker.
+        num_workers: As in torch's DataLoader, like the following arguments. Loader workers live until close().
+        collate_fn: See torch.
+        pin_memory: See torch.
+        timeout: See torch.
+        prefetch_factor: See torch.
+        worker_init_fn: See torch.
+        multiprocessing_context: See torch.
+
+    Raises:
+        DataError: The data set is iterable-style, or batch_size is below 1.
     """
 
     def __init__(
@@ -81,21 +90,25 @@ class EvalLoader:
 
     @property
     def samples(self) -> int:
-        """Samples of this worker."""
+        """Number of samples of this worker."""
         low, high = self._share()
         return high - low
 
     def __len__(self) -> int:
-        """Batches of this worker."""
+        """Return the number of batches of this worker."""
         return -(-self.samples // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """This worker's batches, collated, from the first one on. Raises what the data set raises; and StepError
-        when the workers have changed since the first batch, which a training loader's next batch inside the loop
-        body may cause: the samples would be divided among others now."""
+        """Yield this worker's batches, collated, from the first one on.
+
+        Raises:
+            StepError: The workers have changed since the first batch, which a training loader's next batch inside the
+                loop body may cause: the samples would now be divided among others.
+            Exception: The errors of the data set.
+        """
         generation = world.current().id
         self._part.low, self._part.high = self._share()
-        # As Prefetch does: an evaluation must not move the numbers that training sees.
+        # As in Prefetch: an evaluation must not change the random numbers of the training.
         generator = self._inner.generator
         assert generator is not None
         generator.manual_seed(torch.initial_seed())

@@ -1,5 +1,4 @@
-"""The global generators of torch, numpy and Python: put back after somebody has used them, and watched whether anybody
-does, in each batch."""
+"""The global generators of torch, numpy and Python: restored after use, and checked for draws in each batch."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ import torch
 from numpy.random.mtrand import get_bit_generator
 
 _WORDS = 624
-_MT19937_BYTES = 4 * (_WORDS + 1)  # the words of Mersenne Twister, and where it is in them
+_MT19937_BYTES = 4 * (_WORDS + 1)  # the words of the Mersenne Twister, and its position in them
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put them back afterwards: in the training process the step owns them."""
+    """Return a context that restores the generators at its end: in the training process the step owns them."""
     of_torch, of_python = torch.get_rng_state(), random.getstate()
     of_numpy = np.random.get_state() if _is_usual() else _numpy_state()
     try:
@@ -34,14 +33,15 @@ def generators_kept() -> Iterator[None]:
 
 
 class DrawWatch:
-    """Whether anybody draws from them from now on: 40 us in all, five times as fast as to compare what numpy gives."""
+    """Detection of draws from the generators: 40 us in all, five times as fast as a comparison of numpy's
+    get_state()."""
 
     def __init__(self) -> None:
         self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), _numpy_state()
 
     def undo(self) -> bool:
-        """Whether somebody has drawn; then they are put back. A normal number that numpy had in reserve is lost: it
-        has none after it was seeded, as it is before each step."""
+        """Return whether a generator was drawn from, and restore all in this case. A normal number that numpy had in
+        reserve is lost: it has none after it was seeded, as it is before each step."""
         has_drawn = (
             _numpy_state() != self._numpy
             or _place(random.getstate()) != _place(self._python)
@@ -55,20 +55,20 @@ class DrawWatch:
 
 
 def _place(state: tuple[object, ...]) -> tuple[object, ...]:
-    """What no draw, and no seeding, leaves as it is: of Python's generator the first word, the place, and the normal
-    number in reserve."""
+    """Return the part of Python's state that every draw and every seeding changes: the first word, the position, and
+    the normal number in reserve."""
     _, words, reserve = state
     assert isinstance(words, tuple)
     return words[0], words[-1], reserve
 
 
 def _is_usual() -> bool:
-    """Unless somebody has called np.random.set_bit_generator()."""
+    """Return whether numpy has its default generator: np.random.set_bit_generator() was not called."""
     return type(get_bit_generator()) is np.random.MT19937
 
 
 def _numpy_state() -> bytes:
-    """All of it but a normal number in reserve. get_state() takes 50 us."""
+    """Return numpy's state without a normal number in reserve. get_state() takes 50 us."""
     generator = get_bit_generator()
     if _is_usual():
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)

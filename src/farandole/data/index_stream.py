@@ -1,7 +1,7 @@
-"""Which samples to fetch next: an endless batch sampler that the loader may send elsewhere at any time.
+"""The samples to fetch next: an endless batch sampler that the loader may move to another position at any time.
 
-The position to fetch from runs ahead of the cursor as far as the prefetching likes; nothing that is saved or
-compared depends on it. Between two restarts one place and one world hold; `restart_id` numbers them.
+The position to fetch from runs ahead of the cursor as far as the prefetching needs; nothing that is saved or compared
+depends on it. Between two restarts, position and world are fixed; `restart_id` numbers them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from farandole.data.orders.order import Lookup
 from farandole.data.partition import Layout, batches, delivered, make_global_batch
 from farandole.state.global_batch import Batch, GlobalBatch
 
-# Positions looked up in one call: few at first, for the next batch after a regroup waits for them; then more and
-# more, because a call takes about as long as 10,000 positions however few there are.
+# Positions looked up in one call. Few at first, because the next batch after a regroup waits for them; then more and
+# more, because a call takes as long as about 10,000 positions however few there are.
 _FIRST_BLOCK, _LARGEST_BLOCK = 1024, 32_768
 
 
 class IndexedBatch(msgspec.Struct, frozen=True):
-    """One batch on its way: `restart_id` numbers the restart it belongs to, `indices` are the samples to fetch."""
+    """A batch that is being fetched: `restart_id` numbers the restart it belongs to, `indices` are the samples to
+    fetch."""
 
     restart_id: int
     batch: Batch
@@ -31,10 +32,10 @@ class IndexedBatch(msgspec.Struct, frozen=True):
 
 
 class IndexStream:
-    """Yields the indices of one batch after the other, over the ends of epochs, for ever.
+    """Yields the indices of one batch after the other, across the ends of epochs, forever.
 
     restart_id  number of the last restart
-    on_way      what was yielded and not yet taken by the loader, in order
+    on_way      batches that were yielded and not yet taken by the loader, in order
     """
 
     def __init__(self, layout: Layout, order: Lookup) -> None:
@@ -47,11 +48,11 @@ class IndexStream:
         self._is_trial = False
 
     def try_out(self) -> None:
-        """Until restart(), yield one sample at a time, which is enough for the loader workers to initialize."""
+        """Yield one sample at a time until restart(), which is enough for the loader workers to initialize."""
         self._is_trial = True
 
     def restart(self, layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> None:
-        """Continue at (epoch, cursor). Batches on their way belong to an earlier restart from now on."""
+        """Continue at (epoch, cursor). Batches being fetched belong to an earlier restart from now on."""
         self.restart_id += 1
         self._layout = layout
         self._epoch, self._position = epoch, cursor
@@ -68,7 +69,7 @@ class IndexStream:
                 yield indexed.indices[:1] if self._is_trial else indexed.indices
 
     def _next_block(self) -> Iterator[IndexedBatch]:
-        """Whole global batches with about _block samples for this rank, all begun in one epoch."""
+        """Yield whole global batches with about _block samples for this rank, all begun in one epoch."""
         layout = self._layout
         while self._position >= layout.end:
             self._epoch, self._position = self._epoch + 1, layout.next_epoch(self._position)
@@ -88,9 +89,8 @@ class IndexStream:
         return self._any_batches(epoch, block)
 
     def _full_batches(self, epoch: int, begin: int, count: int) -> Iterator[IndexedBatch]:
-        """As _any_batches, for global batches which each rank has one micro-batch of: nearly all there are. Their
-        local batches are equally long and equally far apart, so that nothing but the global batches is made one by
-        one."""
+        """Yield as _any_batches does, for global batches of which each rank has one micro-batch: nearly all. Their
+        local batches are equally long and equally far apart, so that only the global batches are created one by one."""
         restart_id, size, micro_batches = self.restart_id, self._layout.global_batch_size, 1
         first = make_global_batch(self._layout, epoch, begin, self._rank, self._world)
         low, high = first.low - begin, first.high - begin
@@ -114,7 +114,7 @@ class IndexStream:
         if self._layout.tail != "carry":
             return self._order(epoch, positions)
         size = self._layout.size
-        beyond = positions >= size  # of the next epoch: a global batch over the border
+        beyond = positions >= size  # in the next epoch: a global batch across the border
         samples = np.empty_like(positions)
         samples[~beyond] = self._order(epoch, positions[~beyond])
         samples[beyond] = self._order(epoch + 1, positions[beyond] - size)

@@ -1,5 +1,5 @@
-"""Sets of positions as sorted tuples of intervals [start, stop) with gaps between them. Pure; what an epoch has
-behind it is one interval mostly, however many samples that is. remainder.py and sampler.py use it."""
+"""Sets of positions as sorted tuples of intervals [start, stop) with gaps between them. Pure. The trained part of an
+epoch is usually one interval, however many samples it has. remainder.py and sampler.py use it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Intervals: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def prefix(count: int) -> Intervals:
-    """The first `count` positions."""
+    """Return the first `count` positions."""
     return ((0, count),) if count else ()
 
 
 def of_positions(positions: NDArray[np.int64]) -> Intervals:
-    """The set of these positions, given in any order and any number of times."""
+    """Return the set of these positions, given in any order and any number of times."""
     if not positions.size:
         return ()
     unique = np.unique(positions)
@@ -39,14 +39,14 @@ def union(*sets: Intervals) -> Intervals:
 
 
 def gaps(intervals: Intervals, size: int, start: int = 0) -> Intervals:
-    """The positions of [start, size) that are not in `intervals`, which lie inside."""
+    """Return the positions of [start, size) that are not in `intervals`, which lie inside."""
     ends = [start, *chain(*intervals), size]
     # Without the intervals themselves: every other pair of neighbouring ends.
     return tuple((start, stop) for start, stop in list(pairwise(ends))[::2] if start < stop)
 
 
 def difference(whole: Intervals, part: Intervals) -> Intervals:
-    """The positions of `whole` that are not in `part`, which is a part of it."""
+    """Return the positions of `whole` that are not in `part`, which is a part of it."""
     if not whole:
         return ()
     start, stop = whole[0][0], whole[-1][1]
@@ -54,17 +54,17 @@ def difference(whole: Intervals, part: Intervals) -> Intervals:
 
 
 def shift(intervals: Intervals, by: int) -> Intervals:
-    """Each position moved by so much."""
+    """Return all positions shifted by `by`."""
     return tuple((start + by, stop + by) for start, stop in intervals)
 
 
 def measure(intervals: Intervals) -> int:
-    """How many positions these are."""
+    """Return the number of positions."""
     return sum(stop - start for start, stop in intervals)
 
 
 def first(intervals: Intervals, count: int) -> Intervals:
-    """The `count` lowest positions; all, when there are fewer."""
+    """Return the `count` lowest positions; all, when there are fewer."""
     taken = []
     for start, stop in intervals:
         if count <= 0:
@@ -75,7 +75,7 @@ def first(intervals: Intervals, count: int) -> Intervals:
 
 
 def positions_at(intervals: Intervals, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The position at each place, when the positions are counted from the lowest one on (int64, same shape).
+    """Return the position at each place, when the positions are counted from the lowest one on (int64, same shape).
     Places must be below measure(intervals)."""
     if not places.size:
         return places
@@ -86,11 +86,11 @@ def positions_at(intervals: Intervals, places: NDArray[np.int64]) -> NDArray[np.
 
 
 def contains(intervals: Intervals, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """For each position, whether it is in the set (same shape)."""
+    """Return for each position whether it is in the set (same shape)."""
     ends = np.fromiter(chain(*intervals), dtype=np.int64)
     return np.asarray(np.searchsorted(ends, positions, side="right") % 2 == 1)
 
 
 def positions_of(intervals: Intervals) -> NDArray[np.int64]:
-    """All positions, rising."""
+    """Return all positions, rising."""
     return np.concatenate([np.empty(0, np.int64), *(np.arange(start, stop) for start, stop in intervals)])

@@ -1,4 +1,4 @@
-"""fd.elastic.DataLoader: every sample exactly once per epoch, however many workers share them."""
+"""fd.elastic.DataLoader: every sample exactly once per epoch, for any number of workers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("farandole")
 
-# What a saved state means that does not say it.
+# Values of entries that a saved state lacks.
 _UNSAID: Mapping[str, int | str] = {"tail": "short"}
-# Why a saved state may not fit, besides other arguments.
+# Reasons, besides other arguments, for which a saved state may not fit.
 _CHANGED: Mapping[str, str] = {
     "size": "; samples were added to the data set, or taken from it",
     "order": "; an order's last digits stand for its weights, labels, lengths or shard sizes",
@@ -45,53 +45,58 @@ _CHANGED: Mapping[str, str] = {
 
 
 class DataLoader:
-    """Hands out each global batch's samples, divided among the workers there are.
+    """Yields the samples of each global batch, divided among the current workers.
 
-        for epoch in loader.epochs(10):         # continues where the state is, also in the middle of an epoch
+        for epoch in loader.epochs(10):         # continues at the state's position, also in the middle of an epoch
             for x, y in loader:
                 ...                             # one optimizer step
 
-    global_batch_size  samples of one optimizer step, over all workers; fixed, so that the learning rate can
-                       stay as it is when workers join or leave
-    seed, shuffle      the order of the samples: a new one each epoch; without shuffle always 0, 1, 2, ...
-    order              another one (data/orders/): Weighted, Stratified, Bucketed, ShardLocal
-    tail               what becomes of the last samples of an epoch, when they do not fill a global batch:
-        "short"  they are a shorter one, whose gradient is their mean
-        "carry"  it is filled with the first samples of the next epoch, so that all steps have as many. The step
-                 belongs to the epoch that it began in; the next epoch goes on behind them, and has one batch less now
-                 and then. Also after the last epoch: its last step trains the first samples of one more
-        "drop"   nobody trains them in this epoch
-    drop_last          torch's name: True is tail="drop"
-    micro_batch_size   gradient accumulation: most samples of one loop body, whatever the number of workers. The step is
-                       made by the body of the last micro-batch; in the others step() returns False and zero_grad()
-                       does nothing. A body need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it
-                       does so after the last micro-batch, bodies follow that do not count. Losses are means over the
-                       micro-batch: no `loss / 4`
-    max_local_batch    most samples of one loop body, where memory is short: a local batch that has grown beyond it,
-                       because workers were lost, comes as several micro-batches, and only the last of them makes the
-                       optimizer step; in the others step() returns False and gradients are zeros. Without it the loop
-                       body runs once for each step, however large the local batch is
-    min_local_batch    fewest samples of one loop body where that is possible; 2 for models with BatchNorm
+    Loader workers are started once, and continue when an epoch ends and when the world changes: persistent_workers=True
+    changes nothing. Arguments of torch's DataLoader that cannot be supported are refused: batch_size, sampler,
+    batch_sampler, generator, persistent_workers=False and in_order=False.
 
-    The other arguments are those of torch's DataLoader. Its loader workers are started once and live on when
-    an epoch ends and when the world changes: persistent_workers=True changes nothing. What cannot be followed is
-    refused: batch_size, sampler, batch_sampler, generator, persistent_workers=False and in_order=False.
-
-    A worker that gets no sample of a global batch is handed a *dummy batch*: real samples, whose gradient does not
-    count, so that the loop body runs equally often everywhere.
+    A worker without a sample in a global batch gets a *dummy batch*: real samples, whose gradient does not count, so
+    that the loop body runs equally often on all workers.
 
     In an elastic function a batch may be handed out whose step is aborted, so that optimizer.step() returns False:
-    after a fault, as the second batch of the job (TorchState(rehearse=...)), and behind the last batch of an epoch when
-    workers have regrouped there, so that the loop is never empty for a worker that comes in then.
+    after a fault, as the second batch of the job (TorchState(rehearse=...)), and after the last batch of an epoch when
+    workers have regrouped there, so that the loop is never empty for a worker that joins then.
 
-    epoch, cursor  where training is. They move with decided steps only, through commit(); fetching ahead and
-                   handing out changes nothing that is saved.
-    batch          the batch that is out; None before the first and after the last one
-    indices        the samples of the data set in it, in order; none for a dummy batch
+    Args:
+        dataset: A data set with a length.
+        global_batch_size: Samples of one optimizer step, over all workers. It is fixed, so that the learning rate can
+            stay the same when workers join or leave.
+        seed: Seed of the order of the samples, which is new in each epoch.
+        shuffle: False: the order is always 0, 1, 2, ...
+        order: Another order (data/orders/): Weighted, Stratified, Bucketed, ShardLocal.
+        tail: The use of the last samples of an epoch, when they do not fill a global batch. "short": they form a
+            shorter one, whose gradient is their mean. "carry": the batch is filled with the first samples of the next
+            epoch, so that all steps have equally many. The step belongs to the epoch in which it began; the next epoch
+            continues after these samples, and has one batch less now and then. This holds for the last epoch, too: its
+            last step trains the first samples of one more. "drop": they are not trained in this epoch.
+        drop_last: torch's name: True is tail="drop".
+        num_workers: As in torch's DataLoader, like the arguments that are not described here.
+        max_local_batch: Most samples of one loop body, where memory is limited. A local batch that has grown beyond it,
+            because workers were lost, comes as several micro-batches, and only the last of them makes the optimizer
+            step; in the others step() returns False and gradients are zeros. Without it the loop body runs once for
+            each step, however large the local batch is.
+        micro_batch_size: Gradient accumulation: most samples of one loop body, for any number of workers. The body of
+            the last micro-batch makes the step; in the others step() returns False and zero_grad() does nothing. A body
+            need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it does so after the last
+            micro-batch, bodies follow that do not count. Losses are means over the micro-batch: no `loss / 4`.
+        min_local_batch: Fewest samples of one loop body where that is possible; 2 for models with BatchNorm.
 
-    Raises DataError, with the values, for an empty or iterable-style data set, for an order made for another one
-    and for sizes that cannot work; a global batch larger than the data set is one of them. Raises ConfigError for
-    arguments that contradict each other or cannot be followed.
+    Attributes:
+        epoch: The current epoch. Position and epoch change with decided steps only, through commit(); fetching ahead
+            and handing out batches change nothing that is saved.
+        cursor: The current position in the epoch's order.
+        batch: The current batch; None before the first and after the last one.
+        indices: The samples of the data set in it, in order; none for a dummy batch.
+
+    Raises:
+        DataError: With the values, for an empty or iterable-style data set, an order made for another one, and invalid
+            sizes, such as a global batch larger than the data set.
+        ConfigError: Arguments contradict each other or cannot be supported.
     """
 
     def __init__(
@@ -142,14 +147,14 @@ class DataLoader:
         self.hooks: LoaderHooks = NoLoaderHooks()
         self.batch: Batch | None = None
         self.indices: list[int] = []
-        self._is_pending = False  # a batch is out whose global batch is not committed
+        self._is_pending = False  # a batch was handed out whose global batch is not committed
         self._has_regrouped = False  # since a batch was handed out
         self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
         self._rank, self._world = 0, 1
         self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed))
         inner_dataset: Any = dataset
         batch_sampler: Iterable[Any] = self._index_stream
-        if are_rows(dataset):  # they draw no random numbers
+        if are_rows(dataset):  # rows of tensors draw no random numbers
             inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
         else:
             inner_dataset, batch_sampler = with_places(dataset, self._index_stream, seed)
@@ -172,26 +177,32 @@ class DataLoader:
     # Iterating -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Global batches of the current epoch: how often the loop body makes a step in it."""
+        """Return the number of global batches, and so of steps, of the current epoch."""
         return self._layout.global_batches(self.cursor)
 
     @property
     def fraction(self) -> float:
-        """How much of the current epoch is trained, from 0 to 1."""
+        """Trained fraction of the current epoch, from 0 to 1."""
         return min(1.0, self.cursor / self._layout.end)
 
     def __str__(self) -> str:
-        """For people: where training is."""
+        """Return the position of the training, for people."""
         layout = self._layout
         return f"epoch {self.epoch}, {min(self.cursor, layout.end):,} of {layout.end:,} samples ({self.fraction:.1%})"
 
     def epochs(self, total: int) -> Iterator[Epoch]:
-        """Numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
+        """Yield the numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
 
-        The number advances when every worker has come back for the next one. After a regroup in the tail of
-        an epoch (an evaluation) its number comes again, with as many batches as are left, often none. `break`
-        in the loop over batches ends the epoch for good, and the next one begins with its first sample; all workers
-        must take it at the same step.
+        The number advances when every worker has come back for the next one. After a regroup in the tail of an epoch
+        (an evaluation) its number comes again, with the remaining batches, often none. `break` in the loop over batches
+        ends the epoch for good, and the next one begins with its first sample; all workers must take it at the same
+        step.
+
+        Args:
+            total: Number of epochs of the job.
+
+        Returns:
+            An iterator over Epoch, a subclass of int.
         """
         self.record.promise_epochs(total)
         while self.epoch < total:
@@ -199,9 +210,9 @@ class DataLoader:
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
-                self.hooks.reach()  # what an aborted loop body has decided, `break` too, does not count
+                self.hooks.reach()  # decisions of an aborted loop body, such as `break`, do not count
                 continue
-            self._is_ended = self.epoch == epoch  # or a regroup has moved it on
+            self._is_ended = self.epoch == epoch  # or a regroup has advanced it
             if self._has_to_leave and not self._leave():
                 continue
             if self.hooks.reach_epoch_end():
@@ -209,20 +220,27 @@ class DataLoader:
                 self.hooks.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
-        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
+        """Return an iterator from the cursor to the end of the epoch. The current batch comes again if its step is not
+        decided.
 
-        Raises StepError where the epoch is through already and epochs() has not gone on to the next one."""
+        Raises:
+            StepError: The epoch is through already and epochs() has not advanced to the next one.
+        """
         step.end_body()
         self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
             self._restart()
-            if step.state() != "aborted":  # the run loop has to see that
+            if step.state() != "aborted":  # the run loop has to see the aborted step
                 step.close()
         return self
 
     def __next__(self) -> Any:
-        """The next batch, collated. Raises StepError when the loop body made no step for the one before, and
-        what the data set raised; epoch and cursor are as they were then."""
+        """Return the next batch, collated. After an error epoch and cursor are as before.
+
+        Raises:
+            StepError: The loop body made no step for the last batch.
+            Exception: The errors of the data set.
+        """
         step.end_body()
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
@@ -240,7 +258,7 @@ class DataLoader:
 
     @property
     def is_over(self) -> bool:
-        """Whether no batch of the current epoch is left."""
+        """True when no batch of the current epoch is left."""
         return self._is_ended or self.cursor >= self._layout.end
 
     def _hand_out(self, is_rehearsal: bool) -> Any:
@@ -257,13 +275,13 @@ class DataLoader:
         return data
 
     def _hand_out_again(self) -> Any:
-        """The first batch of an epoch whose batches are through: its step is aborted."""
+        """Hand out the first batch of an epoch whose batches are through: its step is aborted."""
         self._index_stream.restart(self._layout, self.epoch, 0, self._rank, self._world)
         return self._hand_out(is_rehearsal=True)
 
     def _rehearse_a_change(self) -> None:
-        """In the rehearsal the batch is one that a change of the world may bring. With max_local_batch the loop body
-        may once have to run several times for one step: let it show that it can. A compiled one gets another number of
+        """Make the rehearsal's batch one that a change of the world may bring. With max_local_batch the loop body may
+        have to run several times for one step: the rehearsal checks that it can. A compiled body gets another number of
         samples, fewer, so that it is compiled for any number of them before a fault brings another one."""
         layout, world = self._layout, self._world
         if layout.max_local_batch is not None and layout.max_local_batch < layout.global_batch_size:
@@ -277,7 +295,7 @@ class DataLoader:
             self._index_stream.restart(layout, self.epoch, self.cursor, self._rank, world)
 
     def _leave(self) -> bool:
-        """The loop over the batches ends. False: workers have regrouped, and it may go on."""
+        """End the loop over the batches. False: workers have regrouped, and it may continue."""
         if not self.hooks.leave_batches():
             return False
         self._has_to_leave = False
@@ -286,7 +304,7 @@ class DataLoader:
         return True
 
     def _settle(self) -> bool:
-        """Find out what became of the batch that is out. True: another micro-batch of its global batch follows."""
+        """Determine the outcome of the current batch. True: another micro-batch of its global batch follows."""
         if self.batch is None or not self._is_pending:
             return False
         if step.expects_micro_batch():
@@ -301,7 +319,7 @@ class DataLoader:
         try:
             return self._prefetch.take()
         except BaseException as error:
-            self.close()  # what is on its way no longer matches what was asked for
+            self.close()  # batches being fetched no longer match the requests
             if isinstance(error, StopIteration):  # would look like the end of the epoch
                 raise DataError("the data set raised StopIteration for a sample below its length") from error
             raise
@@ -313,21 +331,27 @@ class DataLoader:
         if not is_whole:
             self._restart()
 
-    # The batch that is out -------------------------------------------------------------------------------
+    # The current batch -----------------------------------------------------------------------------------
 
     @property
     def accumulates(self) -> bool:
-        """Whether a loop body need not call step(): micro_batch_size was given."""
+        """True when a loop body need not call step(): micro_batch_size was given."""
         return self._padding.is_allowed
 
     @property
     def global_batch(self) -> GlobalBatch | None:
-        """The global batch of the batch that is out."""
+        """The global batch of the current batch."""
         return self.batch.global_batch if self.batch is not None else None
 
     def commit(self, global_batch: GlobalBatch) -> None:
-        """The step of `global_batch` is decided: the cursor moves behind its samples. Raises DataError, with
-        nothing changed, for any other than the next global batch: stale, out of order, or committed already."""
+        """Move the cursor behind the samples of `global_batch`, whose step is decided.
+
+        Args:
+            global_batch: The next global batch.
+
+        Raises:
+            DataError: It is not the next one: stale, out of order, or committed already. Nothing is changed.
+        """
         start, stop = global_batch_range(self._layout, self.cursor)
         if (global_batch.epoch, global_batch.start, global_batch.stop) != (self.epoch, start, stop):
             raise DataError(
@@ -338,10 +362,18 @@ class DataLoader:
         self.cursor = stop
         self._is_pending = False
 
-    # What survives ---------------------------------------------------------------------------------------
+    # State that survives ---------------------------------------------------------------------------------
 
     def set_world(self, rank: int, size: int) -> None:
-        """This worker is rank `rank` of `size` from the next batch on. What was fetched ahead is dropped."""
+        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped.
+
+        Args:
+            rank: Rank of this worker.
+            size: Number of workers.
+
+        Raises:
+            DataError: The rank is not in 0..size - 1.
+        """
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True
@@ -349,7 +381,8 @@ class DataLoader:
         self._restart()
 
     def shortfall(self) -> Shortfall | None:
-        """Return what epochs(), or a framework's trainer, has promised and was not done; None: nothing is left."""
+        """Return the part that epochs(), or a framework's trainer, has promised and that was not trained; None:
+        nothing is left."""
         record, layout = self.record, self._layout
         if record.total is None:
             return record.by_trainer
@@ -362,17 +395,24 @@ class DataLoader:
         return Shortfall(record.total, epochs_left, layout.steps_left(0, record.total - 1), steps_left)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: a few numbers, the same on every worker, for any number of workers."""
+        """Return the position of the training: a few numbers, equal on every worker, for any number of workers."""
         state = {**self._identity, "epoch": self.epoch, "cursor": self.cursor}
         if self._layout.max_local_batch is not None:
             state["max_local_batch"] = self._layout.max_local_batch
-        if self._is_ended and self.cursor < self._layout.end:  # else the cursor says so
+        if self._is_ended and self.cursor < self._layout.end:  # else the cursor shows it
             state["ended"] = 1
         return {**state, **self.record.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there. Raises DataError, with nothing changed, when the state is of another data set
-        size, order, tail or global batch size: its cursor would not mean the same samples."""
+        """Continue at a saved position.
+
+        Args:
+            state: A result of state_dict().
+
+        Raises:
+            DataError: The state has another data set size, order, tail or global batch size: its cursor would not mean
+                the same samples. Nothing is changed.
+        """
         ours = self._identity
         for name in ("version", "seed", "order", "size", "global_batch_size", "tail"):
             if state.get(name, _UNSAID.get(name)) != ours.get(name, _UNSAID.get(name)):
@@ -392,7 +432,7 @@ class DataLoader:
 
     @cached_property
     def _identity(self) -> dict[str, int | str]:
-        """What a cursor's meaning hangs on. Nothing of it ever changes."""
+        """The values on which the meaning of a cursor depends. They never change."""
         identity: dict[str, int | str] = {
             "version": FORMAT_VERSION,
             "seed": self.seed,
@@ -404,19 +444,19 @@ class DataLoader:
         return {name: value for name, value in identity.items() if _UNSAID.get(name) != value}
 
     def warm_up(self) -> None:
-        """Start the loader workers and wait until each has fetched a sample, which nobody trains: what a worker does
-        before others wait for it. They end with close()."""
+        """Start the loader workers and wait until each has fetched a sample, which is not trained. A worker does so
+        before others wait for it. The loader workers end with close()."""
         self._index_stream.try_out()
         try:
             for _ in range(self._num_workers):
                 self._prefetch.take()
-        except Exception:  # as for a collate_fn that cannot work with one sample; others will be seen when it matters
+        except Exception:  # e.g. a collate_fn that cannot handle one sample; other errors will show in training
             logger.debug("the loader workers could not be started ahead of time", exc_info=True)
             self.close()
 
     def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
         """Hand out the local batch of rank `rank` of `size` from now on, at the start of an epoch or at its last global
-        batch. Nothing of it may be trained. Returns how many samples its first batch has; 0: it has none of its own."""
+        batch. It must not be trained. Returns the number of samples of its first batch; 0: it has none of its own."""
         layout = self._layout
         self.cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
         self._rank, self._world, self._is_ended = rank, size, False
@@ -426,7 +466,7 @@ class DataLoader:
         ].samples
 
     def end_rehearsals(self) -> None:
-        """As if none had begun: load_state_dict() has to follow."""
+        """End the rehearsals without a trace: load_state_dict() has to follow."""
         self._has_to_leave, self.record = False, EpochRecord()
         self._restart()
 
@@ -436,7 +476,7 @@ class DataLoader:
         self._restart()
 
     def _restart(self) -> None:
-        """Fetch anew from the cursor, for the world as it is now; what is out will be handed out again."""
+        """Fetch again from the cursor, for the current world; the current batch will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
         self._index_stream.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
 

@@ -1,4 +1,5 @@
-"""What a loader asks at each boundary. The elastic run loop answers; without one, nobody has to be asked."""
+"""The hooks that a loader calls at each boundary. The elastic run loop implements them; without one, they do
+nothing."""
 
 from __future__ import annotations
 
@@ -7,37 +8,37 @@ from typing import Protocol
 
 
 class LoaderHooks(Protocol):
-    """Where workers may regroup: between two batches, and between two epochs."""
+    """The points at which workers may regroup: between two batches, and between two epochs."""
 
     def reach(self) -> None:
-        """A batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
+        """Handle that a batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
         ...
 
     def rehearses(self) -> bool:
-        """Whether the batch that is handed out next is a rehearsal's: nothing comes of it, and it comes again."""
+        """Return whether the next batch is a rehearsal's: it has no effect, and comes again."""
         ...
 
     def leave_batches(self) -> bool:
-        """The batches of the epoch are through, and the code behind them follows. False: there was a regroup instead,
-        and the loader's epoch and cursor are what the workers agreed on."""
+        """Handle the end of the epoch's batches, before the code after them. False: there was a regroup instead, and
+        the loader's epoch and cursor are those on which the workers agreed."""
         ...
 
     def reach_epoch_end(self) -> bool:
-        """This worker is through with an epoch. True: so are all, and the epoch's number advances. False:
-        there was a regroup instead, and the loader's epoch and cursor are what the workers agreed on."""
+        """Handle this worker's end of an epoch. True: all workers have ended it, and the epoch's number advances.
+        False: there was a regroup instead, and the loader's epoch and cursor are those on which the workers agreed."""
         ...
 
     def begin_epoch(self) -> None:
-        """The epoch's number has advanced."""
+        """Handle that the epoch's number has advanced."""
         ...
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
-        """Call the function, the `call`-th one of this epoch, when all workers have come to it."""
+        """Call the function, the `call`-th one of this epoch, when all workers have arrived at it."""
         ...
 
 
 class NoLoaderHooks:
-    """The boundary of a worker without an elastic run loop."""
+    """The hooks of a worker without an elastic run loop."""
 
     def reach(self) -> None:
         pass

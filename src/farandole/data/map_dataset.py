@@ -1,4 +1,4 @@
-"""What the loaders need of a data set."""
+"""The interface of a data set for the loaders."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from farandole.errors import DataError
 
 
 class MapDataset(Protocol):
-    """A data set with a length whose samples can be asked for in any order."""
+    """A data set with a length whose samples can be read in any order."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 def size_of(dataset: MapDataset) -> int:
-    """Its number of samples. Raises DataError for what is none."""
+    """Return the number of samples. Raises DataError for an object that is not a map-style data set."""
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is an IterableDataset: its samples cannot be asked for by index, "

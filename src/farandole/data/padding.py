@@ -1,7 +1,7 @@
 """Loop bodies that do not count, for scripts that accumulate with `if (i + 1) % 4 == 0: optimizer.step()`.
 
-How many micro-batches a global batch has depends on the number of workers, and `i` starts anew in a worker that joins.
-So the loop body runs on, with a batch that counts nothing, until it calls step(). loader.py uses it.
+The number of micro-batches of a global batch depends on the number of workers, and `i` restarts in a worker that joins.
+So the loop body is run again, with a batch that does not count, until it calls step(). loader.py uses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST = 10_000
 
 
 class Padding:
-    """`is_allowed`: whether the user accumulates; else a body without step() is an error."""
+    """The padding of a loader. `is_allowed`: the user accumulates; else a body without step() is an error."""
 
     def __init__(self, is_allowed: bool) -> None:
         self.is_allowed = is_allowed
@@ -24,18 +24,18 @@ class Padding:
         self._count = 0
 
     def keep(self, data: Any) -> None:
-        """The batch that is handed out, to hand it out once more."""
+        """Keep the batch that is handed out, to hand it out once more."""
         self._count = 0
         if self.is_allowed:
             self._data = data
 
     def is_due(self, batch: Batch | None) -> bool:
-        """Whether all gradients are reduced and the loop body has not stepped."""
+        """Return whether all gradients are reduced and the loop body has not stepped."""
         return self.is_allowed and batch is not None and batch.is_last and step.state() == "reduced"
 
     def next(self, batch: Batch | None) -> tuple[Batch, list[int], Any]:
-        """A batch that does not count, its samples (none), and the last micro-batch's data again. Raises StepError
-        when the body never steps."""
+        """Return a batch that does not count, its samples (none), and the last micro-batch's data again. Raises
+        StepError when the body never steps."""
         assert batch is not None
         self._count += 1
         if self._count > _MOST:

@@ -1,7 +1,7 @@
-"""A pseudo-random order of N samples with random access: no list of N numbers anywhere. Pure.
+"""A pseudo-random order of N samples with random access, without a list of N numbers. Pure.
 
-`mixer6`: six rounds of add, multiply by an odd number and xor-shift on k bits, each of them invertible, and
-cycle walking from 2**k down to N. The index stream asks it which sample of the data set stands at a position.
+`mixer6`: six rounds of add, multiply by an odd number and xor-shift on k bits, each of them invertible, and cycle
+walking from 2**k down to N. The index stream asks it for the sample at a position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from farandole.errors import DataError
 
-# Saved cursors mean nothing under another order: whoever changes one output raises this number.
+# Saved cursors mean nothing under another order: a change of any output must increase this number.
 FORMAT_VERSION = 1
 MAX_SIZE = 2**62
 ROUNDS = 6
@@ -31,7 +31,7 @@ _Mix: TypeAlias = Callable[[_Words], None]
 
 @dataclass(frozen=True)
 class Round:
-    """x -> (x + add) * multiply mod 2**k, then x ^= x >> shift."""
+    """A round of the mixer: x -> (x + add) * multiply mod 2**k, then x ^= x >> shift."""
 
     add: int
     multiply: int
@@ -42,8 +42,8 @@ class Round:
 class Permutation:
     """The order of one epoch: a bijection of [0, size) that depends on (size, seed, epoch) only.
 
-    Built in O(1) time and memory. Raises DataError for a size outside 1..2**62, or a seed or epoch outside
-    0..2**64 - 1.
+    Built in O(1) time and memory. Raises DataError for a size outside 1..2**62, or a seed or epoch outside 0..2**64 -
+    1.
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
@@ -55,21 +55,22 @@ class Permutation:
         self.size, self.seed, self.epoch = size, seed, epoch
         self.bits = max(1, (size - 1).bit_length())
         self.rounds = _rounds(self.bits, seed, epoch)
-        # Arithmetic mod 2**32 is right mod 2**k as well, and processors do eight such words at once.
+        # Arithmetic mod 2**32 is right mod 2**k as well, and processors handle eight such words at once.
         self._word: np.dtype[Any] = np.dtype(np.uint32 if self.bits <= 32 else np.uint64)
         self._mask = np.array((1 << self.bits) - 1, self._word)
         self._keys = [_narrowed(each, self._word) for each in self.rounds]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sample at each position (int64, same shape). Raises DataError for one outside [0, size)."""
+        """Return the sample at each position (int64, same shape). Raises DataError for one outside [0, size)."""
         return self._walk(positions, self._mix, self._walk_one)
 
     def inverse(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The position of each sample (int64, same shape). Raises DataError for one outside [0, size)."""
+        """Return the position of each sample (int64, same shape). Raises DataError for one outside [0, size)."""
         return self._walk(indices, self._unmix, None)
 
     def sample_at(self, position: int) -> int:
-        """The sample at one position, in plain Python: the definition, against which the fast ways are checked."""
+        """Return the sample at one position, in plain Python: the definition, against which the fast methods are
+        checked."""
         if not 0 <= position < self.size:
             raise DataError(f"expected values in [0, {self.size}), got {position}")
         return self._walk_one(position)
@@ -84,9 +85,9 @@ class Permutation:
                 return x
 
     def _walk(self, values: NDArray[np.int64], mix: _Mix, walk_one: Callable[[int], int] | None) -> NDArray[np.int64]:
-        """Mix until every value is below size. The last few go on one by one, with `walk_one`: a call of numpy
-        takes as long for one value as for a hundred. Ends, because `mix` permutes [0, 2**k): each walk is on a
-        cycle that leads back to a value below size, after two mixes on average at most: 2**k <= 2 * size."""
+        """Mix until every value is below size. The last few values are walked one by one, with `walk_one`: a call of
+        numpy takes as long for one value as for a hundred. The loop ends, because `mix` permutes [0, 2**k): each walk
+        is on a cycle that leads back to a value below size, after two mixes on average at most: 2**k <= 2 * size."""
         wide = values.astype(np.uint64).ravel()
         if wide.size and int(wide.max()) >= self.size:  # a negative value has become a huge one
             raise DataError(f"expected values in [0, {self.size}), got {values.min()}..{values.max()}")
@@ -105,7 +106,7 @@ class Permutation:
         return x.astype(np.int64).reshape(values.shape)
 
     def _mix(self, x: _Words) -> None:
-        """In place. The mask comes before the shift, which would let higher bits in."""
+        """Mix in place. The mask comes before the shift, which would let higher bits in."""
         shifted = np.empty_like(x)
         for key in self._keys:
             np.add(x, key[0], out=x)
@@ -126,8 +127,8 @@ class Permutation:
 
 
 def _narrowed(key: Round, word: np.dtype[Any]) -> tuple[_Words, ...]:
-    """add, multiply, divide and shift in the words that are mixed; as arrays, because numpy takes twice as long to
-    begin a call with a number."""
+    """Return add, multiply, divide and shift in the words that are mixed; as arrays, because numpy takes twice as long
+    to begin a call with a number."""
     most = int(np.iinfo(word).max)
     return tuple(np.array(value & most, word) for value in (key.add, key.multiply, key.divide, key.shift))
 
@@ -144,7 +145,7 @@ def _rounds(bits: int, seed: int, epoch: int) -> tuple[Round, ...]:
 
 
 def _splitmix64(seed: int, epoch: int) -> Iterator[int]:
-    """Steele, Lea and Flood's generator, started from the seed and *then* the epoch."""
+    """Yield the numbers of Steele, Lea and Flood's generator, started from the seed and *then* the epoch."""
     state = absorbed(seed, epoch)
     while True:
         state = (state + GAMMA) & _U64
@@ -152,8 +153,8 @@ def _splitmix64(seed: int, epoch: int) -> Iterator[int]:
 
 
 def absorbed(*words: int) -> int:
-    """The state of the generator that these words lead to, one after the other: with seed + epoch, the first
-    epoch of seed 1 would have the order of the second epoch of seed 0."""
+    """Return the state of the generator after these words, one after the other: with seed + epoch, the first epoch of
+    seed 1 would have the order of the second epoch of seed 0."""
     state = 0
     for word in words:
         state = finalize(((state ^ word) + GAMMA) & _U64)
@@ -161,7 +162,7 @@ def absorbed(*words: int) -> int:
 
 
 def finalize(z: int) -> int:
-    """The generator's output function, a bijection of the 64-bit words."""
+    """Apply the generator's output function, a bijection of the 64-bit words."""
     z = ((z ^ (z >> 30)) * MULTIPLIERS[0]) & _U64
     z = ((z ^ (z >> 27)) * MULTIPLIERS[1]) & _U64
     return z ^ (z >> 31)

@@ -1,4 +1,4 @@
-"""Fetching ahead with torch's DataLoader, whose loader workers live on when place or world change."""
+"""Fetching ahead with torch's DataLoader, whose loader workers continue when position or world change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 
 class OnWay(Protocol):
-    """A batch that was asked for; `restart_id` numbers the restart that it belongs to."""
+    """A requested batch; `restart_id` numbers the restart that it belongs to."""
 
     @property
     def restart_id(self) -> int: ...
@@ -32,8 +32,8 @@ class RequestStream(Protocol[OnWayT]):
 class Prefetch(Generic[OnWayT]):
     """Takes batches out of a torch DataLoader whose sampler is `requests`.
 
-    Its loader workers are started by the first take() and end with close(), or when this object is freed:
-    nothing that the iterator holds leads back here.
+    Its loader workers are started by the first take() and end with close(), or when this object is freed: the iterator
+    holds no reference to it.
     """
 
     def __init__(self, loader: TorchDataLoader[Any], requests: RequestStream[OnWayT]) -> None:
@@ -41,8 +41,8 @@ class Prefetch(Generic[OnWayT]):
         self._iterator: Iterator[Any] | None = None
 
     def take(self) -> tuple[OnWayT, Any]:
-        """The next batch since the last restart, collated; batches of earlier restarts are dropped. Raises what the
-        data set raised; then, as after any other error here, close() is needed before the next call."""
+        """Return the next batch since the last restart, collated; batches of earlier restarts are dropped. Raises the
+        errors of the data set; then, as after any other error here, close() is needed before the next call."""
         if self._iterator is None:
             self._iterator = self._start()
         while True:
@@ -52,8 +52,8 @@ class Prefetch(Generic[OnWayT]):
                 return requested, data
 
     def close(self) -> None:
-        """End the loader workers and forget what they were fetching. Idempotent."""
-        # Private, but all torch has: without it they would live as long as the traceback of an error does.
+        """End the loader workers and drop the batches being fetched. Idempotent."""
+        # Private, but torch has no public way: without it they would live as long as the traceback of an error.
         shut_down = getattr(self._iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
@@ -61,8 +61,8 @@ class Prefetch(Generic[OnWayT]):
         self._requests.on_way.clear()
 
     def _start(self) -> Iterator[Any]:
-        # As in torch, the loader workers' seeds follow from the main process's seed; but no number is taken
-        # from its generator: a step that is done again would see other ones.
+        # As in torch, the loader workers' seeds depend on the main process's seed; but no number is taken from its
+        # generator: a repeated step would see other ones.
         generator = self._loader.generator
         if generator is not None:
             generator.manual_seed(torch.initial_seed())

@@ -1,7 +1,7 @@
-"""What is left of an epoch, divided as Horovod's sampler does: the ranks take turns, sample by sample. Pure.
+"""The rest of an epoch, divided as in Horovod's sampler: the ranks take turns, sample by sample. Pure.
 
-Whatever the ranks have trained, after k batches of b samples on each of W ranks the first k * b * W of what was left
-are behind them, so that one number says how far they are. sampler.py uses it.
+After k batches of b samples on each of W ranks, the first k * b * W samples of the rest are trained, so that one number
+describes the progress. sampler.py uses it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 Positions: TypeAlias = NDArray[np.int64]
 
-# Samples looked up in one call: few at first, because the first batch waits for them; then more, because a call
-# takes about as long as 10,000 samples however few there are.
+# Samples looked up in one call. Few at first, because the first batch waits for them; then more, because a call takes
+# as long as about 10,000 samples however few there are.
 _FIRST_BLOCK, _LARGEST_BLOCK = 1024, 16_384
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """What one rank gets of it; never changes.
+    """The part of one rank of the rest of an epoch; immutable.
 
-    left     positions that nobody has trained
-    order    which sample stands at a position
-    carries  what the ranks do not divide stays for the next epoch, instead of samples being taken again
+    left     positions that are not trained
+    order    function that returns the sample at a position
+    carries  samples that the ranks cannot share equally stay for the next epoch, instead of samples being repeated
     """
 
     left: Intervals
@@ -42,13 +42,14 @@ class Remainder:
 
     @property
     def count(self) -> int:
-        """Samples that are left for all ranks together."""
+        """Number of samples that are left for all ranks together."""
         return measure(self.left)
 
     @property
     def per_rank(self) -> int:
-        """Samples of each rank. Where the ranks do not divide the count, the first world - 1 or fewer of what is
-        left are taken again, so that all ranks make the same number of steps; or as many are carried."""
+        """Number of samples of each rank. If the count is not divisible by the number of ranks, the first world - 1
+        or fewer samples of the rest are repeated, so that all ranks make the same number of steps; or as many are
+        carried."""
         return self.count // self.world if self.carries else -(-self.count // self.world)
 
     @property
@@ -58,15 +59,16 @@ class Remainder:
 
     @property
     def carried(self) -> Intervals:
-        """The others, the last ones: fewer than there are ranks, and none unless this carries."""
+        """Positions of the last samples, which are not assigned: fewer than there are ranks, and none unless this
+        carries."""
         return difference(self.left, first(self.left, self.assigned))
 
     def behind(self, count: int) -> Intervals:
-        """The positions that are trained when the ranks together have trained `count` samples."""
+        """Return the trained positions when the ranks together have trained `count` samples."""
         return first(self.left, count)
 
     def samples(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """This rank's samples number start, ..., stop - 1, as far as there are so many."""
+        """Return this rank's samples number start, ..., stop - 1, as far as they exist."""
         stop = self.per_rank if stop is None else min(stop, self.per_rank)
         if start >= stop:
             return []
@@ -75,19 +77,19 @@ class Remainder:
         return samples
 
     def trained(self, start: int, stop: int) -> tuple[Positions, Positions, Positions]:
-        """Positions behind this rank's samples number start, ..., stop - 1 <= per_rank: those of this rank, those of
-        all ranks together, and those that this rank has taken again."""
+        """Return the positions of this rank's samples number start, ..., stop - 1 <= per_rank: those of this rank,
+        those of all ranks together, and those that this rank repeats."""
         everyone = positions_at(self.left, np.arange(start * self.world, min(stop * self.world, self.count)))
         return everyone[self.rank :: self.world], everyone, self.repeats() if stop == self.per_rank else everyone[:0]
 
     def repeats(self) -> Positions:
-        """Positions that this rank takes again: one at most, its last one."""
+        """Return the positions that this rank repeats: at most one, its last one."""
         last = self.rank + self.world * (self.per_rank - 1)
         is_again = self.per_rank and not self.carries and last >= self.count
         return positions_at(self.left, np.array([last % self.count] if is_again else [], dtype=np.int64))
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples, looked up as they are needed."""
+        """Yield this rank's samples, looked up as they are needed."""
         start, block = 0, _FIRST_BLOCK
         while start < self.per_rank:
             yield from self.samples(start, start + block)

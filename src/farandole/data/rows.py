@@ -1,4 +1,4 @@
-"""Data sets of tensors, whose batches are rows of those: taken all at once, several times as fast as one by one and
+"""Data sets of tensors, whose batches are rows of them: indexed all at once, several times as fast as one by one and
 stacked. loader.py uses it where torch would stack them."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from torch.utils.data import Subset, TensorDataset
 
 
 class Rows:
-    """A TensorDataset, or a Subset of one, whose __getitems__ gives what torch makes of their items."""
+    """A TensorDataset, or a Subset of one, whose __getitems__ returns the batch that torch would stack from the
+    items."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -28,19 +29,19 @@ class Rows:
 
 
 def are_rows(dataset: Any) -> bool:
-    """Whether its items are rows of tensors, and nothing of it is somebody's own."""
+    """Return whether the items of a data set are rows of tensors, and its classes are torch's own."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and all(each.layout == torch.strided for each in dataset.tensors)
 
 
 def as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Collates Rows: they are a batch."""
+    """Return Rows' batch as it is, in place of a collation."""
     return batch
 
 
 def innermost(dataset: Any) -> Any:
-    """What it is a subset of, however often."""
+    """Return the data set below all Subsets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset

@@ -1,4 +1,4 @@
-"""ElasticSampler: Horovod's way to divide a data set among workers that come and go, for any torch DataLoader."""
+"""ElasticSampler: Horovod's division of a data set among a changing number of workers, for any torch DataLoader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SizedDataset(Protocol):
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides an epoch's samples to the ranks in turn, and divides the rest again when the ranks have changed.
+    """Divides an epoch's samples among the ranks in turn, and divides the rest again when the ranks have changed.
 
         sampler = ElasticSampler(dataset)
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -40,23 +40,26 @@ class ElasticSampler(Sampler[int]):
             sampler.record_batch(batch_idx, 32)
         sampler.set_epoch(epoch + 1)                # at the end of an epoch, not at its start
 
-    dataset  its length is read once
-    shuffle  a new order each epoch; without it always 0, 1, 2, ...
-    seed     of that order, 0 or more; the same on all ranks
-    pad      what becomes of samples at the end of an epoch that the number of ranks does not divide
-        True     the first of what is left are handed out again, fewer than there are ranks
-        "carry"  they begin the next epoch, so that nothing is repeated and nothing lost. Fewer than there are ranks;
-                 those of the last epoch stay untrained. Needs record_batch()
+    Recorded samples show at once in processed_num. The samples that are handed out change with reset(), set_epoch() and
+    load_state_dict() only, so that iterating again gives the same samples. A sync of the state resets, on all workers.
+    All of this takes constant time and memory for any size of the data set, unless samples were recorded one by one, by
+    record_indices().
 
-    What is recorded shows at once in processed_num; what is handed out changes with reset(), set_epoch() and
-    load_state_dict() only, so that iterating again gives the same samples. A sync of the state resets, on all
-    workers. All of this takes constant time and memory, whatever the size of the data set, except where samples
-    were recorded one by one, by record_indices().
+    In torchdata's StatefulDataLoader, keep the state of the sampler, not of that loader: the loader would continue at
+    the records of the time when it fetched ahead, and repeat samples.
 
-    In torchdata's StatefulDataLoader, too; but keep the state of the sampler, not of that loader, which would go on at
-    what was recorded when it fetched ahead, and repeat samples.
+    Args:
+        dataset: Its length is read once.
+        shuffle: A new order in each epoch; without it always 0, 1, 2, ...
+        seed: Seed of that order, 0 or more; the same on all ranks.
+        pad: The use of samples at the end of an epoch that the number of ranks does not divide. True: the first samples
+            of the rest are repeated, fewer than there are ranks. "carry": the last samples begin the next epoch, so
+            that none is repeated or lost. They are fewer than there are ranks; those of the last epoch stay untrained.
+            Needs record_batch().
 
-    Raises NotInitialized before init(), DataError for a seed or epoch below 0, or another pad.
+    Raises:
+        NotInitialized: `init()` was not called.
+        DataError: A seed or epoch is below 0, or `pad` has another value.
     """
 
     def __init__(
@@ -70,58 +73,73 @@ class ElasticSampler(Sampler[int]):
         self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
         self.rank, self.num_replicas = 0, 1
         self._size = len(dataset)
-        self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the last of the last
+        self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the newest
         self._before: Intervals = ()  # positions that were trained when the rest was divided
-        self._counted = 0  # how many of the divided ones are trained by now, on all ranks
-        self._place = 0  # where record_batch() is in this rank's local batch
-        self._is_iterated_anew = False  # since the last time that something was recorded
-        self._news: list[int] = []  # positions recorded here one by one, that no other rank has heard of
-        self._in_this_loop: set[int] = set()  # of the recorded ones, those of the loop over the loader that is on
-        self._recorded: set[int] = set()  # positions that this rank has recorded since, besides
-        self._is_by_index = False  # whether samples of this epoch were recorded one by one
+        self._counted = 0  # number of the divided samples that are trained by now, on all ranks
+        self._place = 0  # position of record_batch() in this rank's samples
+        self._is_iterated_anew = False  # since the last record
+        self._news: list[int] = []  # positions recorded here one by one, unknown to other ranks
+        self._in_this_loop: set[int] = set()  # positions recorded in the current loop over the loader
+        self._recorded: set[int] = set()  # positions that this rank has also recorded since
+        self._is_by_index = False  # samples of this epoch were recorded one by one
         self._begin(0)
         self.reset()
 
-    # Which samples --------------------------------------------------------------------------------------------
+    # Samples ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        """The first next() raises DataError where the data set has another length than when the sampler was made, or
-        where a DataLoader of another data set iterates."""
+        """Return an iterator over this rank's samples.
+
+        Its first next() raises DataError if the data set's length has changed since the sampler was made, or if a
+        DataLoader of another data set iterates it.
+        """
         self._is_iterated_anew = True
         return self._checked(iter(self._remainder))
 
     def __len__(self) -> int:
-        """Samples of this rank, and of each other one, as of the last reset."""
+        """Return the number of samples of this rank, and of each other one, as of the last reset."""
         return self._remainder.per_rank
 
     @property
     def samples(self) -> int:
-        """Samples of the data set, as many as it had when the sampler was made."""
+        """Number of samples of the data set, as it was when the sampler was made."""
         return self._size
 
     @property
     def num_samples(self) -> int:
-        """The same as len()."""
+        """Number of samples of this rank, equal to len()."""
         return len(self)
 
     @property
     def total_size(self) -> int:
-        """Samples of all ranks together as of the last reset, those that are handed out twice counted twice."""
+        """Number of samples of all ranks together as of the last reset; samples that are handed out twice count
+        twice."""
         return len(self) * self.num_replicas
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """This rank's samples in its batch number batch_idx since the last reset."""
+        """Return this rank's samples in one batch since the last reset.
+
+        Args:
+            batch_idx: Number of the batch, from 0.
+            batch_size: Samples of a batch of one rank.
+        """
         return self._remainder.samples(batch_idx * batch_size, (batch_idx + 1) * batch_size)
 
     @property
     def remaining_indices(self) -> list[int]:
-        """All ranks' samples that were left at the last reset, in order. Builds the whole list."""
+        """Samples of all ranks that were left at the last reset, in order. Builds the whole list."""
         indices: list[int] = self._order(intervals.positions_of(self._remainder.left)).tolist()
         return indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch: nothing of it has been trained. With pad="carry" it begins with what the epoch before
-        could not divide, if anything of that one was trained; not when the epochs go back."""
+        """Begin an epoch, of which nothing has been trained.
+
+        With pad="carry" it begins with the samples that the previous epoch could not divide, if any sample of that
+        epoch was trained; not when the epoch number decreases.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
         if epoch != self.epoch and recording.hears_samplers():
             trained = sum(max(0, stop - max(0, start)) for start, stop in self._behind())
             recording.left(self, self.epoch, None if self._is_by_index else self._size - trained)
@@ -132,7 +150,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Divide what has not been trained among the ranks that there are now."""
+        """Divide the samples that have not been trained among the current ranks."""
         placement = world.current().placement
         self._before = self._behind()
         self._counted, self._place, self._recorded = 0, 0, set()
@@ -140,15 +158,20 @@ class ElasticSampler(Sampler[int]):
         left = intervals.difference(self._all, self._before)
         self._remainder = Remainder(left, self._order, self.rank, self.num_replicas, self.pad == "carry")
 
-    # What was trained -----------------------------------------------------------------------------------------
+    # Trained samples -------------------------------------------------------------------------------------------
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Each rank has trained its next batch_size samples, or what was left of them: short last batches count
-        as what they are. To be called on all ranks.
+        """Record that each rank has trained its next samples. Short last batches count with their real size. All ranks
+        call it.
 
-        batch_idx  which batch of the loop over the loader this is, from 0. It matters after `break` only: a loop
-                   that begins anew without reset() or set_epoch() gets the samples of the first one again. They
-                   count once, with a warning.
+        Args:
+            batch_idx: Number of the batch in the loop over the loader, from 0. It matters after `break` only: a loop
+                that restarts without reset() or set_epoch() gets the samples of the first one again. They count once,
+                with a warning.
+            batch_size: Number of samples of each rank, 0 or more.
+
+        Raises:
+            DataError: batch_size is negative.
         """
         if batch_size < 0:
             raise DataError(f"record_batch: batch_size must be 0 or more, got {batch_size}")
@@ -164,11 +187,17 @@ class ElasticSampler(Sampler[int]):
             recording.trained(self, parts_by_epoch(self._order, self._size, self.epoch, positions, everyone, repeats))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """This rank has trained these samples; to say it twice in one loop over the loader changes nothing. Each
-        commit, and each sync, unites what the ranks have recorded so: processed_num does not know of others before.
+        """Record that this rank has trained these samples.
 
-        Raises DataError with pad="carry": a sample that was carried is in the epoch twice, and its number does not say
-        which of the two was trained.
+        A repeated call in one loop over the loader changes nothing. Each commit, and each sync, unites these records of
+        all ranks: until then processed_num does not include other ranks' samples.
+
+        Args:
+            indices: Numbers of samples in the data set.
+
+        Raises:
+            DataError: With pad="carry": a carried sample is in the epoch twice, and its number does not tell the two
+                apart.
         """
         if self.pad == "carry" or self._carried:
             raise DataError('record_indices() cannot be used with pad="carry"; use record_batch()')
@@ -192,22 +221,27 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def has_news(self) -> bool:
-        """Whether record_indices() was called in this epoch: then the ranks have to tell each other at a commit."""
+        """True when record_indices() was called in this epoch: the ranks then have to exchange their records at a
+        commit."""
         return self._is_by_index
 
     def tell_news(self) -> list[int]:
-        """Positions that this rank has recorded by record_indices() since the last call."""
+        """Return the positions that this rank has recorded by record_indices() since the last call."""
         news, self._news = self._news, []
         return news
 
     def hear_news(self, positions: Iterable[int]) -> None:
-        """What tell_news() has returned on another rank. Changes nothing that is handed out before a reset."""
+        """Add the result of tell_news() on another rank. The samples that are handed out do not change before a reset.
+
+        Args:
+            positions: Positions in the order of the epoch.
+        """
         self._recorded.update(positions)
 
     @property
     def processed_num(self) -> int:
-        """Samples trained in this epoch by all ranks together, as far as this rank knows; never more than there
-        are, those that were carried into it among them. Setting it is for the next reset()."""
+        """Number of samples trained in this epoch by all ranks together, as far as this rank knows. At most the size
+        of the epoch, carried samples included. A new value takes effect at the next reset()."""
         if self._counted and self._recorded:
             return intervals.measure(self._behind())
         return intervals.measure(self._before) + self._counted + len(self._recorded)
@@ -220,14 +254,14 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """The samples behind processed_num. Builds the whole set."""
+        """Set of the trained samples that processed_num counts. Builds the whole set."""
         return set(self._order(intervals.positions_of(self._behind())).tolist())
 
     # Saved state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """epoch and processed_num; after record_indices() processed_indices instead of the latter. Beside them
-        what their meaning hangs on."""
+        """Return epoch and processed_num; after record_indices() processed_indices instead of the latter. The values on
+        which their meaning depends are included."""
         state: dict[str, Any] = {"epoch": self.epoch}
         if self._carried:
             state["carried"] = [list(interval) for interval in self._carried]
@@ -238,11 +272,15 @@ class ElasticSampler(Sampler[int]):
         return state | self._identity()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the state says, with the ranks there are now. Takes {"epoch", "processed_num"} and
-        {"epoch", "processed_indices"} as Horovod's samplers saved them, too.
+        """Continue at a saved state, with the current ranks.
 
-        Raises DataError for the state of another data set, seed or order, or a place that does not exist; the
-        sampler is as it was then.
+        Args:
+            state_dict: A result of state_dict(). {"epoch", "processed_num"} and {"epoch", "processed_indices"}, as
+                saved by Horovod's samplers, are accepted, too.
+
+        Raises:
+            DataError: The state has another data set, seed or order, or a position that does not exist. Nothing is
+                changed.
         """
         if "epoch" not in state_dict or not state_dict.keys() & {"processed_num", "processed_indices"}:
             raise DataError(
@@ -260,8 +298,14 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What several ranks' states say together; changes nothing. Those of the newest epoch count: the highest
-        number of them, or, where samples were recorded one by one, all that any of them names."""
+        """Return the union of several ranks' states; changes nothing.
+
+        Only states of the newest epoch count: the highest number of samples in them, or, where samples were recorded
+        one by one, all samples that any of them names.
+
+        Args:
+            states: Results of state_dict().
+        """
         newest = max(state["epoch"] for state in states)
         states = [state for state in states if state["epoch"] == newest]
         counted = max(state.get("processed_num", 0) for state in states)
@@ -276,7 +320,7 @@ class ElasticSampler(Sampler[int]):
             merged["processed_num"] = counted
         return merged | self._identity()
 
-    # Inside -------------------------------------------------------------------------------------------------------
+    # Private ------------------------------------------------------------------------------------------------------
 
     def _begin(self, epoch: int, carried: Intervals = ()) -> None:
         order = self._order_of(epoch)
@@ -286,7 +330,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def _all(self) -> Intervals:
-        """The positions of the epoch; with what was carried into it."""
+        """The positions of the epoch, with those that were carried into it."""
         return intervals.union(self._carried, intervals.prefix(self._size))
 
     def _forget(self) -> None:
@@ -295,7 +339,7 @@ class ElasticSampler(Sampler[int]):
         self._news.clear()
 
     def _behind(self) -> Intervals:
-        """All positions that were trained in this epoch."""
+        """Return all positions that were trained in this epoch."""
         sets = [self._before]
         if self._counted:
             sets.append(self._remainder.behind(self._counted))
@@ -304,12 +348,12 @@ class ElasticSampler(Sampler[int]):
         return intervals.union(*sets) if len(sets) > 1 else self._before
 
     def _order_of(self, epoch: int) -> Order:
-        # Built without shuffle too: it checks the epoch. An empty data set has no order, and nothing to look up.
+        # Built without shuffle too, since it checks the epoch. An empty data set has no order, and nothing to look up.
         permutation = Permutation(max(1, self._size), self.seed, epoch)
         return permutation if self.shuffle else _sequential
 
     def _with_earlier(self, order: Order, epoch: int) -> Order:
-        """The order of an epoch that also knows positions below 0, which are in the epochs before it."""
+        """Return the order of an epoch, extended to positions below 0, which are in the epochs before it."""
 
         def look_up(positions: NDArray[np.int64]) -> NDArray[np.int64]:
             samples = np.empty_like(positions)
@@ -323,7 +367,7 @@ class ElasticSampler(Sampler[int]):
         return look_up
 
     def _first(self, count: int, carried: Intervals | None = None) -> Intervals:
-        """The first `count` positions of the epoch, with what was carried into it."""
+        """Return the first `count` positions of the epoch, carried ones included."""
         carried = self._carried if carried is None else carried
         most = self._size + intervals.measure(carried)
         if not 0 <= count <= most:
@@ -331,7 +375,7 @@ class ElasticSampler(Sampler[int]):
         return intervals.first(intervals.union(carried, intervals.prefix(self._size)), count)
 
     def _positions(self, indices: Iterable[int], epoch: int | None = None) -> NDArray[np.int64]:
-        """Where these samples stand in the order of an epoch, this one unless given."""
+        """Return the positions of these samples in the order of an epoch, by default the current one."""
         samples = np.fromiter(map(index, indices), dtype=np.int64)
         if samples.size and not 0 <= samples.min() <= samples.max() < self._size:
             raise DataError(f"expected samples in [0, {self._size}), got {samples.min()}..{samples.max()}")
@@ -340,7 +384,7 @@ class ElasticSampler(Sampler[int]):
         return Permutation(self._size, self.seed, self.epoch if epoch is None else epoch).inverse(samples)
 
     def _checked(self, samples: Iterator[int]) -> Iterator[int]:
-        # In next(), not in iter(): a DataLoader is not ready for errors while it is being constructed.
+        # In next(), not in iter(): a DataLoader cannot handle errors while it is being constructed.
         self._check_length(self.dataset, "its data set")
         reads = dataset_of_caller()
         if isinstance(reads, Sized) and reads is not self.dataset:

@@ -1,4 +1,4 @@
-"""What an ElasticSampler was told, as the sample ledger wants it: by epoch, as samples. Pure; sampler.py uses it."""
+"""Records of an ElasticSampler in the form for the sample ledger: by epoch, as samples. Pure; sampler.py uses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.state.recording import Part
 def parts_by_epoch(
     order: Order, size: int, epoch: int, ids: Positions, everyone: Positions | None, repeats: Positions
 ) -> list[Part]:
-    """One Part for each epoch that positions are of: those below 0 are of earlier epochs, which were carried.
+    """Return a Part for each epoch of these positions: those below 0 belong to earlier epochs, and were carried.
 
     size  samples of an epoch;  ids, everyone, repeats  positions, as in Part
     """

@@ -1,4 +1,4 @@
-"""fd.elastic.StreamLoader: samples that come in streams, each exactly once per epoch, for any number of workers."""
+"""fd.elastic.StreamLoader: samples of streams, each exactly once per epoch, for any number of workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class StreamLoader:
-    """Hands out the samples of an IterableDataset in global batches, divided among the workers there are.
+    """Yields the samples of an IterableDataset in global batches, divided among the current workers.
 
         loader = StreamLoader(dataset, global_batch_size=256, streams=64, transform=decode, num_workers=4)
         state = TorchState(model=model, optimizer=optimizer, loader=loader)
@@ -41,44 +41,49 @@ class StreamLoader:
             for x, y in loader:
                 ...                             # one optimizer step
 
-    The data set is read as a fixed number of streams, which take turns; the k-th global batch has the same samples
-    for every number of workers. Where training is are as many offsets. How stream v of V is opened:
-        dataset.stream(v, V)                    an iterable, where the data set has this method
-        dataset.shard(num_shards=V, index=v)    else, where it has that one, as Hugging Face's data sets do
+    The data set is read as a fixed number of streams, which take turns; the k-th global batch has the same samples for
+    every number of workers. The position of the training is an offset for each stream. Stream v of V is opened as
+    follows:
+        dataset.stream(v, V)                    an iterable, if the data set has this method
+        dataset.shard(num_shards=V, index=v)    else, if it has this one, as Hugging Face's data sets do
         each V-th sample of the data set        else; the data set is read V times then, so that 1 stream is best
-    Opened again in one epoch, or in another process, a stream has to give the same samples. set_epoch(epoch) is called
-    before, where the data set has it. A worker that joins opens them at their offsets: with skip(n) of the opened
-    stream where it has that, else by reading what lies before, or see `stateful`. Workers that were there read on.
+    A stream that is opened again in one epoch, or in another process, has to yield the same samples. set_epoch(epoch)
+    is called before, if the data set has it. A worker that joins opens the streams at their offsets: with skip(n) of
+    the opened stream if it exists, else by reading the samples before, or see `stateful`. The other workers read on.
 
-    Nobody knows where a stream ends before it is read, and all workers must know it. So every worker, and each of its
+    The end of a stream is unknown before it is read, and all workers must know it. So every worker, and each of its
     loader workers, reads all streams, and only `transform` and `collate_fn` are divided, unless the data set has
         dataset.stream_length(v, V)             samples of a stream: a worker then reads only streams that it needs,
                                                 the same ones each time when global_batch_size is a multiple of V
 
-    global_batch_size  samples of one optimizer step, over all workers; the last one of an epoch may be shorter
-    streams            V, fixed for the life of the saved state
-    seed               of random numbers: those of the steps, and those that `transform` draws, which follow from seed,
-                       epoch and position
-    stateful           the state says of each stream what its state_dict() said (torchdata's protocol Stateful), and it
-                       is opened with load_state_dict() instead of reading what lies before. It is the opened stream
-                       that has both methods, or its iterator. A stream must then go on with the very sample that
-                       came next: a shuffle buffer that its state leaves out would be lost. With stream_length() a
-                       worker knows the states of streams that it reads; others are opened as without `stateful`. A
-                       checkpoint takes states of plain values, containers and tensors
-    transform          one sample -> what is collated: the costly part, done only by the worker that trains it
-    micro_batch_size, max_local_batch, min_local_batch, and what a dummy batch is: as in DataLoader
+    Loader workers are started once, and continue when an epoch ends and when the world changes. They keep the samples
+    that are read and not trained, of about prefetch_factor * num_workers global batches each. While the data set is
+    read, get_worker_info() is None: it must not divide itself among them.
 
-    num_workers, prefetch_factor, pin_memory, pin_memory_device, timeout, worker_init_fn, multiprocessing_context are
-    torch's. Loader workers are started once and live on when an epoch ends and when the world changes. They keep
-    the samples that are read and not trained, of about prefetch_factor * num_workers global batches each. While the
-    data set is read, get_worker_info() is None: it must not divide itself among them.
+    Args:
+        dataset: An iterable, or an object with stream().
+        global_batch_size: Samples of one optimizer step, over all workers; the last one of an epoch may be shorter.
+        streams: V, fixed for the life of the saved state.
+        seed: Seed of random numbers: those of the steps, and those that `transform` draws, which depend on seed, epoch
+            and position.
+        stateful: Save the state_dict() of each stream (torchdata's protocol Stateful), and open the stream with
+            load_state_dict() instead of reading the samples before. The opened stream has both methods, or its iterator
+            does. A stream must then continue exactly with the next sample: a shuffle buffer that its state omits would
+            be lost. With stream_length() a worker knows the states of streams that it reads; others are opened as
+            without `stateful`. A checkpoint accepts states of plain values, containers and tensors.
+        transform: Maps one sample to the value that is collated: the costly part, run only by the worker that trains
+            it.
+        num_workers: As in torch's DataLoader, like the arguments that are not described here.
+        max_local_batch: As in DataLoader, like micro_batch_size, min_local_batch and dummy batches.
 
-    epoch, cursor  where training is; they move with decided steps only
-    batch          the batch that is out; None before the first and after the last one
-    indices        its samples, as v + V * (number in stream v); none for a dummy batch
+    Attributes:
+        epoch: The current epoch. Position and epoch change with decided steps only.
+        batch: The current batch; None before the first and after the last one.
+        indices: Its samples, as v + V * (number in stream v); none for a dummy batch.
 
-    Raises DataError, with the values, for sizes that cannot work and for an iterator, which could be read only once;
-    ConfigError for arguments of torch's DataLoader that cannot be followed.
+    Raises:
+        DataError: With the values, for invalid sizes, and for an iterator, which could be read only once.
+        ConfigError: Arguments of torch's DataLoader cannot be supported.
     """
 
     def __init__(
@@ -118,10 +123,10 @@ class StreamLoader:
         self.indices: list[int] = []
         self._rank, self._world = 0, 1
         self._is_stateful = stateful
-        self._place = self._behind = Place((0,) * streams)  # before and after the step of the batch that is out
+        self._place = self._behind = Place((0,) * streams)  # before and after the step of the current batch
         self._marks: list[Mark | None] = [None] * streams
         self._marks_behind: dict[int, Mark] = {}
-        self._is_pending = False  # a batch is out whose global batch is not committed
+        self._is_pending = False  # a batch was handed out whose global batch is not committed
         self._has_regrouped = False  # since a batch was handed out
         self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
         self._requests = Requests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
@@ -145,22 +150,27 @@ class StreamLoader:
 
     @property
     def cursor(self) -> int:
-        """Samples of the epoch that were trained, by all workers together."""
+        """Number of samples of the epoch that were trained, by all workers together."""
         return self._place.cursor
 
     # Iterating -------------------------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[Epoch]:
-        """Numbers of the epochs from the current one to `total` - 1; as in DataLoader, also where `break` ends one."""
+        """Yield the numbers of the epochs from the current one to `total` - 1, as DataLoader does, also where `break`
+        ends one.
+
+        Args:
+            total: Number of epochs of the job.
+        """
         self.record.promise_epochs(total)
         while self.epoch < total:
             epoch, self.record.is_through = self.epoch, False
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":
-                self.hooks.reach()  # what an aborted loop body has decided, `break` too, does not count
+                self.hooks.reach()  # decisions of an aborted loop body, such as `break`, do not count
                 continue
-            self._is_ended = self.epoch == epoch  # or a regroup has moved it on
+            self._is_ended = self.epoch == epoch  # or a regroup has advanced it
             if self._has_to_leave and not self._leave():
                 continue
             if self.hooks.reach_epoch_end():
@@ -169,20 +179,27 @@ class StreamLoader:
                 self.hooks.begin_epoch()
 
     def __iter__(self) -> Iterator[Any]:
-        """From the cursor to the end of the epoch. A batch that is out without a decided step comes again.
+        """Return an iterator from the cursor to the end of the epoch. The current batch comes again if its step is not
+        decided.
 
-        Raises StepError where the epoch is through already and epochs() has not gone on to the next one."""
+        Raises:
+            StepError: The epoch is through already and epochs() has not advanced to the next one.
+        """
         step.end_body()
         self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
             self._restart()
-            if step.state() != "aborted":  # the run loop has to see that
+            if step.state() != "aborted":  # the run loop has to see the aborted step
                 step.close()
         return self
 
     def __next__(self) -> Any:
-        """The next batch, collated. Raises StepError when the loop body made no step for the one before, and
-        what the data set raised; epoch and cursor are as they were then."""
+        """Return the next batch, collated. After an error epoch and cursor are as before.
+
+        Raises:
+            StepError: The loop body made no step for the last batch.
+            Exception: The errors of the data set.
+        """
         step.end_body()
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
@@ -212,7 +229,7 @@ class StreamLoader:
     def _hand_out(self, reply: Reply, data: Any, goes_on: bool, is_rehearsal: bool) -> Any:
         assert reply.batch is not None
         assert reply.behind is not None
-        # The optimizer knows micro-batches of one step by their global batch, the very same object.
+        # The optimizer recognizes micro-batches of one step by their global batch, the very same object.
         global_batch = self.batch.global_batch if goes_on and self.batch is not None else reply.batch.global_batch
         self.batch = Batch(global_batch, reply.batch.low, reply.batch.high, reply.batch.index)
         self._behind, self._is_pending = reply.behind, True
@@ -227,7 +244,7 @@ class StreamLoader:
         return data
 
     def _leave(self) -> bool:
-        """The loop over the batches ends. False: workers have regrouped, and it may go on."""
+        """End the loop over the batches. False: workers have regrouped, and it may continue."""
         if not self.hooks.leave_batches():
             return False
         self._has_to_leave = False
@@ -236,7 +253,7 @@ class StreamLoader:
         return True
 
     def _settle(self) -> bool:
-        """Find out what became of the batch that is out. True: another micro-batch of its global batch follows."""
+        """Determine the outcome of the current batch. True: another micro-batch of its global batch follows."""
         if self.batch is None or not self._is_pending:
             return False
         if step.expects_micro_batch():
@@ -253,33 +270,39 @@ class StreamLoader:
         return False
 
     def _take(self) -> tuple[Reply, Any]:
-        """The next batch; without one at the end of the epoch."""
+        """Return the next batch; a reply without a batch at the end of the epoch."""
         try:
             while True:
                 _, (reply, data) = self._prefetch.take()
                 if reply.batch is not None or reply.behind is None:
                     return reply, data
         except BaseException as error:
-            self.close()  # what is on its way no longer matches what was asked for
+            self.close()  # batches being fetched no longer match the requests
             if isinstance(error, StopIteration):  # would look like the end of the epoch
                 raise DataError("the data set raised StopIteration where it was opened") from error
             raise
 
-    # The batch that is out -------------------------------------------------------------------------------
+    # The current batch -----------------------------------------------------------------------------------
 
     @property
     def accumulates(self) -> bool:
-        """Whether a loop body need not call step(): micro_batch_size was given."""
+        """True when a loop body need not call step(): micro_batch_size was given."""
         return self._padding.is_allowed
 
     @property
     def global_batch(self) -> GlobalBatch | None:
-        """The global batch of the batch that is out."""
+        """The global batch of the current batch."""
         return self.batch.global_batch if self.batch is not None else None
 
     def commit(self, global_batch: GlobalBatch) -> None:
-        """The step of `global_batch` is decided: the offsets move behind its samples. Raises DataError, with nothing
-        changed, for any other than the global batch that is out: stale, or committed already."""
+        """Move the offsets behind the samples of `global_batch`, whose step is decided.
+
+        Args:
+            global_batch: The global batch of the current batch.
+
+        Raises:
+            DataError: It is another global batch: stale, or committed already. Nothing is changed.
+        """
         out = self.global_batch if self._is_pending else None
         if out is None or (global_batch.epoch, global_batch.start, global_batch.stop) != (
             out.epoch,
@@ -297,7 +320,7 @@ class StreamLoader:
         self._requests.floor = self._place.offsets
 
     def shortfall(self) -> Shortfall | None:
-        """As DataLoader's, but for steps: how many there are in a stream is not known."""
+        """Return DataLoader.shortfall() without steps: the number of steps in a stream is unknown."""
         record = self.record
         if record.total is None:
             return record.by_trainer
@@ -306,10 +329,18 @@ class StreamLoader:
             epochs_left += record.total - self.epoch - record.is_through
         return Shortfall(record.total, epochs_left, 0, 0) if epochs_left else None
 
-    # What survives ---------------------------------------------------------------------------------------
+    # State that survives ---------------------------------------------------------------------------------
 
     def set_world(self, rank: int, size: int) -> None:
-        """This worker is rank `rank` of `size` from the next batch on. What was fetched ahead is dropped."""
+        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped.
+
+        Args:
+            rank: Rank of this worker.
+            size: Number of workers.
+
+        Raises:
+            DataError: The rank is not in 0..size - 1.
+        """
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
         self._rank, self._world, self._has_regrouped = rank, size, True
@@ -317,8 +348,8 @@ class StreamLoader:
         self._restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: one offset per stream and a few integers, the same on every worker; with `stateful`
-        also what the streams have said of themselves."""
+        """Return the position of the training: one offset per stream and a few integers, equal on every worker; with
+        `stateful` also the states of the streams."""
         place = {"epoch": self.epoch, "offsets": list(self._place.offsets), "turn": self._place.turn}
         state = {**self._identity(), **place, "max_local_batch": self._sizes.max_local_batch or 0}
         state["order"] = f"streams-{len(self._marks)}"  # for the sample ledger
@@ -330,7 +361,14 @@ class StreamLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there. Raises DataError, with nothing changed, for the state of other streams."""
+        """Continue at a saved position.
+
+        Args:
+            state: A result of state_dict().
+
+        Raises:
+            DataError: The state belongs to other streams. Nothing is changed.
+        """
         for name, ours in self._identity().items():
             if state.get(name) != ours:
                 raise DataError(
@@ -349,10 +387,10 @@ class StreamLoader:
         self._restart()
 
     def warm_up(self) -> None:
-        """Nothing: what a loader worker reads of a stream before its place is known it would have to read again."""
+        """Do nothing: a loader worker would have to read a stream again once its position is known."""
 
     def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
-        """As DataLoader's; where an epoch ends is not known here, and `is_at_tail` changes nothing."""
+        """Start a rehearsal as DataLoader does. The end of an epoch is unknown here, so `is_at_tail` has no effect."""
         self._place, self._is_ended = Place((0,) * len(self._marks)), False
         self._marks = [None] * len(self._marks)
         self._rank, self._world = rank, size
@@ -361,30 +399,30 @@ class StreamLoader:
         return even_slice(low, high, 0, self._fetch_start_at(self._place).parts, self._sizes.min_local_batch)[1] - low
 
     def end_rehearsals(self) -> None:
-        """As if none had begun: load_state_dict() has to follow."""
+        """End the rehearsals without a trace: load_state_dict() has to follow."""
         self._has_to_leave, self.record = False, EpochRecord()
         self._restart()
 
     def close(self) -> None:
-        """End the loader workers and let go of the streams. Iterating again starts anew. Idempotent."""
+        """End the loader workers and release the streams. Iterating again starts anew. Idempotent."""
         self._prefetch.close()
         self._reader.close()
         self._restart()
 
     def _identity(self) -> dict[str, int]:
-        """What the offsets' meaning hangs on."""
+        """Return the values on which the meaning of the offsets depends."""
         sizes = {"streams": len(self._marks), "global_batch_size": self._sizes.global_batch_size}
         return {"version": FORMAT_VERSION, "seed": self.seed, **sizes}
 
     def _begin(self, epoch: int, place: Place, marks: Iterable[Any]) -> None:
-        """Training is there."""
+        """Set epoch and position of the training."""
         self.epoch, self._place, self._is_ended = epoch, place, False
         known = dict(enumerate(marks)) if self._is_stateful else {}
         self._marks = [tuple(mark) if (mark := known.get(stream)) else None for stream in range(len(place.offsets))]
         self._restart()
 
     def _restart(self) -> None:
-        """Read on from the place, for the world as it is now; what is out will be handed out again."""
+        """Read on from the current position, for the current world; the current batch will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
         self._requests.restart(self._fetch_start_at(self._place), tuple(self._marks))
 

@@ -1,8 +1,8 @@
-"""In which order the samples of several streams are trained, whatever the number of workers. Pure; used by the
-stream loader.
+"""The order in which the samples of several streams are trained, for any number of workers. Pure; used by the stream
+loader.
 
-The streams take turns, with a few samples each, until they have ended. Nothing of it hangs on who reads which stream,
-so that a global batch is the same one for every world.
+The streams take turns, with a few samples each, until they have ended. The order does not depend on the readers of the
+streams, so that a global batch is the same one for every world.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Where an epoch is.
+    """The position in an epoch.
 
-    offsets  of each stream, how many samples were taken
+    offsets  number of samples taken from each stream
     turn     the stream whose turn is next
     """
 
@@ -24,15 +24,16 @@ class Place:
 
     @property
     def cursor(self) -> int:
-        """Samples of all streams that were taken."""
+        """Number of samples taken from all streams."""
         return sum(self.offsets)
 
 
 def walk(place: Place, count: int, run: int, has: Callable[[int, int], bool]) -> tuple[list[tuple[int, int]], Place]:
-    """The next `count` samples as (stream, number in it), fewer at the end of the epoch, and the place behind them.
+    """Return the next `count` samples as (stream, number in it), fewer at the end of the epoch, and the position behind
+    them.
 
-    run  most samples that a stream gives at its turn, at least 1
-    has  whether a stream has a sample of this number; asked for rising numbers without gaps
+    run  most samples of a stream at its turn, at least 1
+    has  returns whether a stream has a sample of this number; called for rising numbers without gaps
     """
     offsets, turn, streams = list(place.offsets), place.turn, len(place.offsets)
     taken: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Reads the batches that are asked for, in the training process or in a loader worker. stream_loader.py makes one."""
+"""The reader of requested batches, in the training process or in a loader worker. stream_loader.py creates it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from farandole.state.global_batch import Batch, GlobalBatch
 
 @dataclass(frozen=True)
 class Reply:
-    """What has become of a request.
+    """The result of a request.
 
     batch   None where there is none: the epoch has ended, or the global batch has fewer micro-batches
     taken   its samples, as (stream, number)
-    behind  where training is after the step of its global batch; None at the end of the epoch
-    marks   of the streams that the global batch has samples of: how to open them behind it
+    behind  position of the training after the step of its global batch; None at the end of the epoch
+    marks   marks for opening the streams of the global batch's samples behind it
     """
 
     batch: Batch | None
@@ -37,10 +37,10 @@ class Reply:
 
 
 class StreamReader:
-    """Answers requests: what torch's DataLoader takes for a data set.
+    """Answers requests, as the data set of torch's DataLoader.
 
-    It walks through the streams from where it is to the global batch that is asked for. So each of several loader
-    processes reads all streams, and `transform` and `collate` are divided among them.
+    It walks through the streams from its position to the requested global batch. So each of several loader processes
+    reads all streams, and `transform` and `collate` are divided among them.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StreamReader:
         self._epoch = -1
         self._restart_id = -1
         self._walked = 0  # global batches since the last restart
-        self._taken: list[tuple[int, int]] = []  # the last of them
+        self._taken: list[tuple[int, int]] = []  # samples of the last of them
         self._place = self._behind = Place((0,) * source.streams)  # before and behind it
 
     def __getitem__(self, request: Request) -> tuple[Reply, Any]:
-        """The reply and the batch, collated. Raises what the data set, transform and collate raise."""
+        """Return the reply and the batch, collated. Raises the errors of the data set, transform and collate."""
         is_training_process = get_worker_info() is None
         with generators_kept() if is_training_process else contextlib.nullcontext():
             with _without_worker_info():
@@ -80,11 +80,11 @@ class StreamReader:
                 raise DataError("transform or collate_fn raised StopIteration") from error
 
     def close(self) -> None:
-        """Let go of the streams. The next request opens them again."""
+        """Release the streams. The next request opens them again."""
         self._streams, self._epoch, self._restart_id = [], -1, -1
 
     def _go_to(self, request: Request) -> None:
-        """Walk to the global batch that is asked for."""
+        """Walk to the requested global batch."""
         fetch_start = request.fetch_start
         if fetch_start.epoch != self._epoch:
             self._streams = [Stream(self._source, stream, fetch_start.epoch) for stream in range(self._source.streams)]
@@ -101,7 +101,7 @@ class StreamReader:
         self._restart_id = fetch_start.restart_id
 
     def _walk(self, fetch_start: FetchStart) -> None:
-        """Past the next global batch."""
+        """Walk past the next global batch."""
         count, streams = fetch_start.sizes.global_batch_size, self._streams
         run = -(-count // len(streams))
         taken, behind = walk(self._behind, count, run, lambda stream, number: streams[stream].has(number))
@@ -141,7 +141,8 @@ class StreamReader:
 
 @contextlib.contextmanager
 def _without_worker_info() -> Iterator[None]:
-    """Data sets that divide themselves among torch's loader workers must not do so: every process reads all streams."""
+    """Return a context without torch's worker info. Data sets must not divide themselves among torch's loader workers:
+    every process reads all streams."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -1,7 +1,7 @@
-"""Which batch of streams to read next: requests without end, which the loader may send elsewhere at any time.
+"""The requests for batches of streams: endless, and the loader may move them to another position at any time.
 
-What is in a global batch is known only to who has read the streams, so that a request names it by its number, counted
-from a place. As in index_stream.py, one place and one world hold between two restarts.
+The contents of a global batch are known only after the streams have been read, so a request names it by its number,
+counted from a position. As in index_stream.py, position and world are fixed between two restarts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farandole.errors import DataError
 
 @dataclass(frozen=True)
 class Sizes:
-    """How global batches are cut, as in DataLoader. Raises DataError on values that cannot work."""
+    """The sizes by which global batches are divided, as in DataLoader. Raises DataError on invalid values."""
 
     global_batch_size: int
     max_local_batch: int | None
@@ -30,14 +30,15 @@ class Sizes:
             raise DataError(f"global_batch_size must be 1 or more, got {count}")
         if not 1 <= least <= count:
             raise DataError(f"min_local_batch must be in 1..{count}, the global batch size, got {least}")
-        # Smaller, some local batch could not be split into parts between min_local_batch and max_local_batch.
+        # With a smaller limit, some local batch could not be split into parts between min_local_batch and
+        # max_local_batch.
         if most is not None and most < 2 * least - 1:
             raise DataError(f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * least - 1}, got {most}")
 
 
 @dataclass(frozen=True)
 class FetchStart:
-    """Where fetching starts, and the world that divides the global batches from there on."""
+    """The position at which fetching starts, and the world that divides the global batches from there on."""
 
     restart_id: int
     epoch: int
@@ -48,8 +49,8 @@ class FetchStart:
 
     @property
     def parts(self) -> int:
-        """Micro-batches of a full global batch. Shorter ones have as many, or fewer: they are shared by fewer ranks
-        only when each of these has less than 2 * min_local_batch samples, which max_local_batch allows."""
+        """Number of micro-batches of a full global batch. Shorter ones have as many, or fewer: they are shared by fewer
+        ranks only when each of these has less than 2 * min_local_batch samples, which max_local_batch allows."""
         sizes = self.sizes
         start, stop = 0, sizes.global_batch_size
         return micro_batches(start, stop, self.world, sizes.max_local_batch, sizes.min_local_batch)
@@ -57,10 +58,10 @@ class FetchStart:
 
 @dataclass(frozen=True)
 class Request:
-    """Micro-batch number `part` of a global batch, counted by `global_batch_index` from the last restart.
+    """A request for micro-batch number `part` of a global batch, counted by `global_batch_index` from the last restart.
 
-    floor  offsets of the streams: what lies below is trained for good
-    marks  how streams can be opened, by stream; None where the reader has been told
+    floor  offsets of the streams: samples below are trained for good
+    marks  marks for opening streams, by stream; None when the reader has them already
     """
 
     fetch_start: FetchStart
@@ -71,15 +72,15 @@ class Request:
 
     @property
     def restart_id(self) -> int:
-        """The number of the restart that the request belongs to."""
+        """Number of the restart that the request belongs to."""
         return self.fetch_start.restart_id
 
 
 class Requests:
-    """Yields one request after the other, for ever.
+    """Yields one request after the other, forever.
 
-    on_way  what was yielded and not yet answered, in order
-    floor   put into each request
+    on_way  requests that were yielded and not yet answered, in order
+    floor   included in each request
     """
 
     def __init__(self, readers: int, fetch_start: FetchStart) -> None:
@@ -91,18 +92,18 @@ class Requests:
 
     @property
     def restart_id(self) -> int:
-        """The number of the last restart."""
+        """Number of the last restart."""
         return self._fetch_start.restart_id
 
     def restart(self, fetch_start: FetchStart, marks: Sequence[Mark | None]) -> None:
-        """Fetch from there on. Requests on their way belong to an earlier restart from now on."""
+        """Fetch from there on. Requests under way belong to an earlier restart from now on."""
         self._fetch_start, self._marks, self.floor = fetch_start, marks, fetch_start.place.offsets
 
     def __iter__(self) -> Iterator[Request]:
         while True:
             fetch_start, asked = self._fetch_start, 0
             while fetch_start is self._fetch_start:
-                # The readers take turns; marks may be large, and told once they are known.
+                # The readers take turns; marks may be large, and are sent once to each.
                 marks = self._marks if asked < self._readers else None
                 request = Request(fetch_start, *divmod(asked, fetch_start.parts), self.floor, marks)
                 asked += 1

@@ -1,4 +1,4 @@
-"""A stream of a data set that can only be read from its beginning on, as the stream reader reads it: by number."""
+"""A stream of a data set that can only be read from its beginning on, read by sample number for the stream reader."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, TypeAlias
 from farandole.errors import DataError
 
 Mark: TypeAlias = tuple[int, Any]
-"""(number, what state_dict() said when the sample of this number was the next one)."""
+"""(number, result of state_dict() before the sample of this number is read)."""
 
 _ENDED = object()
 
 
 class Source:
-    """A data set as streams that can be opened again and again.
+    """A data set as streams that can be opened repeatedly.
 
-    is_stateful  whether streams are to be opened by what their state_dict() has said (torchdata's protocol). Raises
-                 DataError when it is known already that they have none
+    is_stateful  streams are opened by the results of their state_dict() (torchdata's protocol). Raises DataError when
+                 it is known already that they have none
     """
 
     def __init__(self, dataset: Iterable[Any], streams: int, is_stateful: bool) -> None:
@@ -34,16 +34,16 @@ class Source:
                 f"the one state of a data set that is read {streams} times is none of a stream; give one of these "
                 f"methods to it, or streams=1"
             )
-        if has_state(dataset):  # it is opened itself, each time; so that the second one begins where the first one did
+        if has_state(dataset):  # it is opened itself each time: the next time from the same beginning
             self._beginning = copy.deepcopy(dataset.state_dict())  # type: ignore[attr-defined]
 
     def length(self, stream: int) -> int | None:
-        """Samples of a stream, where the data set tells."""
+        """Return the number of samples of a stream, if the data set provides it."""
         dataset: Any = self.dataset
         return dataset.stream_length(stream, self.streams) if hasattr(dataset, "stream_length") else None
 
     def open(self, stream: int, epoch: int) -> Any:
-        """A stream of an epoch from its beginning on, something to iterate over."""
+        """Return a stream of an epoch from its beginning on, as an iterable."""
         dataset: Any = self.dataset
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
@@ -59,28 +59,29 @@ class Source:
 
 
 class Stream:
-    """Stream number `stream` of a source, in one epoch.
+    """A stream of a source, by its number, in one epoch.
 
-    Read samples are kept until forget(), so that a batch which is handed out again is not read anew. What lies before
-    them makes the stream be opened once more.
+    Read samples are kept until forget(), so that a batch which is handed out again is not read again. A request for an
+    earlier sample opens the stream once more.
     """
 
     def __init__(self, source: Source, stream: int, epoch: int) -> None:
         self._source, self._stream, self._epoch = source, stream, epoch
         self._length = source.length(stream)
         self._floor = 0  # samples below this number are not kept
-        self._stateful: Any = None  # whose state_dict() says where the iterator is
+        self._stateful: Any = None  # the object whose state_dict() describes the iterator's position
         self._marks: dict[int, Any] = {}
         self._shut()
 
     def has(self, number: int) -> bool:
-        """Whether there is a sample of this number. Reads up to it, unless the data set tells the stream's length."""
+        """Return whether there is a sample of this number. Reads up to it, unless the data set provides the stream's
+        length."""
         if self._length is not None:
             return number < self._length
         return self._read(number)
 
     def get(self, number: int) -> Any:
-        """The sample of this number. Raises DataError when the stream has ended before it."""
+        """Return the sample of this number. Raises DataError when the stream has ended before it."""
         if not self._read(number):
             raise DataError(
                 f"stream {self._stream} of {self._source.streams} has ended after {self._next} samples in epoch "
@@ -90,38 +91,39 @@ class Stream:
         return self._kept[number]
 
     def forget(self, below: int) -> None:
-        """The samples below this number will not be asked for again, as far as anyone knows."""
+        """Drop the samples below this number, which are not expected to be requested again."""
         for number in range(self._floor, min(below, self._next)):
             self._kept.pop(number, None)
         self._floor = below
         nearest = max((number for number in self._marks if number <= below), default=below)
         self._marks = {number: state for number, state in self._marks.items() if number >= nearest}
 
-    # Where it could be opened without reading what lies before -------------------------------------------
+    # Marks, at which the stream can be opened without reading the samples before -------------------------
 
     def learn(self, mark: Mark) -> None:
-        """What mark() has said here or elsewhere."""
+        """Add a mark that was made here or elsewhere."""
         self._marks.setdefault(*mark)
 
     def mark(self) -> None:
-        """Remember how to open the stream at the sample that is read next. Not at its end: many begin anew there."""
+        """Remember how to open the stream at the sample that is read next. Not at its end, where many streams
+        restart."""
         if self._stateful is not None and not self._is_ended and self._next not in self._marks:
             self._marks[self._next] = copy.deepcopy(self._stateful.state_dict())
 
     def nearest(self, number: int) -> Mark | None:
-        """The last mark that is not behind this number."""
+        """Return the last mark that is not behind this number."""
         return max(((at, state) for at, state in self._marks.items() if at <= number), key=_place, default=None)
 
     # Reading ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Reading again opens it again."""
+        """Close the stream. Reading again opens it again."""
         self._shut()
 
     def _shut(self) -> None:
         self._iterator: Iterator[Any] | None = None
         self._stateful = None
-        self._next, self._is_ended = 0, False  # number of the sample that the iterator gives next
+        self._next, self._is_ended = 0, False  # number of the next sample of the iterator
         self._kept: dict[int, Any] = {}
 
     def _read(self, number: int) -> bool:
@@ -145,7 +147,8 @@ class Stream:
         return number in self._kept
 
     def _open(self, at: int) -> Iterator[Any]:
-        """From sample number `at` on; by a mark, else skipped by the data set where it can, else by reading."""
+        """Open the stream from sample number `at` on: by a mark, else by skip() of the data set if it exists, else by
+        reading."""
         samples = self._source.open(self._stream, self._epoch)
         if self._source.is_stateful:
             return self._open_by_mark(samples, at)
@@ -174,7 +177,7 @@ class Stream:
 
 
 def has_state(value: object) -> bool:
-    """Whether it follows torchdata's protocol `Stateful`."""
+    """Return whether a value follows torchdata's protocol `Stateful`."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 

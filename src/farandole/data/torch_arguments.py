@@ -1,4 +1,4 @@
-"""The arguments of torch's DataLoader that mean something else here, or nothing: each refused with its reason. Pure."""
+"""Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farandole.errors import ConfigError
 
 _OWN_ORDER = "which sample comes when follows from seed and order, so that it can be divided anew when workers change"
 
-# Values that ask for what is done anyway.
+# Values that request the default behaviour.
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "batch_size": (),
     "sampler": (None,),
@@ -38,7 +38,7 @@ OF_STREAMS: Mapping[str, str] = {
     "shuffle": f"{_ORDER_OF_STREAMS}; shuffle there, by the number that set_epoch() is called with",
     "drop_last": "the last global batch of an epoch is a shorter one, for nobody knows before that it is the last",
 }
-"""Those of StreamLoader."""
+"""Reasons of StreamLoader."""
 
 
 def refuse(
@@ -48,13 +48,13 @@ def refuse(
     loader: str = "DataLoader",
     reasons: Mapping[str, str] = _REASONS,
 ) -> None:
-    """Raises ConfigError for an argument of torch that cannot be followed, TypeError for an unknown one."""
+    """Raise ConfigError for an argument of torch that cannot be supported, TypeError for an unknown one."""
     for name, value in given.items():
         if name not in reasons:
             close = difflib.get_close_matches(name, [*known, *reasons], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise TypeError(f"{loader} has no argument {name!r}{hint}")
         is_harmless = any(value is each for each in _HARMLESS[name])
-        # Without loader workers there is nothing that could live on.
+        # Without loader workers none could live on.
         if not is_harmless and not (name == "persistent_workers" and num_workers == 0):
             raise ConfigError(f"{loader}: {name}={value!r} cannot be followed: {reasons[name]}")

@@ -1,4 +1,4 @@
-"""The order of the samples for positions in a torch tensor, on any device: the same as Permutation's."""
+"""The order of the samples for positions in a torch tensor, on any device: equal to Permutation's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from farandole.errors import DataError
 
 
 def permute(order: Permutation, positions: torch.Tensor) -> torch.Tensor:
-    """The sample at each position (int64, same shape and device). Raises DataError for a position outside
-    [0, order.size)."""
+    """Return the sample at each position (int64, same shape and device). Raises DataError for a position outside [0,
+    order.size)."""
     x = positions.to(torch.int64).flatten().clone()
     if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < order.size:
         raise DataError(f"expected values in [0, {order.size}), got {int(x.min())}..{int(x.max())}")
@@ -25,8 +25,8 @@ def permute(order: Permutation, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(order: Permutation, x: torch.Tensor) -> None:
-    """In place. Signed words wrap around like unsigned ones, and below the mask, 62 bits at most, none is negative:
-    the arithmetic shift is the logical one there."""
+    """Mix in place. Signed words wrap around like unsigned ones. Below the mask, of at most 62 bits, none is negative,
+    so the arithmetic shift equals the logical one."""
     mask = (1 << order.bits) - 1
     for key in order.rounds:
         x.add_(_signed(key.add)).mul_(_signed(key.multiply)).bitwise_and_(mask)

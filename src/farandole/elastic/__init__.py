@@ -1,4 +1,4 @@
-"""fd.elastic: what a training script needs to go on while workers come and go."""
+"""fd.elastic: the names that a training script needs to continue while workers come and go."""
 
 from farandole.data.eval_loader import EvalLoader
 from farandole.data.loader import DataLoader

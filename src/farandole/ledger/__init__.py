@@ -1,1 +1,1 @@
-"""Which worker trained which samples, written down while it happens, and the proof that each came once."""
+"""The sample ledger: a record of the samples that each worker trains, and the proof that each sample came once."""

@@ -1,8 +1,8 @@
-"""What the lines of a sample ledger prove: which samples each epoch trained, and how often. Pure.
+"""The proof from the lines of a sample ledger: which samples each epoch trained, and how often. Pure.
 
-A step may have been begun several times. What stands is what was applied and is not void: "generation g starts at
-step s" makes void whatever lower generations have written of step s and of later ones, for whoever applied it then
-is gone and took its state along.
+A step may have been begun several times. A step stands if it was applied and is not void: "generation g starts at step
+s" makes all records of lower generations for step s and later steps void, since the workers that applied them are gone
+together with their state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Attempt = tuple[Generation, int]  # at a step
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a ledger: where it is, and what it says; None when it cannot be read.
+    """A line of a ledger: its position and its record; None when it cannot be read.
 
     is_cut_short  it has no end: its worker was killed while it wrote
     """
@@ -49,8 +49,8 @@ class Line:
 
 
 def check(lines: Iterable[Line]) -> Findings:
-    """Prove that each epoch trained each sample once, or say what went wrong. `lines`, those of one file after
-    the other, is read twice. Raises ConfigError for lines that are not of one job's ledger."""
+    """Prove that each epoch trained each sample once, or report the violations. `lines`, those of one file after the
+    other, is read twice. Raises ConfigError for lines that do not belong to one job's ledger."""
     story = _Story()
     for line in settled(lines, story.problems):
         story.hear(line)
@@ -63,8 +63,8 @@ def check(lines: Iterable[Line]) -> Findings:
 
 
 def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
-    """Lines that can be read, without intents that the same rank wrote anew: it was handed the same step again,
-    and what it contributed is what it said last."""
+    """Yield the readable lines, without intents that the same rank wrote again: it was handed the same step again, and
+    its last intent is the contribution."""
     held: Line | None = None
     broken: Line | None = None
     for line in lines:
@@ -74,7 +74,7 @@ def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
             broken = None
         if line.record is None:
             if not line.is_cut_short:
-                broken = line  # a full disk cuts lines off, too; then the next one says so
+                broken = line  # a full disk cuts lines off, too; then the next line reports it
             continue
         if held is not None and not _is_said_anew(held.record, line.record):
             yield held
@@ -99,12 +99,12 @@ def _is_said_anew(before: Record | None, after: Record) -> bool:
 
 @dataclass
 class _Story:
-    """What became of the steps, from all but the samples.
+    """The outcome of the steps, from all records but the samples.
 
-    standing     by step, what was applied and is not void; void  attempts that are not
-    weights      what became of the weights of each worker
-    is_doubtful  these steps do not follow each other: the start that made some of them void may be in a file that is
-                 missing, the only one of its generation
+    standing     by step, records that were applied and are not void
+    weights      history of the weights of each worker
+    is_doubtful  the steps are not consecutive: the start that made some of them void may be in a missing file, the only
+                 one of its generation
     """
 
     problems: list[str] = field(default_factory=list)
@@ -153,7 +153,7 @@ class _Story:
             self.problems.append(f"{name_of(record.key)} starts at step {first.step} and at step {record.step}")
 
     def conclude(self) -> None:
-        """Decide what stands, and whether the steps follow each other."""
+        """Decide which records stand, and whether the steps are consecutive."""
         if not self.starts:
             raise ConfigError("the ledger is empty: no worker has entered an elastic function with a loader")
         for (generation, step), record in sorted(self.applied.items()):
@@ -192,7 +192,7 @@ class _Story:
             )
 
     def ends(self) -> dict[int, int]:
-        """By epoch, the cursor at which all workers ended it; without the ends that are void."""
+        """Return by epoch the cursor at which all workers ended it; without void ends."""
         return {
             end.epoch: end.cursor
             for end in self.ended
@@ -205,9 +205,10 @@ class _Story:
 
 @dataclass
 class _Epoch:
-    """counts  how often each sample was trained; unseen, unseen_hash  of local batches of which only the sums are
-    known.
+    """The counts of one epoch.
 
+    counts  number of times that each sample was trained
+    unseen, unseen_hash  of local batches of which only the sums are known
     is_mixed  some of these sums are of samples of two epochs
     """
 
@@ -221,7 +222,7 @@ class _Epoch:
 
 
 class _Count:
-    """How often each sample was trained, from the intents of the steps that stand."""
+    """The number of times that each sample was trained, from the intents of the steps that stand."""
 
     def __init__(self, story: _Story) -> None:
         self._story = story
@@ -237,7 +238,7 @@ class _Count:
             self._left[step] = [record.samples, record.ids_hash]
 
     def _parts(self, epoch: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(epoch, start, stop) of each epoch that these positions are in; more than one where a tail is carried."""
+        """Return (epoch, start, stop) of each epoch in which these positions are; several where a tail is carried."""
         if not 0 < self._size < stop:
             return [(epoch, start, stop)]
         rest = (epoch + 1, max(0, start - self._size), stop - self._size)
@@ -317,13 +318,13 @@ class _Count:
         )
 
     def _judge(self, number: int, epoch: _Epoch, is_ended: bool) -> EpochFinding:
-        """An epoch that is whole has every sample; of every other one it is known how many.
+        """Return the finding of an epoch. A whole epoch has every sample; of any other one only the number is known.
 
-        Shares that no file has are known by their sum, and are those that nobody else has trained, if that sum is
-        right. That of local batches which reach into the next epoch is of both together, and proves neither.
+        Local batches that are in no file are known by their sum. They are the samples that no other worker has trained,
+        if that sum is right. The sum of local batches that reach into the next epoch covers both, and proves neither.
         """
         never = self._never(epoch)
-        # Of streams, also what is trained of an unfinished epoch has no gaps.
+        # Of streams, the trained part of an unfinished epoch has no gaps, either.
         is_whole = epoch.begin == 0 and (self._streams > 0 or epoch.end == self._size > 0)
         proved = unproved = 0
         if epoch.unseen and self._has_each_once:
@@ -344,7 +345,7 @@ class _Count:
         )
 
     def _doubted(self, epoch: EpochFinding) -> EpochFinding:
-        """Samples that come twice are not called repeated where one of the two steps may be void."""
+        """Return the finding without repeated samples where one of the two steps may be void."""
         if not epoch.repeated:
             return epoch
         self._story.problems.append(
@@ -354,7 +355,7 @@ class _Count:
         return msgspec.structs.replace(epoch, repeated=[])
 
     def _never(self, epoch: _Epoch) -> list[int]:
-        """Samples that no file has; of streams those before the last one that some file has."""
+        """Return the samples that are in no file; of streams those before the last one in any file."""
         if not self._streams:
             never: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
             return never

@@ -1,7 +1,8 @@
-"""What the lines of a sample ledger prove under the commit rule: which samples each epoch trained, by sampler. Pure.
+"""The proof from the lines of a sample ledger under the commit rule: which samples each epoch trained, by sampler.
+Pure.
 
-Samples count when they were recorded, and what was recorded stands unless it was rolled back: a generation that begins
-with the state of commit c makes void what was recorded after that commit before it.
+Samples count when they were recorded, and a record stands unless it was rolled back: a generation that begins with the
+state of commit c makes earlier records after that commit void.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from farandole.ledger.hashing import MASK, ids_hash
 from farandole.ledger.records import HOLED, Entered, Entry, EpochLeft, Ids, Opened, Trained, expand
 
 Call = tuple[Entry, str, int, int]
-"""One call of a sampler on all ranks: entry, sampler, number, epoch."""
+"""A call of a sampler on all ranks: entry, sampler, number, epoch."""
 
 
 def check_commits(lines: Iterable[Line]) -> Findings:
-    """Prove that each epoch trained each sample once, or say what went wrong. `lines` is read twice. Raises
-    ConfigError for lines that are not of one job's ledger, or that are of no sampler."""
+    """Prove that each epoch trained each sample once, or report the violations. `lines` is read twice. Raises
+    ConfigError for lines that do not belong to one job's ledger, or that have no sampler."""
     story = _Story()
     for line in settled(lines, story.problems):
         if isinstance(line.record, Entered):
@@ -48,7 +49,7 @@ def check_commits(lines: Iterable[Line]) -> Findings:
 
 @dataclass
 class _Story:
-    """Who was in which generation, and what it made void.
+    """The members of each generation, and the records that it made void.
 
     samples  by sampler;  ranks  by entry: its size, and the ranks that have written
     """
@@ -85,7 +86,7 @@ class _Story:
         self.ranks.setdefault(record.key, (record.size, set()))[1].add(record.rank)
 
     def kept(self) -> dict[Entry, float]:
-        """By entry: what was recorded in it before that many commits stands."""
+        """Return by entry the commit before which its records stand."""
         kept, lowest = {}, float("inf")
         for key in sorted(self.commits, reverse=True):
             kept[key] = lowest
@@ -99,7 +100,11 @@ class _Story:
 
 @dataclass
 class _Epoch:
-    """counts  how often each sample was trained; left  untrained ones when another epoch was begun, as far as known."""
+    """The counts of one epoch.
+
+    counts  number of times that each sample was trained
+    left    untrained samples when another epoch was begun, as far as known
+    """
 
     counts: NDArray[np.uint16]
     padding: int = 0
@@ -112,14 +117,14 @@ class _Epoch:
 
 
 class _Count:
-    """How often each sample was trained, from the records that stand."""
+    """The number of times that each sample was trained, from the records that stand."""
 
     def __init__(self, story: _Story) -> None:
         self._story, self._kept = story, story.kept()
         self._epochs: dict[tuple[str, int], _Epoch] = {}
-        self._calls: dict[Call, tuple[int, int]] = {}  # samples and hash, as all ranks have agreed on
+        self._calls: dict[Call, tuple[int, int]] = {}  # samples and hash on which all ranks agreed
         self._seen: dict[Call, list[int]] = defaultdict(lambda: [0, 0])
-        self._by_one: set[Entry] = set()  # in which each rank knows its own samples only
+        self._by_one: set[Entry] = set()  # entries in which each rank knows its own samples only
         self._records = self._void = 0
 
     def hear(self, record: Trained) -> None:
@@ -192,7 +197,7 @@ class _Count:
         )
 
     def _compare(self, call: Call, samples: int, rest: int) -> None:
-        """What is missing of a call, of which all ranks know the sum."""
+        """Compare a call with its sum, which all ranks know, and count the missing part."""
         key, sampler, number, epoch = call
         if samples < 0 or (samples == 0 and rest):
             self._story.problems.append(
@@ -205,8 +210,8 @@ class _Count:
             found.unseen_hash = (found.unseen_hash + rest) & MASK
 
     def _judge(self, sampler: str, number: int, epoch: _Epoch, is_last: bool) -> EpochFinding:
-        """What is untrained in an epoch was left out on purpose (`break`) only if the sampler knew of as many when
-        it was told to go on; in the last one it may still come."""
+        """Return the finding of an epoch. Untrained samples were left out on purpose (`break`) only if the sampler knew
+        of as many when it was told to continue; in the last epoch they may still come."""
         untrained: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
         proved = unproved = 0
         if epoch.unseen:

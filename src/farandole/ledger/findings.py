@@ -1,4 +1,4 @@
-"""What a check of a sample ledger has found, as values and in words for people. Pure; the command line prints it."""
+"""The findings of a check of a sample ledger, as values and as text for people. Pure; the command line prints it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-SHOWN = 20  # so many samples are named in words; as JSON all are
+SHOWN = 20  # samples named in the text; the JSON has all
 
 
 class EpochFinding(msgspec.Struct, frozen=True):
-    """What became of one epoch's samples.
+    """The outcome of one epoch's samples.
 
     begin, end      positions of the epoch's order that this ledger covers; end - begin samples
     is_ended        the job has gone on to the next epoch, or has trained everything
-    lost, repeated  samples that no file has as trained, and that were trained more than once
+    lost, repeated  samples that no file has as trained, and samples that were trained more than once
     foreign         numbers that are no sample of the data set
-    proved_by_hash  samples of workers whose files are missing: known by their sum alone, and that is right
+    proved_by_hash  samples of workers whose files are missing: known by their sum alone, which is right
     unproved        samples of such workers that remain unknown; some of `lost` may be among them
     sampler         its name in the state, under the commit rule
     padding         samples that a rank has trained for the second time on purpose, to fill up the end of the epoch;
@@ -41,13 +41,13 @@ class EpochFinding(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What a ledger says of its job.
+    """The findings of a ledger about its job.
 
-    samples   of one epoch; 0 where nobody knows. Under the commit rule, by the sampler's name
-    streams   how many streams they come from; 0 when from none
-    steps     optimizer steps that stand, from first_step on; redone  attempts that had to be made again
-    records   instead of steps, under the commit rule: what workers have recorded, and stands; redone was rolled back
-    problems  what speaks against exactly once, beside what `epochs` say; remarks  what does not
+    samples   of one epoch; 0 where unknown. Under the commit rule, by the sampler's name
+    streams   number of streams from which they come; 0 without streams
+    steps     optimizer steps that stand, from first_step on; redone  attempts that had to be repeated
+    records   instead of steps, under the commit rule: workers' records that stand; redone counts those rolled back
+    problems  evidence against exactly once, besides that in `epochs`; remarks  other notes
     """
 
     samples: int | dict[str, int]
@@ -67,11 +67,12 @@ class Findings(msgspec.Struct, frozen=True):
 
     @property
     def is_exact(self) -> bool:
-        """Every sample was trained once in each epoch that is whole, and none twice in any other."""
+        """True when every sample was trained once in each whole epoch, and none twice in any other."""
         return not self.problems and all(epoch.is_exact for epoch in self.epochs)
 
     def whole_epochs(self, sampler: str = "") -> int:
-        """Epochs that were trained from the first position to the last one; of streams, to where all had ended."""
+        """Return the number of epochs trained from the first position to the last one; of streams, until all had
+        ended."""
         samples = self.samples_of(sampler)
         epochs = [epoch for epoch in self.epochs if epoch.sampler == sampler]
         if self.streams:
@@ -86,7 +87,7 @@ def as_json(findings: Findings) -> str:
 
 
 def in_words(findings: Findings) -> Iterator[str]:
-    """The lines that a person reads."""
+    """Yield the lines for people."""
     by = f"{_many(findings.workers, 'worker')} in {_many(findings.generations, 'generation')}"
     if findings.records is None:
         yield f"{_many(findings.steps, 'step')} of {by}; {_many(findings.redone, 'step')} done again"
@@ -117,7 +118,7 @@ def in_words(findings: Findings) -> Iterator[str]:
 
 
 def _gathered(told: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """What is alike of epochs that follow each other is said once."""
+    """Yield a line that is equal for consecutive epochs only once."""
     runs: list[tuple[int, int, str]] = []
     for epoch, line in told:
         first, last, before = runs[-1] if runs else (0, -1, "")
@@ -130,7 +131,7 @@ def _gathered(told: Iterable[tuple[int, str]]) -> Iterator[str]:
 
 
 def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
-    """Nothing of an epoch that is as it should be."""
+    """Yield the lines of an epoch; none for an epoch without irregularities."""
     if (epoch.begin, epoch.end) != (0, samples):
         covered = epoch.end - epoch.begin
         begun = f" from position {epoch.begin:,} on" if epoch.begin else ""

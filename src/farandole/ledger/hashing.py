@@ -1,4 +1,4 @@
-"""One number for a set of samples, whose sum over parts is that of the whole. Pure; worker and checker use it."""
+"""A hash of a set of samples, whose sum over parts is that of the whole. Pure; worker and checker use it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MASK = (1 << 64) - 1
 
 
 def ids_hash(ids: Sequence[int] | NDArray[np.int64]) -> int:
-    """The sum, modulo 2^64, of a mixed 64-bit number for each id (the finalizer of splitmix64).
+    """Return the sum, modulo 2^64, of a mixed 64-bit number for each id (the finalizer of splitmix64).
 
-    Two collections of as many ids with the same hash are the same one, but for a chance of 2^-64; nobody is
-    assumed to look for collisions. The order of the ids does not matter; how often each comes does.
+    Two collections of equally many ids with the same hash are equal, except with a probability of 2^-64; deliberate
+    collisions are not considered. The order of the ids does not matter; their multiplicity does.
     """
     x = np.asarray(ids, dtype=np.int64).astype(np.uint64)
     x = x + np.uint64(0x9E3779B97F4A7C15)  # not 0, which would be mixed to 0

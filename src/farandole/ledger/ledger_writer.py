@@ -1,7 +1,7 @@
-"""One worker's files of a sample ledger: a line is one write(2), so that it outlives a kill -9 right after it.
+"""A worker's files of a sample ledger. A line is one write(2), so that it survives a kill -9 right after it.
 
-Nothing here stops the training. When a line cannot be written (a full disk), this is said once, and the file says
-of itself that it has holes.
+Nothing here stops the training. When a line cannot be written (a full disk), this is logged once, and the file is
+marked as incomplete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from farandole.ledger.records import FORMAT, HOLED, WHOLE, Entered, Missed, Opened, Record, Started, encode
 
-PART_BYTES = 64 << 20  # a file that is larger is followed by another one
+PART_BYTES = 64 << 20  # a larger file is followed by another one
 
 logger = logging.getLogger("farandole")
 
@@ -24,7 +24,7 @@ class Writer:
     """Writes to `folder`/WORKER-RANDOM-0000.jsonl, then to -0001 and so on.
 
     worker, host  for people who read the ledger
-    write         os.write, or what stands for it in a test
+    write         os.write, or a substitute in a test
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Writer:
         self._has_warned = False
 
     def write(self, record: Record) -> None:
-        """Never raises for what the file system says."""
+        """Write a record. Never raises errors of the file system."""
         try:
             if self._file is None or self._bytes >= self._part_bytes:
                 self._next_part()
@@ -61,7 +61,7 @@ class Writer:
             self._started = record  # for the parts to come
 
     def close(self) -> None:
-        """Idempotent; a later write() begins a new part."""
+        """Close the file. Idempotent; a later write() begins a new part."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -95,7 +95,7 @@ class Writer:
 
     def _give_warning(self, error: OSError) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # no new block is needed for that, so a full disk does not matter
+            with contextlib.suppress(OSError):  # needs no new block, so a full disk does not matter
                 os.pwrite(self._file, HOLED.encode(), len(f'["opened",{FORMAT},"'))
         if not self._has_warned:
             self._has_warned = True

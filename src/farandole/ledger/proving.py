@@ -1,4 +1,4 @@
-"""What a sample ledger proves, under whichever rule it was kept. The command line calls it. Pure."""
+"""The proof of a sample ledger, under either rule. The command line calls it. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from farandole.ledger.records import Entered, Started
 
 
 def prove(lines: Iterable[Line]) -> Findings:
-    """As check() or check_commits(), whichever can read `lines`, which are read up to three times."""
+    """Return the findings of check() or check_commits(), depending on `lines`, which are read up to three times."""
     first = next((line.record for line in lines if isinstance(line.record, Entered | Started)), None)
     return check_commits(lines) if isinstance(first, Entered) else check(lines)

@@ -1,4 +1,4 @@
-"""From the folder of a sample ledger to its records, one file at a time. check.py draws the conclusions."""
+"""Reading of a sample ledger's records from its folder, one file at a time. check.py draws the conclusions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.ledger.records import FORMAT, Opened, decode
 
 
 class Folder:
-    """The records in a folder, read anew by each iteration, so that they need no memory.
+    """The records in a folder, read again by each iteration, so that they need no memory.
 
     Raises ConfigError where there is no ledger, or one of another format.
     """
@@ -42,5 +42,5 @@ class Folder:
 
 
 def ledger_files(path: Path) -> list[Path]:
-    """In order: the parts of one worker follow each other."""
+    """Return the files in order: the parts of one worker are consecutive."""
     return sorted(path.glob("*.jsonl")) if path.is_dir() else []

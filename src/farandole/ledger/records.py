@@ -1,7 +1,7 @@
-"""The lines of a sample ledger: what they say, and how they are written. Pure; ledger_writer.py and reading.py use it.
+"""The lines of a sample ledger: their content and their encoding. Pure; ledger_writer.py and reading.py use it.
 
-A line is a JSON array whose first item names its kind, so that a person can read it and a line that was cut
-short can be told. Sample ids are plain numbers; where they follow each other, pairs of [first, how many].
+A line is a JSON array whose first item names its kind, so that people can read it and a truncated line is recognized.
+Sample ids are plain numbers; consecutive ones are pairs of [first, count].
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ WHOLE, HOLED = "whole", "holed"  # of the same length: one is written over the o
 
 Ids: TypeAlias = list[int | tuple[int, int]]
 Generation: TypeAlias = tuple[int, int]
-"""(run_id, number): ordered; what starts later is greater."""
+"""(run_id, number): ordered; a later start is greater."""
 Entry: TypeAlias = tuple[int, int, int]
 """(run_id, number, entry): the same, under the commit rule."""
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """The first line of a file. `status` turns from WHOLE into HOLED when a line could not be written."""
+    """First line of a file. `status` changes from WHOLE to HOLED when a line could not be written."""
 
     format: int
     status: str
@@ -36,14 +36,14 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    """This worker is a member of a generation, which starts at `step`: what lower generations have written of
-    this step and of later ones is void.
+    """A worker is a member of a generation, which starts at `step`: records of lower generations for this step and
+    later ones are void.
 
     nonce    tells generations of two jobs with the same numbers apart
     cursor   samples of `epoch` that are trained already
-    samples  positions of one epoch's order: of the data set, where each sample comes once; 0 where nobody knows
+    samples  positions of one epoch's order: of the data set, where each sample comes once; 0 where unknown
     order    name of the order, as the loader gives it
-    copied   this worker has copied parameters and optimizer state from another one; None where nobody says
+    copied   the worker has copied parameters and optimizer state from another one; None where unknown
     """
 
     run_id: int
@@ -64,20 +64,19 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
 
     @property
     def streams(self) -> int:
-        """How many streams the samples come from, sample n of stream v as id v + streams * n; 0 when from none. How
-        long they are is known to the data set alone."""
+        """Number of streams from which the samples come, sample n of stream v as id v + streams * n; 0 without streams.
+        Their lengths are known to the data set alone."""
         return int(self.order.removeprefix("streams-")) if self.order.startswith("streams-") else 0
 
     @property
     def has_each_once(self) -> bool:
-        """Whether an epoch is to have each of the samples 0, 1, ..., samples - 1 once, or of each stream the first
-        ones, without a gap. Otherwise, as with drawing by weights, it is only the positions of the order of which each
-        has to come once."""
+        """True when an epoch must have each of the samples 0, 1, ..., samples - 1 once, or the first samples of each
+        stream, without a gap. Otherwise, as with weighted draws, only each position of the order must come once."""
         return self.streams > 0 or (self.samples > 0 and not self.order.startswith("weighted"))
 
 
 class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
-    """About to contribute to a step: the samples of this rank's local batch as the loader has delivered them.
+    """A worker is about to contribute to a step: the samples of its local batch as the loader has delivered them.
 
     start, stop  positions of the global batch in the epoch's order; those beyond its end are of the next epoch
     low, high    positions of the local batch, in the order of `ids`; equal for a dummy batch, whose samples do not
@@ -101,12 +100,12 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
-    """This worker has applied a step. `samples` and `ids_hash` are sums over the local batches of all ranks, as they
-    agreed on in the step's last reduction; the hash is hashing.ids_hash.
+    """A worker has applied a step. `samples` and `ids_hash` are sums over the local batches of all ranks, as agreed in
+    the step's last reduction; the hash is hashing.ids_hash.
 
-    digest   of a part of the state before the step, the same part on all ranks; 0 where nothing was hashed
-    updates  how often optimizers have moved this worker's weights since the last step that it has applied, and it
-             has not copied a state since; -1 where nobody counts
+    digest   digest of a part of the state before the step, the same part on all ranks; 0 where nothing was hashed
+    updates  number of times that optimizers have changed the worker's weights since the last step that it has applied,
+             without a copied state in between; -1 where not counted
     """
 
     run_id: int
@@ -126,9 +125,9 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
 
 
 class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
-    """The states of the members were compared after `step` steps, and were not the same: see
-    state/divergence.py. `rank` is that of the worker which writes this. Without `ranks` it was found that these tensors
-    are computed from each worker's own samples."""
+    """The states of the members were compared after `step` steps, and differed: see state/divergence.py. `rank` is that
+    of the worker that writes this. An empty `ranks` means that these tensors are computed from each worker's own
+    samples."""
 
     run_id: int
     generation: int
@@ -146,7 +145,7 @@ class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
 
 
 class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """All workers have ended an epoch, with the cursor there; the next step is `step`."""
+    """All workers have ended an epoch at this cursor; the next step is `step`."""
 
     run_id: int
     generation: int
@@ -160,11 +159,11 @@ class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
-    """Under the commit rule: this worker is about to call the elastic function, and all members of the generation
-    have the state that commit number `commit` has made: what was written after it before they had is void.
+    """A worker is about to call the elastic function, under the commit rule. All members of the generation have the
+    state of commit number `commit`: earlier records after that commit are void.
 
     entry     numbers the calls in one generation: a worker that is alone can begin again without a new one
-    samplers  those of the state: name, and samples of the data set
+    samplers  samplers of the state: name, and samples of the data set
     """
 
     run_id: int
@@ -182,12 +181,12 @@ class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
-    """Under the commit rule: this worker has told a sampler what it has trained.
+    """A worker has told a sampler which samples it has trained, under the commit rule.
 
     commit             number of the last commit before
-    number             which call this is in the generation; where ranks share a batch it is the same on all of them
+    number             number of the call in the generation; equal on all ranks that share a batch
     ids                samples of this rank
-    repeats            samples of it that another rank has among its `ids`: they fill up the end of an epoch
+    repeats            its samples that another rank has among its `ids`: they fill up the end of an epoch
     samples, ids_hash  of the `ids` of all ranks together; -1 and 0 where each rank knows its own only
     """
 
@@ -210,8 +209,8 @@ class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
 
 
 class EpochLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
-    """Under the commit rule: a sampler was told to begin another epoch, with `samples` of this one untrained; -1:
-    nobody knows, since each rank has recorded its own."""
+    """A sampler was told to begin another epoch, under the commit rule, with `samples` of this one untrained; -1:
+    unknown, since each rank has recorded its own."""
 
     run_id: int
     generation: int
@@ -228,7 +227,7 @@ class EpochLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True, tag="missed"):
-    """So many lines before this one could not be written."""
+    """A number of lines before this one could not be written."""
 
     lines: int
 
@@ -240,12 +239,12 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def encode(record: Record) -> bytes:
-    """The line, with its end."""
+    """Return the line, with its end."""
     return _encoder.encode(record) + b"\n"
 
 
 def decode(line: bytes) -> Record | None:
-    """None for a line that no writer has written as a whole."""
+    """Return the record of a line; None for an incomplete line."""
     try:
         record: Record = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -254,13 +253,13 @@ def decode(line: bytes) -> Record | None:
 
 
 def name_of(key: Generation) -> str:
-    """For people."""
+    """Return the name of a generation, for people."""
     run_id, number = key
     return f"generation {number}" + (f" of run {run_id}" if run_id > 1 else "")
 
 
 def compact(ids: Sequence[int] | NDArray[np.int64]) -> Ids:
-    """The shorter form: as they are, or the runs that they are made of."""
+    """Return the shorter form: the ids as they are, or their runs."""
     array = np.asarray(ids, dtype=np.int64)
     ends = np.flatnonzero(np.diff(array) != 1) + 1
     if 2 * (len(ends) + 1) > len(array):
@@ -271,7 +270,7 @@ def compact(ids: Sequence[int] | NDArray[np.int64]) -> Ids:
 
 
 def expand(ids: Ids) -> NDArray[np.int64]:
-    """Every id, in the order in which it was delivered."""
+    """Return every id, in the order in which it was delivered."""
     if not any(isinstance(item, tuple) for item in ids):
         return np.array(ids, dtype=np.int64)
     runs = [item if isinstance(item, tuple) else (item, 1) for item in ids]

@@ -1,5 +1,5 @@
-"""What the lines of a sample ledger prove of the weights: each worker has applied each step once, and all had the same
-state. Pure; check.py asks."""
+"""The proof from a sample ledger about the weights: each worker has applied each step once, and all had the same state.
+Pure; check.py uses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.ledger.records import Applied, Differed, Generation, Missed, Open
 
 @dataclass
 class _Worker:
-    """How far one worker is, as its files say; `last` is None where some lines are missing."""
+    """The progress of one worker, by its files; `last` is None where some lines are missing."""
 
     key: Generation | None = None
     last: int | None = None
@@ -20,13 +20,13 @@ class _Worker:
 
 @dataclass
 class WeightsStory:
-    """From all lines of a ledger, those of one file after the other."""
+    """The history of the weights, from all lines of a ledger, those of one file after the other."""
 
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     _workers: dict[str, _Worker] = field(default_factory=dict)  # by the stem of their files
     _members: dict[tuple[Generation, int], str] = field(default_factory=dict)  # by generation and rank
-    _digests: dict[tuple[Generation, int], dict[int, list[str]]] = field(default_factory=dict)  # by attempt, who has it
+    _digests: dict[tuple[Generation, int], dict[int, list[str]]] = field(default_factory=dict)  # by attempt: names
     _differed: dict[tuple[Generation, int], Differed] = field(default_factory=dict)
 
     def hear(self, file: str, record: Record | None) -> None:
@@ -78,7 +78,7 @@ class WeightsStory:
             found.setdefault(record.digest, []).append(name)
 
     def conclude(self) -> None:
-        """Say which workers had other weights, and until when."""
+        """Report which workers had other weights, and until when."""
         for (key, step), record in sorted(self._differed.items()):
             who = _listed([self._members.get((key, rank), f"rank {rank}") for rank in record.ranks])
             further = record.objects - 1
@@ -93,7 +93,7 @@ class WeightsStory:
         begun: tuple[tuple[str, ...], int, int] | None = None
         for (key, step), found in sorted(self._digests.items()):
             if len(found) == 1 or any((key, later) in self._differed for later in (step, step + 1)):
-                continue  # the same, or said above
+                continue  # equal, or reported above
             others = tuple(sorted(_minority(found)))
             if begun is not None and begun[0] == others:
                 begun = (others, begun[1], step)
@@ -112,7 +112,8 @@ class WeightsStory:
 
 
 def _minority(found: dict[int, list[str]]) -> list[str]:
-    """Those whose digest is not the one that most have; with ties, not that of the worker whose file comes first."""
+    """Return the workers whose digest differs from the most frequent one; with ties, the digest of the first file
+    counts."""
     right = max(found.values(), key=len)
     return [name for names in found.values() if names is not right for name in names]
 

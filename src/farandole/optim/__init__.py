@@ -1,1 +1,1 @@
-"""From gradient to step."""
+"""Optimizers of a data-parallel job: the reduction of gradients, and the step."""

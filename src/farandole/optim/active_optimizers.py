@@ -1,5 +1,5 @@
-"""Which optimizers reduce gradients for the same global batch. Only one that is by itself may begin in the background:
-with two, ranks could begin with different ones. loader_path.py tells it of each."""
+"""The set of optimizers that reduce gradients for the same global batch. Only a single optimizer may reduce in the
+background: with two, ranks could begin with different ones. loader_path.py reports each optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from farandole.state.global_batch import GlobalBatch
 
 
 class ActiveOptimizers:
-    """One for the process. Optimizers are told apart by `id`."""
+    """The active optimizers; one object in each process. Optimizers are told apart by `id`."""
 
     def __init__(self) -> None:
         self._global_batch: GlobalBatch | None = None
@@ -17,17 +17,17 @@ class ActiveOptimizers:
         self._overlapping: int | None = None
 
     def add(self, key: int, global_batch: GlobalBatch) -> None:
-        """An optimizer has something of this global batch."""
+        """Note that an optimizer takes part in this global batch."""
         if global_batch is not self._global_batch:
             self._global_batch, self._before, self._now = global_batch, self._now, set()
         self._now.add(key)
 
     def is_alone(self, key: int) -> bool:
-        """Whether there was no other one, for this global batch and the last one."""
+        """Return whether no other optimizer took part in this global batch and the last one."""
         return self._before == self._now == {key}
 
     def begin_overlap(self, key: int) -> None:
-        """Its reduction overlaps with backward, until end_overlap()."""
+        """Note that the optimizer's reduction overlaps with backward, until end_overlap()."""
         self._overlapping = key
 
     def end_overlap(self, key: int) -> None:
@@ -35,7 +35,7 @@ class ActiveOptimizers:
             self._overlapping = None
 
     def refuse_reducing(self, key: int) -> None:
-        """Raise StepError while another one reduces in the background."""
+        """Raise StepError while another optimizer reduces in the background."""
         if self._overlapping not in (None, key):
             raise StepError(
                 "an optimizer that had no part in the last steps takes part in the backward pass of another one; set "

@@ -1,4 +1,4 @@
-"""DistributedOptimizer(op=Adasum): what is combined is not the gradients but the steps that workers would take."""
+"""DistributedOptimizer(op=Adasum), which combines the workers' local steps instead of their gradients."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from farandole.state import loop_hooks, step
 
 
 class DeltaOptimizer(WrappedOptimizer):
-    """Each worker steps on its own gradients; the changes of the parameters are combined by Adasum (adasum.py) and
-    take the place of its own. Momentum and the like stay each worker's own. Mixed in before the user's class.
+    """An optimizer that steps on local gradients and replaces its changes of the parameters by all workers' changes,
+    combined by Adasum (adasum.py). Momentum and other state stay each worker's own. Mixed in before the user's class.
 
-    - Raises NotImplementedError for process sets other than the global one, and when it is made in a world whose
-      size is not a power of two, unless an elastic function runs.
-    - In an elastic job the size changes. A size that is not a power of two averages the changes instead of
-      combining them by Adasum (4 workers become 3), with one warning; back at a power of two it is Adasum again.
-      A worker alone takes its own step; when others come (1 becomes 2) their changes are combined from the next
-      step on.
+    - Raises NotImplementedError for process sets other than the global one, and when it is made in a world whose size
+      is not a power of two, unless an elastic function runs.
+    - In an elastic job the size changes. At a size that is not a power of two, the changes are averaged instead of
+      combined by Adasum (4 workers become 3), with one warning; back at a power of two it is Adasum again. A worker
+      alone takes its own step; when others join (1 becomes 2), changes are combined from the next step on.
     - `synchronize()` does nothing: there is nothing to reduce before `step()`. `skip_synchronize()` raises
       AssertionError.
-    - After a failed collective the parameters are as before the step; the state of the user's class (momentum)
-      has moved. A TorchState puts both back.
+    - After a failed collective the parameters are as before the step; the state of the user's class (momentum) has
+      changed. A TorchState restores both.
     """
 
     farandole_attributes = WrappedOptimizer.farandole_attributes | {"_compression", "_has_warned"}
@@ -55,7 +54,7 @@ class DeltaOptimizer(WrappedOptimizer):
             self._passes.count(id(parameter))
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step, combine the changes, and apply what came of them. Returns the closure's loss, or else True."""
+        """Step, combine the changes, and apply the result. Returns the closure's loss, or True without a closure."""
         _refuse_batch()
         moved = [parameter for parameter in self._parameter_names if parameter.requires_grad]
         is_alone = world.current().placement.size == 1
@@ -67,32 +66,33 @@ class DeltaOptimizer(WrappedOptimizer):
         step.stepped(self)
         return loss if closure is not None else True
 
-    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
+    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's step() is wrapped
+    # already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Nothing: changes are combined in step()."""
+        """Do nothing: changes are combined in step()."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Refused: step() is where workers meet."""
+        """Raise AssertionError: step() is the collective."""
         raise AssertionError("skip_synchronize() is not possible with op=Adasum: call step() without it")
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises AssertionError between backward() and step()."""
+        """Zero the gradients as torch does. Raises AssertionError between backward() and step()."""
         self._passes.refuse_zeroing()
         super().zero_grad(**zeroing(set_to_none))
 
     def _counted(self, closure: Callable[[], float]) -> Callable[[], float]:
         def counted() -> float:
-            self._passes.restart()  # each call is a step's worth of passes
+            self._passes.restart()  # each call counts as all passes of a step
             return closure()
 
         return counted
 
     def _combine(self, moved: list[torch.Tensor], before: list[torch.Tensor]) -> None:
-        """Replace this worker's changes by those of all. Any error leaves the parameters as they were before."""
+        """Replace this worker's changes by the combined ones. Any error leaves the parameters as they were before."""
         changes = [
             self._compression.compress(parameter.detach() - start)
             for parameter, start in zip(moved, before, strict=True)

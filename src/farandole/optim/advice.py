@@ -1,4 +1,4 @@
-"""What a script should know of its optimizer, said once."""
+"""Advice to a script about its optimizer, given once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _has_advised = False
 
 def recommend_fused(optimizer: torch.optim.Optimizer) -> None:
     """Warn, once and on rank 0 only, when a large model on the CPU is stepped one parameter after the other although
-    its optimizer knows better. Not if the script has chosen that itself (`fused=False`, `foreach=False`)."""
+    its optimizer has a faster implementation. No warning if the script has chosen (`fused=False`, `foreach=False`)."""
     global _has_advised
     if _has_advised or world.current().placement.rank != 0:
         return

@@ -1,4 +1,4 @@
-"""Reductions that go on while the main thread computes: one after the other, in one thread of the process."""
+"""Reductions that run while the main thread computes: one after the other, in one thread of the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _tasks: queue.SimpleQueue[Callable[[], object]] | None = None
 
 
 class Background:
-    """Tasks of one owner, carried out in the order in which they are added; after one that raised, none is."""
+    """A sequence of tasks of one owner, run in the order in which they are added. After a task that raised, no further
+    task is run."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -30,7 +31,7 @@ class Background:
         _queue().put(partial(self._run, task))
 
     def finish(self) -> BaseException | None:
-        """Wait for all of them; what one has raised."""
+        """Wait for all tasks. Returns the error of a task, if any."""
         with self._condition:
             if self._waiting:
                 with WaitingForPeers():
@@ -50,7 +51,7 @@ class Background:
 
 
 def _queue() -> queue.SimpleQueue[Callable[[], object]]:
-    """Of the thread, which is started when it is first needed, and lives as long as the process."""
+    """Return the queue of the thread, which is started at its first use and lives as long as the process."""
     global _tasks
     if _tasks is None:
         _tasks = queue.SimpleQueue()

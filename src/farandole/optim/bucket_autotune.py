@@ -1,4 +1,4 @@
-"""Which size of buckets is fastest: in the first steps of a job they take turns, then one is kept. Pure."""
+"""Autotune of the bucket size: in the first steps of a job the sizes take turns, then the fastest is kept. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import statistics
 from collections.abc import Sequence
 
 _TURNS = 5
-"""Of each size, beside the first one, which meets cold caches and is not counted."""
+"""Turns of each size, besides the first one, which has cold caches and does not count."""
 
 _WORTHWHILE = 0.97
-"""Another size than the first one is taken when it needs less than this part of its time: the rest is noise."""
+"""Largest ratio of times at which another size replaces the first one: smaller differences are noise."""
 
 
 class BucketAutotune:
-    """The turns of one generation, the same on all ranks: who asks what comes next counts reductions, not seconds.
+    """The turns of one generation, equal on all ranks: the next size depends on the number of reductions, not on
+    seconds.
 
-    sizes  least bytes of a bucket; the first one is what would be chosen without the autotune
+    sizes  least bytes of a bucket; the first one is the choice without the autotune
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -26,28 +27,28 @@ class BucketAutotune:
 
     @property
     def is_over(self) -> bool:
-        """Whether all have had their turns, but for the last one, which is in the step that asks."""
+        """True when all sizes have had their turns, except for the last turn, which is the current step."""
         return self._reduced >= len(self.sizes) * (1 + _TURNS)
 
     @property
     def size(self) -> int:
-        """Whose turn it is."""
+        """The size whose turn it is."""
         return self.sizes[self._reduced % len(self.sizes)]
 
     def record(self, seconds: float | None) -> None:
-        """A step was reduced: from its first gradient to the last sum; None where that is not known."""
+        """Record a reduced step: the time from its first gradient to the last sum; None where it is unknown."""
         turn, place = divmod(self._reduced, len(self.sizes))
         if turn and seconds is not None:
             self._times_s[place].append(seconds)
         self._reduced += 1
 
     def medians_s(self) -> list[float]:
-        """Of each size on this rank; infinite where nothing is known."""
+        """Return the median time of each size on this rank; infinite for a size without times."""
         return [statistics.median(times) if times else math.inf for times in self._times_s]
 
 
 def fastest(sizes: Sequence[int], medians_s: Sequence[Sequence[float]]) -> int:
-    """The size to keep. `medians_s`: of each rank, one for each size; the slowest rank counts."""
+    """Return the size to keep. `medians_s`: for each rank, one median for each size; the slowest rank counts."""
     slowest = [max(of_size) for of_size in zip(*medians_s, strict=True)]
     best = min(range(len(sizes)), key=lambda place: slowest[place])
     return sizes[best] if slowest[best] < _WORTHWHILE * slowest[0] else sizes[0]

@@ -1,8 +1,9 @@
-"""How gradients may be cut into buckets: one, or several that are reduced while backward goes on. Pure.
+"""The partition of gradients into buckets: one bucket, or several that are reduced while backward continues. Pure.
 
-Cutting helps where the network moves bytes while a core of its own computes. Where workers take all cores, or tensors
-are copied by the cores themselves (shared memory), a reduction in the background takes the time from backward that it
-saves, and one reduction at the end is fastest. Over connections the first steps find out what is (bucket_autotune.py).
+Several buckets help where the network moves bytes while the cores compute. Where workers use all cores, or the cores
+themselves copy the tensors (shared memory), a reduction in the background takes as much time from backward as it saves,
+and one reduction at the end is fastest. Over connections the first steps measure which case applies
+(bucket_autotune.py).
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from dataclasses import dataclass
 from farandole.errors import ConfigError
 
 _LEAST_BYTES = 1 << 20
-"""A bucket smaller than this is mostly latency: each costs two rounds around the ring."""
+"""Minimum size of a bucket: a smaller one is mostly latency, since each costs two rounds around the ring."""
 
 _MOST_BYTES = 25 << 20
 _FEWEST = 4
-"""Buckets, if there is enough to cut: what is exposed at the end of backward is about the last one."""
+"""Minimum number of buckets, if there is enough to cut: about the last bucket is exposed at the end of backward."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a rank knows of where it runs.
+    """The hardware and transport of a rank.
 
-    cores          that its process may use
+    cores          cores that its process may use
     local_size     workers of its host
-    threads        that its computations use
+    threads        threads that its computations use
     is_by_network  tensors travel over connections, not through shared memory
-    is_on_device   what computes is no core
+    is_on_device   computations run on a device, not on the cores
     """
 
     cores: int
@@ -38,20 +39,20 @@ class Surroundings:
 
     @property
     def has_core_to_spare(self) -> bool:
-        """Whether something can go on in the background without taking a core from a backward pass."""
+        """True when a task can run in the background without taking a core from a backward pass."""
         return self.is_on_device or (self.is_by_network and self.cores > self.local_size * self.threads)
 
 
 def bucket_sizes(
     total_bytes: int, ranks: int, is_by_network: bool, all_have_cores_to_spare: bool, pinned_bytes: int | None
 ) -> list[int]:
-    """Least bytes of a bucket, the likeliest choice first; 0: one for everything, reduced when backward ends.
-    Where there are others, the first steps show which is fastest.
+    """Return the possible values of the least bytes of a bucket, the likeliest choice first; 0: one bucket for
+    everything, reduced when backward ends. If there are several values, the first steps show which is fastest.
 
     total_bytes   of all gradients        ranks  workers
-    is_by_network whether tensors of some rank travel over connections, or gradients are on devices
-    pinned_bytes  what the user has asked for; None: nothing
-    All ranks must get the same, from what all of them know.
+    is_by_network tensors of some rank travel over connections, or gradients are on devices
+    pinned_bytes  size requested by the user; None: none
+    All ranks must compute the same result, from values known to all of them.
     """
     if pinned_bytes is not None:
         return [pinned_bytes]
@@ -66,10 +67,10 @@ def bucket_sizes(
 
 
 def cut(sizes_bytes: list[int], kinds: list[str], least_bytes: int) -> list[list[int]]:
-    """Which gradients make a bucket: places in `sizes_bytes`, in this order. A bucket is of one kind (dtype), and is
-    full when it has `least_bytes`; the last ones of each kind may have less.
+    """Cut gradients into buckets: lists of places in `sizes_bytes`, in this order. A bucket has one kind (dtype), and
+    is full when it has `least_bytes`; the last bucket of each kind may have less.
 
-    Buckets come in the order in which they are full, if gradients come in the order that is given.
+    The buckets are in the order in which they become full, if gradients arrive in the given order.
     """
     if least_bytes == 0:
         return [[place for place, kind in enumerate(kinds) if kind == each] for each in dict.fromkeys(kinds)]
@@ -86,7 +87,7 @@ def cut(sizes_bytes: list[int], kinds: list[str], least_bytes: int) -> list[list
 
 
 def bytes_of(megabytes: float | str) -> int:
-    """Of FARANDOLE_BUCKET_MB, or the argument of that name. Raises ConfigError."""
+    """Return the number of bytes for FARANDOLE_BUCKET_MB, or the argument of that name. Raises ConfigError."""
     try:
         value = float(megabytes)
     except ValueError:

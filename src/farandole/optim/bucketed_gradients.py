@@ -1,7 +1,7 @@
-"""Gradients on their way to those of the global batch: in buckets, which all ranks reduce in the same order.
+"""The reduction of gradients to those of the global batch, in buckets, which all ranks reduce in the same order.
 
-Where there are several buckets, those that are complete are reduced while backward goes on. The last one is always
-reduced by the main thread, at the end: it carries the step header.
+With several buckets, complete ones are reduced while backward continues. The last one is always reduced by the main
+thread, at the end: it carries the step header.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ logger = logging.getLogger("farandole")
 
 
 class BucketedGradients:
-    """They are copied into buckets; `.grad` becomes a view of them, so that nothing is copied back. Main thread only.
+    """Gradients in buckets. `.grad` becomes a view of a bucket, so that nothing is copied back. Main thread only.
 
-    names         the parameters, and what to call them in errors
-    pinned_bytes  least size of a bucket that the user has asked for, 0 for one; None: it is chosen
+    names         the parameters, with their names for errors
+    pinned_bytes  least size of a bucket requested by the user, 0 for one bucket; None: it is chosen
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class BucketedGradients:
         self._reduce = CompressedReduce(compression)
         self._background = Background()
         self._agreed_in: world.World | None = None
-        self._autotune: BucketAutotune | None = None  # in the first steps, where it is not clear which cut is fastest
-        self._fastest: int | None = None  # what it has shown
-        self._began_s: float | None = None  # when the first gradient of this pass came
-        self._place: dict[int, int] = {}  # of each parameter, its bucket's
-        self._missing: list[int] = []  # gradients that each bucket waits for in this pass
+        self._autotune: BucketAutotune | None = None  # during the first steps, while the fastest size is unknown
+        self._fastest: int | None = None  # result of the autotune
+        self._began_s: float | None = None  # time of the first gradient of this pass
+        self._place: dict[int, int] = {}  # number of the bucket of each parameter
+        self._missing: list[int] = []  # number of gradients that each bucket still lacks in this pass
         self._arrivals: list[Arrivals] = []  # in each bucket
-        self._given = 0  # so many buckets are reduced, or on their way
+        self._given = 0  # number of buckets that are reduced or submitted
         self._overlaps_on: Transport | None = None
 
     # From gradient to bucket -----------------------------------------------------------------------------
 
     def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
-        """Take `factor` times its `.grad`, in addition to what is here or instead of it.
+        """Take `factor` times the parameter's `.grad`, in addition to the bucket's content or instead of it.
 
-        is_final  publish() follows this pass; else `.grad` is zeros afterwards, so that code which looks at gradients,
-                  clips them or steps a GradScaler finds what it expects in each micro-batch
+        is_final  publish() follows this pass; else `.grad` is zeroed afterwards, so that code which inspects gradients,
+                  clips them or steps a GradScaler finds the expected values in each micro-batch
         """
         view, gradient = self._buckets.view(parameter), parameter.grad
         assert gradient is not None
@@ -82,20 +82,20 @@ class BucketedGradients:
                 view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         elif factor:
             view.add_(gradient, alpha=factor)
-        # The next micro-batch must not accumulate on top of what is in the bucket already.
+        # The next micro-batch must not accumulate on top of the gradient that is in the bucket already.
         if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
             parameter.grad = None
         else:
             gradient.zero_()
 
     def zero(self, parameter: torch.Tensor) -> None:
-        """It has none."""
+        """Zero the bucket's part of a parameter that has no gradient."""
         self._buckets.view(parameter).zero_()
 
-    # While backward goes on ------------------------------------------------------------------------------
+    # While backward continues ----------------------------------------------------------------------------
 
     def may_overlap(self) -> bool:
-        """Whether what is complete can be reduced while backward goes on; then each arrived() counts."""
+        """Return whether complete buckets can be reduced while backward continues; then each arrived() counts."""
         self._began_s = now_s()
         buckets = self._buckets.buckets
         if len(buckets) == 1 or self._agreed_in is not world.current():
@@ -105,8 +105,8 @@ class BucketedGradients:
         return True
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Its gradient is final on this rank. What is complete goes, but only after all that is before it: ranks differ
-        in what is complete first."""
+        """Note that the parameter's gradient is final on this rank. A complete bucket is submitted, but only after all
+        buckets before it: ranks differ in the bucket that is complete first."""
         place = self._place[id(parameter)]
         self._missing[place] -= 1
         self._arrivals[place].record()
@@ -117,13 +117,13 @@ class BucketedGradients:
             self._given += 1
 
     def is_overlapping(self) -> bool:
-        """Whether something was given away to be reduced, and reduce() was not called."""
+        """Return whether a bucket was submitted, and reduce() was not called."""
         return self._given > 0
 
     def end_overlap(self, reason: str) -> None:
-        """Return when nothing is on its way any more; the transport is aborted if something was."""
+        """Wait until no reduction is under way; the transport is aborted if one was."""
         if self._given and self._overlaps_on is not None:
-            # Others wait for the buckets that will not come now.
+            # Other ranks wait for the remaining buckets, which will not come.
             self._overlaps_on.abort(reason)
             self._background.finish()
             self._given = 0
@@ -131,7 +131,8 @@ class BucketedGradients:
     # From bucket to the sum ------------------------------------------------------------------------------
 
     def reduce(self, header: StepHeader) -> list[StepHeader]:
-        """Add up over all ranks what is not yet; everybody's headers, by rank. Raises what transports raise."""
+        """Add up the remaining buckets over all ranks. Returns the headers of all ranks, by rank. Raises the errors of
+        transports."""
         here, trailer = world.current(), header.pack()
         if self._agreed_in is not here:
             self._agree(here)
@@ -143,13 +144,13 @@ class BucketedGradients:
         if self._autotune is not None and self._autotune.is_over:
             self._end_autotune(
                 here, self._autotune
-            )  # ranks differ in what has flown, but not in what comes before the last
+            )  # before the last bucket, since ranks differ in the buckets submitted so far
         headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, trailer)]
         self._take_turns()
         return headers
 
     def _land(self, transport: Transport) -> None:
-        """Wait for what is on its way. Raises what went wrong with it."""
+        """Wait for the submitted buckets. Raises the error of a failed reduction."""
         if not self._given:
             return
         try:
@@ -167,7 +168,7 @@ class BucketedGradients:
         return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, trailer)
 
     def _agree(self, here: world.World) -> None:
-        """Once in each generation, and after each change of the parameters."""
+        """Agree on the buckets, once in each generation and after each change of the parameters."""
         total = self._buckets.total_bytes
         described = describe(self._names)
         is_on_device = self._buckets.device.type != "cpu"
@@ -186,7 +187,7 @@ class BucketedGradients:
         self._place = {id(each): place for place, bucket in buckets for each in bucket.parameters}
 
     def _take_turns(self) -> None:
-        """After each reduction."""
+        """Advance the autotune after each reduction."""
         began_s, self._began_s = self._began_s, None
         if self._autotune is not None:
             self._autotune.record(None if began_s is None else now_s() - began_s)
@@ -195,7 +196,7 @@ class BucketedGradients:
             self._cut(self._next_bytes)
 
     def _end_autotune(self, here: world.World, autotune: BucketAutotune) -> None:
-        """All ranks choose the same, which is cut from the next step on."""
+        """Choose the same size on all ranks; it applies from the next step on."""
         medians = struct.Struct(f"<{len(autotune.sizes)}d")
         by_rank = [medians.unpack(each) for each in here.transport.all_gather(medians.pack(*autotune.medians_s()))]
         self._autotune = None
@@ -210,7 +211,7 @@ class BucketedGradients:
             )
 
     def scale(self, factor: float) -> None:
-        """All of them, after reduce()."""
+        """Multiply all gradients, after reduce()."""
         if factor != 1.0:
             for flat in self._buckets.flats:
                 flat.mul_(factor)
@@ -218,12 +219,12 @@ class BucketedGradients:
     # From the sum to .grad -------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Every `.grad` is what is here."""
+        """Set every `.grad` to its view of the bucket."""
         for parameter in self.parameters:
             parameter.grad = self._buckets.view(parameter) if parameter.requires_grad else None
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, in as few tensors as there are."""
+        """Return all gradients, in as few tensors as possible."""
         return self._buckets.flats
 
 

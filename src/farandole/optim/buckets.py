@@ -1,4 +1,4 @@
-"""Flat buffers that gradients are copied into while they are hot, and reduced from."""
+"""Flat buffers into which gradients are copied while they are in the cache, and from which they are reduced."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from farandole.optim.device_order import wait_for_device
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is reduced at once: `flat` is a part of a buffer, `parameters` those whose gradients lie in it."""
+    """Gradients that are reduced at once. `flat` is a part of a buffer, `parameters` those whose gradients are in
+    it."""
 
     flat: torch.Tensor
     parameters: tuple[torch.Tensor, ...]
 
 
 class Buckets:
-    """One buffer for each dtype, on the parameters' device, and how they are cut. In the order in which gradients come:
-    the last one's first.
+    """Buffers, one for each dtype, on the parameters' device, with their partition into buckets. Their order is that in
+    which gradients arrive: the last parameter's first.
 
     flats    the buffers
     buckets  at least one; empty if there are no parameters
@@ -39,11 +40,11 @@ class Buckets:
             self.flats.append(flat)
             for member, piece in zip(members, torch.split(flat, sizes), strict=True):
                 self._view[id(member)] = piece.view_as(member)
-        wait_for_device(self.device)  # streams that put gradients here need not know of this one
+        wait_for_device(self.device)  # other streams that write gradients here need not know the current one
         self.cut(0)
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Where its gradient goes; same shape and dtype."""
+        """Return the buffer part for the parameter's gradient; same shape and dtype."""
         return self._view[id(parameter)]
 
     @property
@@ -59,7 +60,7 @@ class Buckets:
             self.buckets = [Bucket(torch.empty(0), ())]
 
     def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:
-        """Its parameters lie side by side: they are of one dtype, and follow each other."""
+        """Make a bucket of parameters that are adjacent in a buffer: they have one dtype, and follow each other."""
         first = self.view(parameters[0])
         flat = next(each for each in self.flats if each.dtype == first.dtype)
         begin = first.storage_offset() - flat.storage_offset()
@@ -68,8 +69,8 @@ class Buckets:
 
 
 def reserve(parameters: Iterable[torch.Tensor]) -> None:
-    """Have the memory now that Buckets of these parameters will take, if they are on the CPU: a newcomer does, so that
-    nobody waits for it in its first step."""
+    """Allocate the memory that Buckets of these parameters will need, if they are on the CPU. A newcomer does so, so
+    that no worker waits for it in its first step."""
     trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.device.type == "cpu"]
     for dtype, members in _by_dtype(trained).items():
         reserve_zeros(sum(member.numel() for member in members), dtype)

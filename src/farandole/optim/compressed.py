@@ -1,5 +1,5 @@
-"""An all-reduce with fewer bytes on the wire. All ranks add up what was rounded, and get what was added up: their
-results are the same bits, the owner of a part included."""
+"""An all-reduce with fewer bytes on the wire. All ranks add rounded values and receive the rounded sum: their results
+are bitwise equal, on the owner of a part too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DTYPES: dict[object, torch.dtype] = {BF16Compressor: torch.bfloat16, FP16Compre
 
 
 class CompressedReduce:
-    """Keeps the memory for what is sent: it is the same in each step.
+    """All-reduce with a compressor. It keeps the memory of the sent tensors, whose sizes are equal in each step.
 
-    Casting to it and back is all that our own compressors cost; others return new tensors each time.
+    Farandole's own compressors cost only the casts in both directions; others return new tensors each time.
     """
 
     def __init__(self, compression: Compressor) -> None:
@@ -24,11 +24,11 @@ class CompressedReduce:
         self._sent: dict[tuple[int, int], torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Other tensors come from now on."""
+        """Drop the buffers, since other tensors will follow."""
         self._sent.clear()
 
     def all_reduce(self, transport: Transport, flat: torch.Tensor, trailer: bytes) -> list[bytes]:
-        """As the transport's: `flat` is overwritten with the sum."""
+        """Reduce as the transport does: `flat` is overwritten with the sum."""
         if self._compression is NoneCompressor or flat.dtype == self._dtype:
             return transport.all_reduce(flat, trailer)
         if self._dtype is None or not flat.is_floating_point():

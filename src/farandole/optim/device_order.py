@@ -1,5 +1,6 @@
-"""The order of what a device does in several streams: gradients come in those of backward(), a thread of ours reduces
-them in another one. buckets.py and bucketed_gradients.py use it. On the CPU there is nothing to do."""
+"""The order of a device's operations in several streams. Gradients are written in the streams of backward(), and a
+thread reduces them in another stream. buckets.py and bucketed_gradients.py use it. On the CPU there is nothing to do.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +14,26 @@ T = TypeVar("T")
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Return when what the current stream was given is done."""
+    """Wait until the operations queued in the current stream have completed."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class Arrivals:
-    """In which streams something was put into a bucket. record() is for the thread that has put it."""
+    """The streams that have written to a bucket. The writing thread calls record()."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_needed = device, device.type == "cuda"
         self._streams: set[Any] = set()
 
     def record(self) -> None:
-        """The current stream was given something just now."""
+        """Note that the current stream has just received a write."""
         if self._is_needed:
             self._streams.add(torch.cuda.current_stream(self._device))
 
     def before(self, task: Callable[[], T]) -> Callable[[], T]:
-        """The same for another thread: what it gives its current stream comes after all that was noted. Not after what
-        these streams are given later, so that backward() goes on meanwhile."""
+        """Return the task for another thread, ordered after all recorded writes. It is not ordered after later
+        operations of these streams, so that backward() continues meanwhile."""
         if not self._is_needed:
             return task
         events = [stream.record_event() for stream in self._streams]

@@ -40,57 +40,66 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     loss: Literal["mean", "sum"] = "mean",
     bucket_mb: float | None = None,
 ) -> OptimizerT:
-    """Make an optimizer train data-parallel. Returns an instance of the same class (isinstance holds),
-    sharing state, defaults and parameter groups with `optimizer`. Call it after `init()`.
+    """Make an optimizer train data-parallel. Call it after `init()`.
 
     With a DataLoader of Farandole:
 
-    - Gradients are final when `backward()` returns: summed over all workers, weighted so that the sum is the
-      gradient of the mean loss over the global batch. Clip, unscale or log them as usual. Parameters that
-      got no gradient on this worker hold the others' (or zeros).
-    - `step()` returns True when the step was applied, False when it was not: a fault came first and the
-      loader hands out the same global batch again, or a global batch of several micro-batches is still open.
+    - Gradients are final when `backward()` returns: summed over all workers, weighted so that the sum is the gradient
+      of the mean loss over the global batch. Clip, unscale or log them as usual. Parameters without a gradient on this
+      worker hold the others' (or zeros).
+    - `step()` returns True when the step was applied, False when it was not: a fault came first and the loader hands
+      out the same global batch again, or a global batch of several micro-batches is still open.
     - `zero_grad()` does nothing while the micro-batches of a global batch are being accumulated.
-    - Several backward passes before `step()` add up, as with DDP: each of them reduces. Not with micro-batches or
-      loss="sum": there the second one raises StepError.
-    - `step(closure)` gives the closure's loss; methods that the optimizer's class adds, such as SAM's `first_step()`,
-      are part of the step, and one in which an optimizer inside steps decides it. Not with micro-batches: StepError.
-    - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all. Each batch
-      is trained with those that step in its body: a generator may step for every fifth batch only.
+    - Several backward passes before `step()` add up, as with DDP: each of them reduces. With micro-batches or
+      loss="sum", the second one raises StepError.
+    - `step(closure)` returns the closure's loss. Methods that the optimizer's class adds, such as SAM's `first_step()`,
+      are part of the step, and a method inside which an optimizer steps decides it. With micro-batches they raise
+      StepError.
+    - Several optimizers in one loop body (a GAN) make one step together when a TorchState has them all. Each batch is
+      trained with the optimizers that step in its body: a generator may step for every fifth batch only.
     - Of the arguments only `compression`, `loss` and `bucket_mb` may differ from their defaults; else the first batch
-      raises StepError. ConfigError: parameters that are not on the CPU. CollectiveMismatch: workers reduce different
-      steps, or have different models.
+      raises StepError. It raises ConfigError for parameters that are not on one device, and CollectiveMismatch when
+      workers reduce different steps or have different models.
 
     Without one, as in Horovod:
 
-    - Gradients are averaged over the workers by named operations, `gradient.NAME`. They are final when
-      `backward()` returns if it left no parameter of the optimizer without its gradients; in any case when
-      `synchronize()` or `step()` does. Parameters without a gradient take part with zeros.
-    - `step(closure)` reduces after each call of the closure. Without one it returns True.
-    - `synchronize()` before changing gradients and `with skip_synchronize():` around `step()` are Horovod's way;
-      the first without the second gives a warning.
+    - Gradients are averaged over the workers by named operations, `gradient.NAME`. They are final when `backward()`
+      returns if it left no parameter of the optimizer without its gradients; in any case when `synchronize()` or
+      `step()` returns. Parameters without a gradient take part with zeros.
+    - `step(closure)` reduces after each call of the closure. `step()` without a closure returns True.
+    - Horovod's scripts call `synchronize()` before they change gradients, and `step()` inside `with
+      skip_synchronize():`; the first without the second gives a warning.
     - After a failed collective (HorovodInternalError) nothing of the step is left: gradients are None.
 
-    named_parameters          `model.named_parameters()`; without it, names are made of the places
-    compression               a class with compress() and decompress(), applied around the reduction
-    backward_passes_per_step  passes that are summed on each worker before a gradient is reduced; not divided by.
-                              One more raises AssertionError, as does `zero_grad()` between `backward()` and `step()`
-    op                        Average, Sum, ...; Adasum: see adasum_delta.DeltaOptimizer
-    gradient_predivide_factor f: gradients are divided by f before the sum, and by (workers / f) after it
-    groups                    a number of groups, or lists of parameters that are reduced all or none
-    num_groups                Horovod's older name for it
-    sparse_as_dense           sparse gradients are made dense to be reduced; else they are gathered
-    process_set               the workers that reduce with each other; others keep their own gradients
-    loss                      with a loader of Farandole: "mean", the loss is a mean over the samples of the batch, or
-                              over as many things as `fd.weight(n)` says; "sum", it is a sum, and nothing is divided
-    bucket_mb                 with a loader of Farandole: gradients are cut into buckets of at least so many megabytes,
-                              which are reduced while backward goes on; 0: into one, reduced at its end. Chosen
-                              unless given here or in FARANDOLE_BUCKET_MB; what rank 0 has counts
+    A RuntimeWarning is given once if a large model is stepped by a slow loop although the optimizer has a faster
+    implementation (`fused=True`).
 
-    RuntimeWarning, once: a large model is stepped by a slow loop, and the optimizer can do better (`fused=True`).
+    Args:
+        optimizer: The optimizer to wrap.
+        named_parameters: `model.named_parameters()`. Without it, names are made of the parameters' places.
+        compression: A class with compress() and decompress(), applied around the reduction.
+        backward_passes_per_step: Number of passes that are summed on each worker before a gradient is reduced; the sum
+            is not divided by it. One more pass raises AssertionError, as does `zero_grad()` between `backward()` and
+            `step()`.
+        op: Average, Sum, ...; for Adasum see adasum_delta.DeltaOptimizer.
+        gradient_predivide_factor: Factor f: gradients are divided by f before the sum, and by (workers / f) after it.
+        num_groups: Horovod's older name for `groups`.
+        groups: A number of groups, or lists of parameters that are reduced all or none.
+        sparse_as_dense: Convert sparse gradients to dense ones for the reduction; else they are gathered.
+        process_set: The workers that reduce with each other; others keep their own gradients.
+        loss: With a loader of Farandole: "mean", the loss is a mean over the samples of the batch, or over the number
+            of items given to `fd.weight(n)`; "sum", it is a sum, and nothing is divided.
+        bucket_mb: With a loader of Farandole: the minimum size in megabytes of the buckets into which gradients are cut
+            and which are reduced while backward continues; 0: one bucket, reduced at its end. Chosen automatically
+            unless given here or in FARANDOLE_BUCKET_MB; the value of rank 0 counts.
 
-    Raises ValueError for arguments that cannot work, StepError for an optimizer that was wrapped before,
-    NotInitialized before `init()`.
+    Returns:
+        An instance of the same class (isinstance holds), sharing state, defaults and parameter groups with `optimizer`.
+
+    Raises:
+        ValueError: An argument is invalid.
+        StepError: The optimizer was wrapped before.
+        NotInitialized: `init()` was not called.
     """
     groups = groups_of(groups, num_groups)
     options = Options(
@@ -105,7 +114,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 class ReducingOptimizer(WrappedOptimizer):
-    """Reduces gradients, then steps. Mixed in before the user's optimizer class."""
+    """An optimizer that reduces gradients, then steps. Mixed in before the user's optimizer class."""
 
     farandole_attributes = WrappedOptimizer.farandole_attributes | {"_native", "_named", "_reduces_in_step", "_loss"}
 
@@ -117,7 +126,7 @@ class ReducingOptimizer(WrappedOptimizer):
         self._loss = options.loss
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # a Function that gives none for it
+        if parameter.grad is None:  # a Function that returns no gradient for it
             return
         batch = step.batch()
         if batch is not None:
@@ -127,15 +136,15 @@ class ReducingOptimizer(WrappedOptimizer):
             self._named.on_gradient(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the new parameters are reduced from the next backward pass on."""
+        """Add a parameter group as torch does; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
         self._native.plan_anew()
         self._named.name(self._parameter_names)
 
-    # The user calls --------------------------------------------------------------------------------------
+    # Methods that the user calls -------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Reduce what is not reduced yet, and apply it (see DistributedOptimizer)."""
+        """Reduce the remaining gradients, and apply all of them (see DistributedOptimizer)."""
         batch = step.batch()
         if batch is not None:
             return self._native.step(self, batch, self._apply, closure)
@@ -148,14 +157,15 @@ class ReducingOptimizer(WrappedOptimizer):
         step.stepped(self)
         return loss if closure is not None else True
 
-    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
+    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's step() is wrapped
+    # already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _decide_within(self, batch: Batch) -> None:
         self._native.decide_within(self, batch)
 
     def synchronize(self) -> None:
-        """Reduce what is not reduced yet, and wait for it: then gradients may be changed."""
+        """Reduce the remaining gradients, and wait for them; afterwards gradients may be changed."""
         batch = step.batch()
         if batch is not None:
             self._native.reduce_rest(batch)
@@ -164,7 +174,7 @@ class ReducingOptimizer(WrappedOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, step() reduces nothing: after synchronize()."""
+        """Return a context in which step() reduces nothing: for use after synchronize()."""
         self._reduces_in_step = False
         try:
             yield
@@ -172,8 +182,8 @@ class ReducingOptimizer(WrappedOptimizer):
             self._reduces_in_step = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. With a loader it does nothing while the micro-batches of a global batch are being
-        accumulated; without one it raises AssertionError between backward() and step()."""
+        """Zero the gradients as torch does. With a loader it does nothing while the micro-batches of a global batch are
+        being accumulated; without one it raises AssertionError between backward() and step()."""
         batch = step.batch()
         if batch is not None:
             if not self._native.begin_zeroing(batch):
@@ -184,15 +194,16 @@ class ReducingOptimizer(WrappedOptimizer):
         super().zero_grad(**zeroing(set_to_none))
 
     def abandon_step(self) -> None:
-        """Drop what backward passes have left since the last step: gradients, and that there were passes.
+        """Drop the results of backward passes since the last step: gradients and the count of passes.
 
-        After a failed collective, where gradients may be half reduced; a TorchState does it on restore()."""
+        For use after a failed collective, when gradients may be partly reduced. A TorchState calls it in restore().
+        """
         super().abandon_step()
         self._named.forget()
         self._native.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; backward passes are counted from zero again."""
+        """Load the state as torch does; backward passes are counted from zero again."""
         self._named.forget()
         super().load_state_dict(state_dict)
 
@@ -213,10 +224,10 @@ class ReducingOptimizer(WrappedOptimizer):
             self._look_for_inf_again()
 
     def _reduced(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """The closure, leaving reduced gradients behind."""
+        """Return the closure with a reduction after it."""
 
         def reduced() -> float:
-            self._passes.restart()  # each call is a step's worth of passes
+            self._passes.restart()  # each call counts as all passes of a step
             loss = closure()
             self._reduce_for_step()
             return loss
@@ -224,7 +235,8 @@ class ReducingOptimizer(WrappedOptimizer):
         return reduced
 
     def _look_for_inf_again(self) -> None:
-        """A GradScaler has looked at gradients that were not reduced then: workers must not decide differently."""
+        """Check the reduced gradients for inf again. A GradScaler has checked them before the reduction, and all
+        workers must decide alike."""
         found = self.__dict__.get("found_inf")
         if found is None:
             return

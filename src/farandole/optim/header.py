@@ -1,6 +1,6 @@
-"""The step header: integers that ride on the last reduction of a step and prove that all ranks did the same.
+"""The step header: numbers that are sent with the last reduction of a step, and prove that all ranks reduced the same.
 
-Without it, a rank that skipped a bad batch would add the gradient of another batch, unnoticed. Pure.
+Without it, the gradient of a rank that skipped a bad batch would be added to those of another batch, unnoticed. Pure.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ SIZE = _LAYOUT.size
 
 
 class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/global_batch.py
-    """What one rank says about the step it reduces.
+    """The data of one rank about the step that it reduces.
 
     generation  number of its generation
     step        decided steps before this one
     plan        digest of the reduced parameters (shapes and dtypes), 63 bits
-    epoch, start, stop  the global batch; all -1 without a loader of ours
+    epoch, start, stop  the global batch; all -1 without a loader of Farandole
     samples     real samples of this rank's local batch
     prepared    number of the planned generation it holds; 0 for none
-    ids_hash    of the samples of its local batch, where a sample ledger is kept; else 0
-    weight      what weighting.Weights.said() tells
-    digest      of a part of the state before the step (state/state_digest.py); 0 where nothing was hashed
+    ids_hash    hash of the samples of its local batch, where a sample ledger is kept; else 0
+    weight      result of weighting.Weights.said()
+    digest      digest of a part of the state before the step (state/state_digest.py); 0 where nothing was hashed
     saved       1 where this rank has begun a checkpoint before the step
     """
 
@@ -75,7 +75,7 @@ _SAME_EVERYWHERE = {
 
 
 def ids_hash(headers: list[StepHeader]) -> int:
-    """That of the whole global batch."""
+    """Return the hash of the whole global batch."""
     return sum(header.ids_hash for header in headers) % 2**64
 
 

@@ -1,4 +1,5 @@
-"""From gradient to step with a loader of ours: which backward pass counts for what, and when to reduce.
+"""The path from gradient to step with a loader of Farandole: the use of each backward pass, and the time of the
+reduction.
 
 DistributedOptimizer takes this path whenever the loader has handed out a batch. step_reduction.py reduces.
 """
@@ -23,9 +24,10 @@ from farandole.state.global_batch import Batch
 
 
 class LoaderPath:
-    """
-    parameters  gives all of the optimizer's as they are now
-    names       gives those that it knows of, and what they are called
+    """Gradients of one optimizer with a loader.
+
+    parameters  returns the optimizer's current parameters
+    names       returns the parameters known to the optimizer, with their names
     """
 
     def __init__(
@@ -37,40 +39,40 @@ class LoaderPath:
     ) -> None:
         self._parameters, self._names = parameters, names
         self._options = options
-        self._batch: Batch | None = None  # the one that all of this belongs to
-        self.waits_in: Batch | None = None  # in the pass that is open nobody has to tell of further gradients of it
-        self._pass_is_open = False  # reset by zero_grad() too, for one that raised
+        self._batch: Batch | None = None  # the batch to which the following state belongs
+        self.waits_in: Batch | None = None  # further gradients of the current pass of this batch need no handling
+        self._pass_is_open = False  # also reset by zero_grad(), for a pass that raised
         self._weights = Weights(options.loss)
         self._reduction = StepReduction(names, options, passes)
         self.forget()
 
     def plan_anew(self) -> None:
-        """The parameters are others now."""
+        """Plan the reduction again, since the parameters have changed."""
         self._reduction.plan_anew()
         self._pass_is_open = False
         self.forget()
 
     def forget(self) -> None:
-        """Nothing has happened since the last step."""
+        """Reset the state for the time after a step."""
         self._filled: set[int] = set()  # parameters whose gradient of this global batch is taken
         self._is_reduced = self._has_stepped = False
-        self._is_again = False  # another pass goes on top of gradients that are reduced
-        self._overlaps = False  # in this pass: what is complete is reduced while backward goes on
-        self._is_last = False  # this pass is of the last micro-batch
-        self._has_passed = False  # a pass of this loop body is in, and step() was not called since
+        self._is_again = False  # another pass adds to gradients that are reduced
+        self._overlaps = False  # in this pass, complete buckets are reduced while backward continues
+        self._is_last = False  # this pass belongs to the last micro-batch
+        self._has_passed = False  # a pass of this loop body has ended, and step() was not called since
         self._is_closed = False  # step() was called in this loop body, and more micro-batches follow
         self._before: tuple[list[torch.Tensor], set[int]] | None = None  # gradients without this loop body
-        self._reduced: list[torch.Tensor] | None = None  # kept while loop bodies run that do not count
+        self._reduced: list[torch.Tensor] | None = None  # kept during loop bodies that do not count
         self._weights.forget()
 
-    # From gradient to the global batch's -----------------------------------------------------------------
+    # From gradient to that of the global batch -----------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor, batch: Batch) -> None:
-        """Runs inside backward(), once for each parameter, while its gradient is hot in the cache."""
-        if not self._pass_is_open or self._batch is not batch:  # one that raised never closes
+        """Handle a gradient. Runs inside backward(), once for each parameter, while the gradient is in the cache."""
+        if not self._pass_is_open or self._batch is not batch:  # a pass that raised is never closed
             self._open_pass(batch)
         if self._has_stepped or batch.is_padding or not self._reduction.concerns(parameter):
-            return  # e.g. a generator's loss that runs through the discriminator; or see _refuse_unplanned
+            return  # e.g. a generator's loss passes through the discriminator; or see _refuse_unplanned
         if self._is_closed:
             parameter.grad = None
             return
@@ -100,8 +102,8 @@ class LoaderPath:
         torch.autograd.Variable._execution_engine.queue_callback(self._close_pass)
 
     def _begin_again(self, batch: Batch) -> None:
-        """As with DDP: what this pass adds is reduced together with the gradients that are here, which are the same
-        on all ranks; they come out as they went in, because the factors of all ranks add up to 1."""
+        """Reopen a reduced batch, as with DDP: this pass's gradients are reduced together with the present ones, which
+        are equal on all ranks. The present ones result unchanged, because the factors of all ranks add up to 1."""
         if batch.global_batch.micro_batches > 1 or self._options.loss == "sum":
             raise StepError(
                 "a second backward pass for the same batch before optimizer.step(), with micro-batches or "
@@ -111,7 +113,7 @@ class LoaderPath:
         self._is_reduced, self._is_again = False, True
 
     def _close_pass(self) -> None:
-        """Runs at the end of backward(), on the thread that called it."""
+        """Close the pass. Runs at the end of backward(), on the thread that called it."""
         self._pass_is_open, self.waits_in = False, None
         batch = step.batch()
         if self._has_stepped or batch is None:
@@ -122,7 +124,8 @@ class LoaderPath:
             self._reduce(batch)
 
     def _notice(self, batch: Batch) -> None:
-        """What was kept belongs to the last global batch, which was decided or aborted, if there is a new one."""
+        """Set the current batch. The state belongs to the last global batch, which was decided or aborted if there is a
+        new one."""
         last, self._batch = self._batch, batch
         if batch is last:
             return
@@ -144,21 +147,21 @@ class LoaderPath:
             self._reduction.gradients.publish()
             torch._foreach_copy_(self._reduction.gradients.tensors(), self._reduced)
 
-    # All ranks' gradients --------------------------------------------------------------------------------
+    # Reduction over all ranks ----------------------------------------------------------------------------
 
     def reduce_rest(self, batch: Batch) -> None:
-        """What no backward pass has reduced: the other workers wait for us."""
+        """Reduce the gradients that no backward pass has reduced: the other workers wait for this one."""
         self._notice(batch)
         if batch.is_last and not self._is_reduced:
             self._weights.record(batch)
             self._reduce(batch)
 
     def _reduce(self, batch: Batch) -> None:
-        """Make every `.grad` that of the global batch. A fault is absorbed where the loader can repeat
-        the batch: gradients are zeroed and the step is marked as aborted."""
+        """Make every `.grad` that of the global batch. A fault is absorbed where the loader can repeat the batch:
+        gradients are zeroed and the step is marked as aborted."""
         self._complete()
         self._is_reduced = True
-        if step.state() == "aborted":  # by another optimizer of this step
+        if step.state() == "aborted":  # aborted by another optimizer of this step
             self._reduction.drop()
             return
         try:
@@ -172,7 +175,7 @@ class LoaderPath:
             step.reduced()
 
     def _complete(self) -> None:
-        """What no pass of this global batch has left a gradient for has one of zeros."""
+        """Set the gradient of each parameter that got none in this global batch to zeros."""
         gradients = self._reduction.gradients
         if isinstance(gradients, LocalGradients):
             gradients.settle(self._factor if self._has_passed else 0.0)
@@ -186,7 +189,7 @@ class LoaderPath:
                     gradients.zero(parameter)
 
     def end_overlap(self, reason: str) -> None:
-        """Nothing is being reduced in the background any more when it returns."""
+        """Wait until no reduction runs in the background."""
         self._reduction.end_overlap(reason)
 
     # From gradient to step -------------------------------------------------------------------------------
@@ -198,7 +201,8 @@ class LoaderPath:
         apply: Callable[..., Any],
         closure: Callable[[], float] | None,
     ) -> Any:
-        """Apply the reduced gradients by `apply`. True: applied by all. False: not applied. With a closure its loss."""
+        """Apply the reduced gradients by `apply`. True: applied by all workers. False: not applied. With a closure, its
+        loss."""
         self._refuse_untracked(optimizer)
         self._notice(batch)
         if closure is not None:
@@ -224,7 +228,8 @@ class LoaderPath:
     def _step_with(
         self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer, batch: Batch, apply: Callable[..., Any]
     ) -> Any:
-        """The optimizer runs backward passes itself, each of which reduces; it may change parameters between them."""
+        """Step with a closure. The optimizer runs backward passes itself, each of which reduces; it may change
+        parameters between them."""
         refuse_closure(batch)
         if step.state() == "aborted":
             return call_dropped(closure)
@@ -237,7 +242,8 @@ class LoaderPath:
         return loss
 
     def decide_within(self, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-        """It has applied the reduced gradients by itself: in step(closure), or in a method of its own."""
+        """Decide a step whose reduced gradients the optimizer has applied by itself: in step(closure), or in a method
+        of its own."""
         self._refuse_untracked(optimizer)
         self._notice(batch)
         if self._has_stepped:
@@ -260,7 +266,8 @@ class LoaderPath:
             )
 
     def _refuse_unplanned(self) -> None:
-        """A parameter whose gradients nobody reduces would be trained on local ones: workers would drift apart."""
+        """Raise StepError for a parameter whose gradients are not reduced: it would be trained on local ones, and
+        workers would diverge."""
         for index, parameter in enumerate(self._parameters()):
             if not parameter.requires_grad or self._reduction.concerns(parameter):
                 continue
@@ -276,10 +283,11 @@ class LoaderPath:
             )
 
     def begin_zeroing(self, batch: Batch) -> bool:
-        """Whether zero_grad() may go on: not while the micro-batches of a global batch are being accumulated.
+        """Return whether zero_grad() may proceed: not while the micro-batches of a global batch are being accumulated.
 
-        Between backward() and step() of one loop body it drops what that body has left, e.g. a generator's loss in
-        the discriminator; but that of a single optimizer with micro-batches counts."""
+        Between backward() and step() of one loop body it drops that body's gradients, e.g. those of a generator's loss
+        in the discriminator. With a single optimizer and micro-batches they count.
+        """
         self._pass_is_open, self.waits_in = False, None
         self._notice(batch)
         if self._has_stepped or step.state() == "aborted":

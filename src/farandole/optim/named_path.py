@@ -1,9 +1,10 @@
-"""From gradient to step without a loader of ours: named reductions, as Horovod's scripts expect them.
+"""The path from gradient to step without a loader of Farandole: named reductions, as Horovod's scripts expect them.
 
-When the last parameter has had its backward passes, all gradients are reduced, still inside backward(). Where some
-got none on this rank (their part of the model was not used, or comes in another backward pass), nothing is reduced
-before step() or synchronize(): waiting for them in backward() could be for ever. A rank that has all of them waits in
-backward() for such ranks, so these must not wait for it elsewhere, in a collective between backward() and step().
+When the last parameter has had its backward passes, all gradients are reduced, still inside backward(). If some
+parameters got no gradient on this rank (their part of the model was not used, or comes in another backward pass),
+nothing is reduced before step() or synchronize(): backward() could wait for them forever. A rank that has all gradients
+waits in backward() for such ranks, so these must not wait for it elsewhere, in a collective between backward() and
+step().
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from farandole.optim.passes import Passes
 
 
 class NamedPath:
-    """names  of all parameters of the optimizer, in its order"""
+    """Named reductions of one optimizer.
+
+    names  names of all its parameters, in its order
+    """
 
     def __init__(self, names: dict[torch.Tensor, str], options: Options, passes: Passes) -> None:
         self._options = options
@@ -31,14 +35,14 @@ class NamedPath:
         self.name(names)
 
     def name(self, names: dict[torch.Tensor, str]) -> None:
-        """These are the parameters now."""
+        """Set the current parameters."""
         groups = _groups(list(names), self._options.groups)
         self._named = [Named(parameter, name, groups.get(id(parameter))) for parameter, name in names.items()]
 
     # In backward() ---------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Runs inside backward(), once for each parameter that got a gradient."""
+        """Handle a gradient. Runs inside backward(), once for each parameter that got one."""
         if not self._is_active():
             return
         self._passes.count(id(parameter))
@@ -48,21 +52,22 @@ class NamedPath:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
-        """Runs at the end of backward(), on the thread that called it."""
+        """End the pass. Runs at the end of backward(), on the thread that called it."""
         self._pass_id = None
         participants = self._participants()
         if not self._passes.are_due(id(each.parameter) for each in participants):
             return
         reduction = self._begin(participants)
-        # Queued behind the ends of other optimizers' passes: they submit first, then all wait.
+        # Queued after the ends of other optimizers' passes: they submit first, then all wait.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(reduction))
 
     # In step() and synchronize() -------------------------------------------------------------------------
 
     def reduce_rest(self) -> bool:
-        """Reduce what is not reduced yet, with zeros where there is no gradient; whether there was anything.
+        """Reduce the remaining gradients, with zeros where there is no gradient. Returns whether there were any.
 
-        Raises HorovodInternalError when a collective failed; then nothing of this step is left."""
+        Raises HorovodInternalError when a collective failed; then nothing of this step is left.
+        """
         if not self._is_active():
             return False
         reduction = self._begin(self._participants())
@@ -75,7 +80,7 @@ class NamedPath:
         self.was_synchronized = True
 
     def forget(self) -> None:
-        """Nothing has happened since the last step."""
+        """Reset the state for the time after a step."""
         self._passes.forget()
         self.was_synchronized = False
 
@@ -86,7 +91,7 @@ class NamedPath:
         return [each for each in self._named if self._takes_part(each.parameter)]
 
     def _takes_part(self, parameter: torch.Tensor) -> bool:
-        """Frozen ones do not; one that was frozen after its backward pass does."""
+        """Return whether a parameter takes part: not a frozen one, unless it was frozen after its backward pass."""
         return parameter.requires_grad or self._passes.has_counted(id(parameter))
 
     def _begin(self, participants: Sequence[Named]) -> NamedReduction | None:
@@ -114,14 +119,14 @@ class NamedPath:
             raise
 
     def _abandon(self) -> None:
-        """Gradients may be half reduced: none of them may be taken for one, or be added to."""
+        """Drop all gradients. They may be partly reduced, so they must not be used or added to."""
         self.forget()
         for each in self._named:
             each.parameter.grad = None
 
 
 def _groups(parameters: list[torch.Tensor], asked: int | Sequence[Sequence[torch.Tensor]] | None) -> dict[int, int]:
-    """By id of the parameter: the number of its group; parameters that are in none are missing."""
+    """Return the group numbers by id of the parameter; parameters without a group are missing."""
     if not asked:
         return {}
     if isinstance(asked, int):

@@ -1,7 +1,7 @@
-"""Gradients on their way through named reductions: submitted all together, then waited for, then in `.grad`.
+"""Gradients in named reductions: all are submitted together, then waited for, then written to `.grad`.
 
 named_path.py uses it. Submitting and waiting are two steps, so that two optimizers whose gradients come from one
-backward pass can both submit before either waits, whatever their order on other ranks.
+backward pass can both submit before either waits, in any order on other ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from farandole.optim.options import Options
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter to reduce the gradient of.
+    """A parameter whose gradient is reduced.
 
-    name   what other ranks call it too
-    group  those with equal numbers are reduced together; None: by itself
+    name   its name, equal on all ranks
+    group  parameters with equal numbers are reduced together; None: by itself
     """
 
     parameter: torch.Tensor
@@ -37,13 +37,14 @@ class Named:
 
 
 _under_way: dict[str, NamedReduction] = {}
-"""By name of a gradient. Two optimizers may use a name twice; then one is finished before the other begins."""
+"""Running reductions by name of a gradient. Two optimizers may use a name twice; then one is finished before the other
+begins."""
 
 
 class NamedReduction:
-    """Some gradients of one optimizer. They must not be touched between submit() and finish().
+    """Reduction of some gradients of one optimizer. They must not be changed between submit() and finish().
 
-    sparse_dims  by id of the parameter: how many dimensions of its sparse gradients are sparse; grows
+    sparse_dims  number of sparse dimensions of a parameter's sparse gradients, by its id; grows
     """
 
     def __init__(self, named: Sequence[Named], options: Options, sparse_dims: dict[int, int]) -> None:
@@ -53,7 +54,7 @@ class NamedReduction:
         self._waits: list[Callable[[], None]] = []
 
     def submit(self) -> None:
-        """Parameters without a gradient take part with zeros. Raises what the operations raise."""
+        """Submit all gradients. Parameters without one take part with zeros. Raises the errors of the operations."""
         if self._is_alone():
             return
         for other in {id(each): each for each in map(_under_way.get, self._names()) if each is not None}.values():
@@ -74,14 +75,15 @@ class NamedReduction:
             raise
 
     def finish(self) -> None:
-        """Wait for all; then every `.grad` is the reduced one. Raises the first error, when nothing is in flight
-        any more: some gradients are reduced then, and some are not."""
+        """Wait for all operations; then every `.grad` is the reduced one. Raises the first error, after all operations
+        have ended: some gradients are reduced then, and some are not."""
         error = self._end()
         if error is not None:
             raise error
 
     def _is_alone(self) -> bool:
-        """Whether the only worker there is would reduce its gradients to what they are. Raises as a reduction would."""
+        """Return whether a reduction would change nothing, since there is only one worker. Raises as a reduction
+        would."""
         may_differ = self._options.compression is not NoneCompressor or process_timeline.is_on
         if world.current().placement.size > 1 or may_differ or self._options.op not in (Average, Sum):
             return False
@@ -108,7 +110,8 @@ class NamedReduction:
         return [each.name for each in self._named]
 
     def _units(self) -> list[list[Named]]:
-        """What is reduced all or none. Sparse gradients go alone: they are gathered."""
+        """Return the groups of gradients that are reduced all or none. Sparse gradients are alone: they are
+        gathered."""
         units: dict[object, list[Named]] = {}
         for each in self._named:
             self._gradient(each.parameter)
@@ -132,7 +135,8 @@ class NamedReduction:
         return gradient
 
     def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Of the layout that the parameter's gradients had before: sparse ones are not reduced like dense ones."""
+        """Return zeros in the layout of the parameter's earlier gradients: sparse ones are not reduced like dense
+        ones."""
         sparse_dim = self._sparse_dims.get(id(parameter))
         if sparse_dim is None:
             return torch.zeros_like(parameter, requires_grad=False)
@@ -147,7 +151,7 @@ class NamedReduction:
         return _Packed(unit, reduced, [ctx for _, ctx in compressed])
 
     def _unpack(self, all_packed: Sequence[_Packed], handle: Handle) -> None:
-        synchronize(handle)  # in place: the tensors that were sent hold the result
+        synchronize(handle)  # in place: the sent tensors hold the result
         for packed in all_packed:
             for each, tensor, ctx in zip(packed.unit, packed.reduced.tensors, packed.contexts, strict=True):
                 _write(each.parameter, self._options.compression.decompress(tensor, ctx))
@@ -160,7 +164,7 @@ class NamedReduction:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Dense gradients as they travel, and what is needed to get them back."""
+    """Dense gradients in the form in which they are sent, with the data to decompress them."""
 
     unit: list[Named]
     reduced: Reduced

@@ -1,4 +1,5 @@
-"""What all our optimizers have in common: the user's class below, hooks on its parameters, GradScaler's protocol."""
+"""The common part of Farandole's optimizers: the user's class as base, hooks on its parameters, GradScaler's
+protocol."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ from farandole.state.optimizer_state import load_state_dict_in_place, with_inner
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 _hook_of: Any = WeakTensorKeyDictionary()
-"""Our hook on each parameter. A script that wraps anew leaves old optimizers behind, which must not reduce too:
-the newest counts, and one that is stepped all the same reduces in step()."""
+"""The hook of Farandole on each parameter. A script that wraps anew leaves old optimizers behind, which must not reduce
+too: the newest hook counts, and an old optimizer that is stepped nevertheless reduces in step()."""
 
 
 def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
-    """An instance of a class made of `mixin` and the user's. It shares all attributes with the optimizer that was
-    given: functions that its class has made of `self` see the same ones."""
+    """Return an instance of a class made of `mixin` and the user's class. It shares all attributes with the given
+    optimizer: functions that its class has bound to `self` see the same ones."""
     if isinstance(optimizer, WrappedOptimizer):
         raise StepError("this optimizer is a DistributedOptimizer already; wrap it once")
     if any(isinstance(each, WrappedOptimizer) for each in with_inner("optimizer", optimizer).values()):
         raise StepError(
             f"there is a DistributedOptimizer inside of this {type(optimizer).__name__}: wrap the outermost one only"
         )
-    world.current()  # NotInitialized here is clearer than in the first backward pass
+    world.current()  # NotInitialized is clearer here than in the first backward pass
     base = optimizer.__class__
     wrapped_class = type(base.__name__, (mixin, base), {"__module__": base.__module__, **overriding_methods(base)})
     wrapped: OptimizerT = object.__new__(wrapped_class)
@@ -45,35 +46,36 @@ def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
 
 
 def counts_passes() -> bool:
-    """Whether there is, or may soon be, anybody to reduce with: else a script may run as many passes as it likes."""
+    """Return whether there are, or may soon be, other workers to reduce with: otherwise any number of passes is
+    allowed."""
     here = world.current()
     return here.placement.size > 1 or (loop_hooks.is_elastic() and here.id.number > 0)
 
 
 class WrappedOptimizer(OwnMethods):
-    """Mixed in before the user's optimizer class."""
+    """Base of the mixins of Farandole. It is put before the user's optimizer class."""
 
     farandole_attributes = OwnMethods.farandole_attributes | {"_passes", "_parameter_names"}
 
     def _set_up(self, named_parameters: Iterable[Any] | None, passes_per_step: int) -> None:
-        # Fused optimizers unscale and skip by themselves; they say so on the instance or on their class.
+        # Fused optimizers unscale and skip by themselves; they declare it on the instance or on their class.
         self._base_scales = bool(self.__dict__.pop("_step_supports_amp_scaling", self.__dict__.get("_base_scales")))
         self._passes = Passes(check_passes(passes_per_step))
         self._parameter_names = names_of(self.param_groups, named_parameters)
         self._hook_parameters()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Runs inside backward(), once for each parameter, while its gradient is hot in the cache."""
+        """Handle a gradient. Runs inside backward(), once for each parameter, while the gradient is in the cache."""
         raise NotImplementedError
 
     def _hook_parameters(self) -> None:
-        """On all that can ever have a gradient: a parameter that is frozen now may be trained later."""
+        """Hook all parameters that can ever have a gradient: one that is frozen now may be trained later."""
         for parameter in self._all_parameters():
             if parameter.is_floating_point() or parameter.is_complex():
                 _hook(parameter, self._on_gradient)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the new parameters are reduced from the next backward pass on."""
+        """Add a parameter group as torch does; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
         self._parameter_names = {**names_of(self.param_groups, None), **self._parameter_names}
         self._hook_parameters()
@@ -85,20 +87,21 @@ class WrappedOptimizer(OwnMethods):
         return self._passes.per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on expect so many passes; those since the last step do not count. Raises ValueError."""
+        """Expect this number of passes from now on; those since the last step do not count. Raises ValueError."""
         self._passes.per_step = check_passes(passes)
         self._passes.restart()
 
     def abandon_step(self) -> None:
-        """Drop what backward passes have left since the last step: gradients, and that there were passes.
+        """Drop the results of backward passes since the last step: gradients and the count of passes.
 
-        After a failed collective, where gradients may be half reduced; a TorchState does it on restore()."""
+        For use after a failed collective, when gradients may be partly reduced. A TorchState calls it in restore().
+        """
         self._passes.forget()
         for parameter in self._all_parameters():
             parameter.grad = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; backward passes are counted from zero again."""
+        """Load the state as torch does; backward passes are counted from zero again."""
         self._passes.forget()
         load_state_dict_in_place(self, super().load_state_dict, state_dict)
 
@@ -109,7 +112,7 @@ def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None
         old.remove()
     is_frozen = not parameter.requires_grad
     if is_frozen:
-        parameter.requires_grad_(True)  # torch takes hooks from no others, and keeps them
+        parameter.requires_grad_(True)  # torch accepts hooks only then, and keeps them
     _hook_of[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     if is_frozen:
         parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What DistributedOptimizer was asked for: checked when it is made, before anything is hooked or reduced."""
+"""Arguments of DistributedOptimizer, checked at its creation, before anything is hooked or reduced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farandole.optim.bucket_size import bytes_of
 
 @dataclass(frozen=True)
 class Options:
-    """Horovod's arguments of DistributedOptimizer, which explains them. Raises ValueError for what cannot work."""
+    """Horovod's arguments of DistributedOptimizer, which explains them. Raises ValueError for invalid ones."""
 
     compression: Compressor = Compression.none
     op: Reduction = Average
@@ -49,13 +49,13 @@ class Options:
 
     @property
     def pinned_bytes(self) -> int | None:
-        """Least size of a bucket, 0 for one; None: it is chosen. Raises ConfigError for a variable without sense."""
+        """Least size of a bucket, 0 for one bucket; None: it is chosen. Raises ConfigError for an invalid variable."""
         asked = read_bucket_mb() if self.bucket_mb is None else self.bucket_mb
         return None if asked is None else bytes_of(asked)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it asks for nothing that only named operations can do."""
+        """True when no argument needs named operations."""
         return (
             self.op == Average
             and self.predivide_factor == 1.0
@@ -65,7 +65,7 @@ class Options:
 
 
 def refuse_for_loader(options: Options, passes_per_step: int) -> None:
-    """Raise StepError for what is not possible with a loader of ours."""
+    """Raise StepError for arguments that are not possible with a loader of Farandole."""
     if passes_per_step != 1:
         raise StepError(
             f"backward_passes_per_step={passes_per_step} is for scripts without a DataLoader of "
@@ -79,7 +79,7 @@ def refuse_for_loader(options: Options, passes_per_step: int) -> None:
 
 
 def groups_of(groups: Any, num_groups: int) -> Any:
-    """What `groups` and Horovod's older `num_groups` ask for together; the older one warns."""
+    """Return the groups that `groups` and Horovod's older `num_groups` request together; the older one warns."""
     if num_groups:
         warnings.warn(
             f"num_groups is Horovod's older name; write groups={num_groups}", DeprecationWarning, stacklevel=3
@@ -88,16 +88,16 @@ def groups_of(groups: Any, num_groups: int) -> Any:
 
 
 def check_passes(passes: int) -> int:
-    """Raise ValueError for a number of backward passes for each step that cannot work."""
+    """Raise ValueError for an invalid number of backward passes for each step."""
     if passes <= 0:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
     return passes
 
 
 def names_of(param_groups: Sequence[dict[str, Any]], named_parameters: Iterable[Any] | None) -> dict[torch.Tensor, str]:
-    """A name for each parameter of the optimizer, alike on all ranks: those given, or made of the places.
+    """Return a name for each parameter of the optimizer, equal on all ranks: the given one, or one made of its place.
 
-    Raises ValueError for pairs that are none, names given twice, and parameters without a name.
+    Raises ValueError for items that are not pairs, names given twice, and parameters without a name.
     """
     places = {
         parameter: f"parameter.{number}.{place}"

@@ -1,5 +1,5 @@
 """Methods that an optimizer's class adds to torch's: first_step() and second_step() of SAM, train() and eval() of a
-schedule-free one. While a batch of a loader of ours is out, what they change is part of its step."""
+schedule-free optimizer. Their changes are part of the step while a batch of a loader of Farandole is out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from farandole.state.undo import Undo
 
 
 class OwnMethods(ScaledStep):
-    """Mixed in before the user's optimizer class, with overriding_methods() in the namespace of the class made."""
+    """A mixin that is put before the user's optimizer class, with overriding_methods() in the namespace of the new
+    class."""
 
     farandole_attributes = frozenset({"_base_scales", "_is_inside"})
-    """Names of attributes that are Farandole's, and no state of the optimizer."""
+    """Names of attributes that belong to Farandole, and not to the optimizer's state."""
     _is_inside = False
 
     def _decide_within(self, batch: Batch) -> None:
-        """An optimizer has stepped inside a method: the step is applied. Raises StepError if it must not be."""
+        """Note that an optimizer has stepped inside a method: the step is applied. Raises StepError if it must not
+        be."""
         raise NotImplementedError
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,13 +43,13 @@ class OwnMethods(ScaledStep):
     def _run_own(self, name: str, method: Callable[[], Any]) -> Any:
         """Call a method of the user's class.
 
-        Before it changes anything there is a copy, one for each global batch, so that a fault later in the loop body
-        takes it back. One in which an optimizer steps, as in second_step(), counts as step().
+        Before it changes anything a copy is made, once for each global batch, so that a fault later in the loop body
+        can undo its changes. A method in which an optimizer steps, such as second_step(), counts as step().
         """
         batch = step.batch()
         if self._is_inside:
             return method()
-        finish_all()  # copies of parameters, for a commit or a checkpoint, which only step() ends by itself
+        finish_all()  # copies of parameters, for a commit or a checkpoint: otherwise only step() finishes them
         if batch is None:
             return method()
         if not step.is_undecided():
@@ -85,7 +87,8 @@ class OwnMethods(ScaledStep):
 
 
 def protect(optimizer: torch.optim.Optimizer) -> Undo:
-    """Copy what the optimizer can change, once for each global batch: until its step is decided it can be undone."""
+    """Copy the values that the optimizer can change, once for each global batch: its step can be undone until it is
+    decided."""
     undo = step.undo_of(optimizer)
     if undo is None:
         undo = Undo(optimizer)
@@ -95,7 +98,8 @@ def protect(optimizer: torch.optim.Optimizer) -> Undo:
 
 
 def overriding_methods(base: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """For each public method that the user's classes add to torch's one that calls it through _run_own()."""
+    """Return a replacement for each public method that the user's classes add to torch's; it calls the method by
+    _run_own()."""
     names = {
         name
         for kind in base.__mro__
@@ -123,7 +127,7 @@ _watches: list[_Watch] = []
 
 @contextmanager
 def _watching() -> Iterator[_Watch]:
-    """Notes whether any optimizer steps within it."""
+    """Return a context that notes whether any optimizer steps within it."""
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_note_step))
     watch = _Watch()

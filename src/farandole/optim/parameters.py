@@ -1,4 +1,4 @@
-"""What can be said of an optimizer's parameters before anything is reduced: step_reduction.py and
+"""Properties of an optimizer's parameters that are known before a reduction. step_reduction.py and
 bucketed_gradients.py use it."""
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def check_devices(parameters: Mapping[torch.Tensor, str]) -> None:
 
 
 def describe(parameters: Mapping[torch.Tensor, str]) -> list[str]:
-    """Of each parameter its name, shape and dtype."""
+    """Return name, shape and dtype of each parameter."""
     return [f"{name} {_kind(parameter)}" for parameter, name in parameters.items()]
 
 
 def digest(parameters: Mapping[torch.Tensor, str]) -> int:
-    """63 bits that tell models apart by number, shapes and dtypes of their parameters; not by names."""
+    """Return 63 bits that tell models apart by number, shapes and dtypes of their parameters; not by names."""
     text = ";".join(_kind(parameter) for parameter in parameters)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

@@ -1,4 +1,4 @@
-"""How many backward passes each parameter has had since the last step, and what follows from it. Pure.
+"""The count of backward passes of each parameter since the last step, and its consequences. Pure.
 
 named_path.py and adasum_delta.py count in their hooks; parameters are told apart by `id`.
 """
@@ -18,7 +18,7 @@ _RACE = (
 
 
 class Passes:
-    """From one step to the next.
+    """The passes from one step to the next.
 
     per_step  passes after which a gradient is due to be reduced
     """
@@ -29,7 +29,7 @@ class Passes:
         self._reduced: set[int] = set()
 
     def count(self, key: int) -> None:
-        """A backward pass has left a gradient. Raises AssertionError if it is one too many."""
+        """Count a backward pass that has left a gradient. Raises AssertionError if it is one too many."""
         count = self._counts.get(key, 0) + 1
         if count > self.per_step:
             raise AssertionError(_TOO_MANY.format(count=count, expected=self.per_step))
@@ -37,26 +37,26 @@ class Passes:
         self._reduced.discard(key)
 
     def has_counted(self, key: int) -> bool:
-        """Whether there was a pass since the last step or synchronize()."""
+        """Return whether there was a pass since the last step or synchronize()."""
         return key in self._counts
 
     def are_due(self, keys: Iterable[int]) -> bool:
-        """Whether all of them have had all their passes."""
+        """Return whether all parameters have had all their passes."""
         return all(self._counts.get(key, 0) >= self.per_step for key in keys)
 
     def unreduced(self, keys: Iterable[int]) -> set[int]:
-        """Those whose gradient is not the reduced one."""
+        """Return the parameters whose gradient is not the reduced one."""
         return {key for key in keys if key not in self._reduced}
 
     def reduced(self, keys: Iterable[int]) -> None:
         self._reduced.update(keys)
 
     def restart(self) -> None:
-        """Count from zero again; what is reduced stays so: synchronize() was called."""
+        """Count from zero again, after synchronize(); reduced gradients stay marked as reduced."""
         self._counts.clear()
 
     def forget(self) -> None:
-        """Nothing has happened since the last step."""
+        """Reset the state for the time after a step."""
         self._counts.clear()
         self._reduced.clear()
 

@@ -1,4 +1,5 @@
-"""Before the first reduction of a generation: whether all ranks reduce the same gradients, and in which buckets."""
+"""The agreement before the first reduction of a generation: all ranks reduce the same gradients, in the same
+buckets."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch
 from farandole.optim.bucket_size import Surroundings, bucket_sizes
 
-# Digest, bytes, whether tensors go by the network, whether there is a core to spare; the bytes of a bucket that were
-# asked for, and those that were found to be fastest in an earlier generation, each -1 if there are none.
+# Digest, bytes, whether tensors go by the network, whether there is a core to spare; the requested bytes of a bucket,
+# and the bytes that were fastest in an earlier generation, each -1 if there are none.
 _WORD = struct.Struct("<6q")
 
 
@@ -28,14 +29,14 @@ def agree_on_buckets(
     is_on_device: bool = False,
     tried_bytes: int | None = None,
 ) -> list[int]:
-    """Least bytes of a bucket, those that come into question, the same on all ranks: they all call it. What rank 0 was
-    asked for counts, then what somebody has tried.
+    """Return the candidates for the least bytes of a bucket, equal on all ranks, which all call it. Rank 0's request
+    comes first, then the result of an earlier autotune.
 
-    is_on_device  gradients are, and so is what computes them
-    tried_bytes   was the fastest on this rank, by whichever connections; None: nobody knows
+    is_on_device  gradients and computations are on a device
+    tried_bytes   the fastest size on this rank, over any connections; None: unknown
 
     Raises CollectiveMismatch, alike on every rank, naming the first parameter that differs, unless all have the same
-    digest; and what transports raise.
+    digest. Raises the errors of transports, too.
     """
     around = Surroundings(
         cores=own_cores(),
@@ -58,7 +59,8 @@ def agree_on_buckets(
 
 
 def difference(by_rank: Sequence[Sequence[str]]) -> str:
-    """Where models differ first, and on which ranks. `by_rank`: of each rank, its parameters as describe() says."""
+    """Return a text about the first difference between models, and the ranks. `by_rank`: for each rank, the result of
+    describe() for its parameters."""
     places = range(max(map(len, by_rank)))
     place = next((place for place in places if len({_kind(_at(each, place)) for each in by_rank}) > 1), 0)
     ranks: dict[str, list[int]] = {}
@@ -76,7 +78,7 @@ def _at(described: Sequence[str], place: int) -> str:
 
 
 def _kind(text: str) -> str:
-    """Without the name."""
+    """Return the text without the name."""
     return text.partition(" ")[2] or text
 
 

@@ -1,5 +1,5 @@
-"""The step of the user's optimizer class below one of ours, by GradScaler's rules. optimizer_mixin.py and ddp/ use
-it."""
+"""The step of the user's optimizer class, called from Farandole's by GradScaler's rules. optimizer_mixin.py and ddp/
+use it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from farandole.state.global_batch import Batch
 
 
 class ScaledStep(torch.optim.Optimizer):
-    """Mixed in before the user's optimizer class."""
+    """A mixin that is put before the user's optimizer class."""
 
-    # GradScaler then always calls our step(), also when it would skip: a skipped step is decided too.
+    # GradScaler then always calls step(), even when it would skip: a skipped step is decided too.
     _step_supports_amp_scaling = True
     _base_scales: bool
-    """Whether the user's class unscales and skips by itself: fused ones do."""
+    """True when the user's class unscales and skips by itself, as fused ones do."""
 
     def _apply(self, closure: Callable[[], float] | None = None, gradients: Iterable[torch.Tensor] = ()) -> Any:
-        """The step of the user's class, by GradScaler's rules if one has called us: `gradients` are unscaled
-        before, and nothing happens on inf or NaN. It has put `grad_scale` and `found_inf` on us, which the
-        user's class must not see, and takes them off."""
+        """Run the step of the user's class. If a GradScaler has called, its rules apply: `gradients` are unscaled
+        before, and nothing happens on inf or NaN. The GradScaler sets `grad_scale` and `found_inf` on this object,
+        which the user's class must not see, and removes them."""
         if self._base_scales:
             return super().step(closure)
         names = ("grad_scale", "found_inf")
@@ -62,19 +62,20 @@ def refuse_closure(batch: Batch) -> None:
 
 
 def zeroing(set_to_none: bool) -> dict[str, bool]:
-    """Arguments for zero_grad() of the user's class, which may take none."""
+    """Return arguments for zero_grad() of the user's class, which may take none."""
     return {} if set_to_none else {"set_to_none": False}
 
 
 def call_dropped(closure: Callable[[], Any]) -> Any:
-    """The closure of an aborted step: its loss may be asked for, its gradients do not count."""
+    """Call the closure of an aborted step: its loss may be needed, its gradients do not count."""
     with torch.enable_grad():
         return closure()
 
 
 def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler that was made before has put the step of the user's class on the object, to see that it is called:
-    put that of the class as it is now there. Raises ConfigError for a step() that is somebody else's."""
+    """Replace the patched step() on an optimizer by the current class's. A scheduler that was made before has set the
+    step of the user's class on the object, to see its calls. Raises ConfigError for a step() that has another origin.
+    """
     patched = optimizer.__dict__["step"]
     if not getattr(patched, "_wrapped_by_lr_sched", False):
         raise ConfigError(

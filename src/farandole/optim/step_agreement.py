@@ -1,4 +1,4 @@
-"""The last reduction of a step: what this rank says in its header, and what follows from everybody's."""
+"""The last reduction of a step: the header of this rank, and the conclusions from the headers of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from farandole.state.global_batch import Batch
 
 
 def header_of(batch: Batch, plan: int, weight_said: float) -> StepHeader:
-    """To be made before anything is contributed: the ledger's intent is written here. `plan`: parameters.digest()."""
+    """Return the header of this rank. It must be made before anything is contributed, since the ledger's intent is
+    written here. `plan`: parameters.digest()."""
     global_batch = batch.global_batch
     return StepHeader(
         generation=world.current().id.number,
@@ -31,8 +32,8 @@ def header_of(batch: Batch, plan: int, weight_said: float) -> StepHeader:
 
 
 def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
-    """All ranks have reduced the same step; what its gradients are to be multiplied by yet. Raises
-    CollectiveMismatch, alike on every rank, unless they have."""
+    """Check that all ranks have reduced the same step. Returns the remaining factor for its gradients. Raises
+    CollectiveMismatch, alike on every rank, if they have not."""
     said = list(headers)
     check(said)
     weight = total([header.weight for header in said])
@@ -43,8 +44,8 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
 
 
 def absorb() -> bool:
-    """A collective of the step that is open has failed. True: the step is aborted, and its batch comes again; False:
-    it cannot, and the error has to leave."""
+    """Handle a failed collective of the open step. True: the step is aborted, and its batch comes again. False: this is
+    not possible, and the error has to propagate."""
     if not step.is_undecided():
         return False
     step.aborted()

@@ -1,5 +1,5 @@
-"""The gradients of one global batch, from this rank's to everybody's, proved by the step header. loader_path.py says
-when."""
+"""The reduction of one global batch's gradients from this rank's to the sum over all ranks, proved by the step header.
+loader_path.py decides its time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _active = ActiveOptimizers()
 
 
 class StepReduction:
-    """Those of one optimizer. `names` gives its parameters, and what they are called, when the first batch comes:
-    those that require gradients then are reduced from then on."""
+    """The reduction of one optimizer's gradients. `names` returns its parameters, with their names, when the first
+    batch comes: those that require gradients then are reduced from then on."""
 
     def __init__(self, names: Callable[[], Mapping[torch.Tensor, str]], options: Options, passes: Passes) -> None:
         self._names, self._options, self._passes = names, options, passes
         self._batch: Batch | None = None
-        self._kept: BucketedGradients | LocalGradients | None = None  # where those of this global batch are
+        self._kept: BucketedGradients | LocalGradients | None = None  # gradients of this global batch
         self._forget_plan()
 
     def _forget_plan(self) -> None:
@@ -40,7 +40,7 @@ class StepReduction:
         self._bucketed: BucketedGradients | None = None
 
     def plan_anew(self) -> None:
-        """The parameters are others now."""
+        """Plan the reduction again, since the parameters have changed."""
         self.end_overlap("parameters were added inside of backward()")
         self._forget_plan()
         self._kept = None
@@ -61,19 +61,20 @@ class StepReduction:
         return self._planned
 
     def concerns(self, parameter: torch.Tensor) -> bool:
-        """Whether its gradients are reduced. Raises StepError, ConfigError for what cannot be."""
+        """Return whether the parameter's gradients are reduced. Raises StepError or ConfigError for gradients that
+        cannot be."""
         if self._planned is None:
             self._plan()
         return id(parameter) in self._ids
 
     def begin(self, batch: Batch) -> None:
-        """The first of a global batch that the optimizer has something of."""
+        """Begin a global batch, with the first of its batches in which the optimizer takes part."""
         self._batch, self._kept = batch, None
         _active.add(id(self), batch.global_batch)
 
     @property
     def gradients(self) -> BucketedGradients | LocalGradients:
-        """Those of this global batch. Without a need they are not copied, nor is there memory for it."""
+        """Gradients of this global batch. They are copied, into memory allocated for it, only if necessary."""
         if self._kept is None:
             self._kept = self._keep()
         return self._kept
@@ -91,14 +92,14 @@ class StepReduction:
         return self._bucketed
 
     def copies(self) -> list[torch.Tensor]:
-        """Of what Gradients.tensors() gives."""
+        """Return copies of the tensors of `gradients.tensors()`."""
         return [tensor.clone() for tensor in self.gradients.tensors()]
 
-    # While backward goes on ------------------------------------------------------------------------------
+    # While backward continues ----------------------------------------------------------------------------
 
     def begin_overlap(self, batch: Batch) -> bool:
-        """Whether what arrives from now on is reduced in the background: only if no other optimizer's gradients can
-        get between the buckets of this one."""
+        """Return whether gradients are reduced in the background from now on: only if no other optimizer's gradients
+        can come between the buckets of this one."""
         gradients = self.gradients
         if isinstance(gradients, LocalGradients) or step.is_shared() or not _active.is_alone(id(self)):
             return False
@@ -110,13 +111,13 @@ class StepReduction:
         return True
 
     def end_overlap(self, reason: str) -> None:
-        """Nothing is being reduced in the background any more when it returns."""
+        """Wait until no reduction runs in the background."""
         if isinstance(self._kept, BucketedGradients):
             self._kept.end_overlap(reason)
         _active.end_overlap(id(self))
 
     def refuse_half_reduced(self) -> None:
-        """Raise StepError if the last backward pass has raised in the middle of an overlapped reduction."""
+        """Raise StepError if the last backward pass has raised during an overlapped reduction."""
         if isinstance(self._kept, BucketedGradients) and self._kept.is_overlapping():
             raise StepError(
                 "backward() has raised after some of its gradients were given away, to be reduced while it went on; "
@@ -127,8 +128,8 @@ class StepReduction:
     # At its end ------------------------------------------------------------------------------------------
 
     def add_up(self, batch: Batch, weight_said: float) -> None:
-        """Reduce what is not reduced yet; every `.grad` is that of the global batch then. Raises what transports
-        raise, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
+        """Reduce the remaining gradients; every `.grad` is that of the global batch afterwards. Raises the errors of
+        transports, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
         world.raise_if_refused("gradients cannot be reduced")
         gradients = self.gradients
         if isinstance(gradients, LocalGradients):
@@ -141,7 +142,7 @@ class StepReduction:
         gradients.publish()
 
     def _add_up_alone(self, gradients: LocalGradients, batch: Batch) -> None:
-        """There is nobody to disagree with."""
+        """Conclude the step of a single worker, without a comparison of headers."""
         ids = recording.intend(batch)
         gradients.raise_if_ended()
         recording.agree(batch.global_batch.samples, ids)
@@ -149,7 +150,7 @@ class StepReduction:
         gradients.publish()
 
     def drop(self) -> None:
-        """Nothing of this step counts: every `.grad` is zero."""
+        """Set every `.grad` to zero: the step does not count."""
         self.end_overlap("its step was aborted")
         for parameter in self.gradients.parameters:
             self.gradients.zero(parameter)

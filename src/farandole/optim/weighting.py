@@ -1,4 +1,4 @@
-"""fd.weight, and what the gradient of each loop body counts in that of the global batch. loader_path.py uses it."""
+"""fd.weight, and the weight of each loop body's gradient in that of the global batch. loader_path.py uses it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from farandole.state import step
 from farandole.state.global_batch import Batch
 
 NOT_GIVEN = -1.0
-"""In a step header: this rank's samples count."""
+"""Value in a step header: the number of this rank's samples is the weight."""
 NO_SAY = -2.0
-"""In a step header: this rank has no real sample of the global batch."""
+"""Value in a step header: this rank has no real sample of the global batch."""
 
 
 def weight(n: float) -> None:
-    """The loss of this loop body is a mean over `n` things, tokens for one: call it before backward().
+    """Set the weight of this loop body's loss, which is a mean over `n` items, such as tokens.
 
-    With it the gradient of a step is that of the mean over all things of the global batch, whoever has how many;
-    without, all samples count alike. In every loop body, or in none. n may be 0. What a dummy batch says does not
-    count.
+    Call it before backward(), in every loop body or in none. The gradient of a step is then that of the mean over all
+    items of the global batch, however they are distributed; without it, all samples count alike. The weight of a dummy
+    batch does not count.
 
-    Raises StepError when no batch of a DataLoader of Farandole is out, or after the backward() of its loop body;
-    ValueError for an n that is negative or not finite. CollectiveMismatch in backward(), on all workers, when only
-    some of them have called it.
+    Args:
+        n: Number of items, may be 0.
+
+    Raises:
+        StepError: No batch of a DataLoader of Farandole is out, or backward() of its loop body has run.
+        ValueError: n is negative or not finite.
+        CollectiveMismatch: Raised by backward() on all workers when only some of them have called weight().
     """
     number = float(n)
     if not math.isfinite(number) or number < 0:
@@ -34,18 +38,18 @@ def weight(n: float) -> None:
 
 
 class Weights:
-    """What the loop bodies of one global batch have said on this rank. `loss`: "mean" or "sum"."""
+    """The weights of one global batch's loop bodies on this rank. `loss`: "mean" or "sum"."""
 
     def __init__(self, loss: str) -> None:
         self._loss = loss
         self._said: dict[int, float | None] = {}
 
     def forget(self) -> None:
-        """The next global batch."""
+        """Drop the weights for the next global batch."""
         self._said.clear()
 
     def record(self, batch: Batch) -> float:
-        """Take note of what was said for a loop body; the factor for its gradients. Raises StepError."""
+        """Record the weight of a loop body. Returns the factor for its gradients. Raises StepError."""
         given = step.weight()
         if batch.is_dummy:
             return 0.0
@@ -54,11 +58,11 @@ class Weights:
                 raise StepError(f'weight({given:g}) with loss="sum": a sum needs no weights; leave one of them out')
             return 1.0
         self._said[batch.index] = given
-        # As large as with equal samples, so that gradients neither overflow nor vanish on the way.
+        # Of the same magnitude as with equal samples, so that gradients neither overflow nor vanish on the way.
         return batch.weight if given is None else given / batch.global_batch.global_samples
 
     def said(self) -> float:
-        """For the step header: the sum of what was said, NOT_GIVEN or NO_SAY. Raises StepError."""
+        """Return the value for the step header: the sum of the weights, NOT_GIVEN or NO_SAY. Raises StepError."""
         given = [each for each in self._said.values() if each is not None]
         if given and len(given) < len(self._said):
             raise StepError("weight() in some micro-batches of a global batch and not in others; call it in all")
@@ -68,9 +72,10 @@ class Weights:
 
 
 def total(said: list[float]) -> float | None:
-    """The weight of the global batch, from the headers of all ranks; None when its samples count.
+    """Return the weight of the global batch, from the headers of all ranks; None when its samples count.
 
-    Raises CollectiveMismatch, alike on every rank, when only some ranks have called weight()."""
+    Raises CollectiveMismatch, alike on every rank, when only some ranks have called weight().
+    """
     without = [rank for rank, each in enumerate(said) if each == NOT_GIVEN]
     given = [each for each in said if each >= 0]
     if given and without:

@@ -1,4 +1,4 @@
-"""Models that are divided among workers (FSDP2), in worlds that change."""
+"""State of models that are divided among workers (FSDP2), in worlds of changing size."""
 
 from farandole.sharding.sharded_state import ShardedState
 

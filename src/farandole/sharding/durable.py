@@ -1,5 +1,5 @@
-"""A sharded state in a folder, by torch's distributed checkpoints (DCP): any number of workers can read it, whatever
-number wrote it. sharded_state.py uses it."""
+"""Storage of a sharded state in a folder, by torch's distributed checkpoints (DCP). Any number of workers can read it,
+whatever number wrote it. sharded_state.py uses it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _KEPT = 2
 def write(
     folder: Path, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]
 ) -> None:
-    """As folder/number-generation; older ones but the newest are removed. A collective."""
+    """Write the state as folder/number-generation; of the older ones all but the newest are removed. A collective."""
     here = world.current()
     pieces.divide(model)
     with _type_of_errors():
         parameters, moments = get_state_dict(model, optimizer)
-        # As bytes: DCP takes containers apart, and reads of them what the reader has already.
+        # As bytes: DCP divides containers, and reads only the parts of them that the reader has already.
         state = {"model": parameters, "optimizer": moments, "number": number, "values": pickle.dumps(values)}
         save(state, checkpoint_id=folder / f"{number:010d}-{here.id.number:06d}")
     if here.placement.rank == 0:
@@ -41,7 +41,7 @@ def write(
 
 
 def newest(folder: Path) -> Path | None:
-    """Alike on all ranks. A collective."""
+    """Return the newest checkpoint, alike on all ranks. A collective."""
     found = _complete(folder)[-1:] if world.current().placement.rank == 0 else []
     for path in broadcast_object(found, 0, "sharding.newest"):
         return Path(path)
@@ -49,7 +49,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def read(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
-    """Into the model and the optimizer; the number and the values it was written with. A collective."""
+    """Load a checkpoint into the model and the optimizer. Returns the number and the values with which it was written.
+    A collective."""
     pieces.divide(model)
     with _type_of_errors():
         parameters, moments = get_state_dict(model, optimizer)
@@ -60,14 +61,14 @@ def read(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The oldest first."""
+    """Return the complete checkpoints, the oldest first."""
     return sorted(path.parent for path in folder.glob(f"*/{_COMPLETE}"))
 
 
 @contextmanager
 def _type_of_errors() -> Iterator[None]:
-    """DCP makes an error of its own, no Exception even, of what a collective raises: the run loop wants to see which
-    it was."""
+    """Return a context that raises the original error of a collective. DCP replaces it by an error of its own, not
+    even an Exception, and the run loop needs the type."""
     try:
         yield
     except BaseException as error:

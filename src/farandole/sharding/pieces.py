@@ -1,4 +1,4 @@
-"""What one worker has of a sharded model and its optimizer: taken out of them, and put into others that are divided in
+"""A worker's piece of a sharded model and its optimizer: taken out of them, and put into others that are divided in
 another way. sharded_state.py uses it."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from farandole.errors import ConfigError
 from farandole.sharding.shard_plan import Plan, rows
 
 Key = tuple[str, str]
-"""A parameter's name, and the name of a tensor of its optimizer state; "" for the parameter itself."""
+"""Key of a tensor: a parameter's name, and the name of a tensor of its optimizer state; "" for the parameter itself."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A copy.
+    """A copy of one worker's piece.
 
-    shards  this worker's part of what is divided
-    whole   what every worker has: parameters that are not divided, buffers, the rest of the optimizer's state, and of
-            which type the shards are
+    shards  this worker's part of the divided tensors
+    whole   the part that is equal on every worker: parameters that are not divided, buffers, the rest of the
+            optimizer's state, and the dtypes of the shards
     """
 
     shards: dict[Key, torch.Tensor]
@@ -34,7 +34,8 @@ class Piece:
 
 
 def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Piece:
-    """Raises ConfigError where the optimizer has parameters that the model has not."""
+    """Return a copy of this worker's piece. Raises ConfigError where the optimizer has parameters that the model
+    lacks."""
     divide(model)
     shards: dict[Key, torch.Tensor] = {}
     plain: dict[Key, Any] = {}
@@ -53,16 +54,17 @@ def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Piece:
 
 
 def divide(model: torch.nn.Module) -> None:
-    """After a forward pass without a backward pass FSDP leaves whole parameters where the shards belong."""
+    """Reshard the model: after a forward pass without a backward pass FSDP leaves whole parameters in place of the
+    shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def put_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
-    """Take over what every worker has, and make room for the optimizer's shards.
+    """Load the part that is equal on every worker, and allocate the optimizer's shards.
 
-    Raises ConfigError where the model has other parameters than the one that `whole` was taken from.
+    Raises ConfigError where the model has other parameters than the one from which `whole` was taken.
     """
     parameters = dict(model.named_parameters())
     known = {name for name, _ in [*whole["types"], *whole["plain"]]}
@@ -95,12 +97,13 @@ def put_shards(
     place: tuple[int, int],
     transport: Transport,
 ) -> None:
-    """A collective, after put_whole(): one shard of one tensor after the other travels from its source to all, and
-    each rank keeps what it needs of it. Nobody ever has more than one shard of one tensor in memory besides.
+    """Load the shards. A collective, after put_whole(): one shard of one tensor after the other is broadcast from its
+    source, and each rank keeps the part that it needs. A rank has at most one shard of one tensor in memory besides its
+    own.
 
     mine     the shards of the plan's commit that this rank holds, by their number
-    awaited  shards that have to travel
-    place    the shard that this rank is to have, and how many there are
+    awaited  shards that have to be broadcast
+    place    number of this rank's new shard, and the number of shards
     """
     live = {key: value for key, value in _entries(model, optimizer) if isinstance(value, DTensor)}
     with torch.no_grad():
@@ -132,7 +135,7 @@ def put_shards(
 
 
 def _entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Key, Any]]:
-    """Parameters and what the optimizer has for each, in an order that is the same on all ranks."""
+    """Yield parameters and the optimizer's tensors for each, in an order that is equal on all ranks."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         yield (name, ""), parameter
@@ -148,7 +151,8 @@ def _entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 
 def _divided_dimension(key: Key, value: DTensor) -> int:
-    """Of the mesh's two dimensions the first replicates and the second divides."""
+    """Return the dimension in which a tensor is divided. Of the mesh's two dimensions the first replicates and the
+    second divides."""
     placement = value.placements[-1]
     if len(value.placements) != 2 or not placement.is_shard() or not value.placements[0].is_replicate():
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""How a world is divided into shards and replicas, and from whom each shard of the state comes when it has changed.
-Pure; sharded_state.py asks."""
+"""The division of a world into shards and replicas, and the source of each shard of the state after a change. Pure;
+sharded_state.py uses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What all ranks go on from: commit `number`, of which `sources[i]` is the rank that gives shard i."""
+    """The commit from which all ranks continue: its `number`, and in `sources[i]` the rank that provides shard i."""
 
     number: int
     sources: tuple[int, ...]
@@ -29,21 +29,21 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def shards_within_hosts(hosts: Sequence[int], limit: int) -> int:
-    """The most shards, at most `limit`, so that the workers of each host are whole shard groups.
+    """Return the most shards, at most `limit`, so that the workers of each host form whole shard groups.
 
-    hosts  how many workers each host has
+    hosts  number of workers of each host
     """
     common = gcd(*hosts)
     return max(each for each in range(1, limit + 1) if common % each == 0)
 
 
 def choose(held: Sequence[Iterable[Held]]) -> Plan | None:
-    """The newest commit of which every shard is held by somebody, each from the lowest rank that does. None where there
-    is no such commit.
+    """Return the newest commit of which every shard has a holder, each shard from the lowest rank that holds it. None
+    where there is no such commit.
 
-    held  what each rank holds, by rank
+    held  the commits that each rank holds, by rank
     """
-    ranks: dict[tuple[int, int], dict[int, int]] = {}  # of a commit and its number of shards: who holds which shard
+    ranks: dict[tuple[int, int], dict[int, int]] = {}  # by commit and number of shards: the rank of each shard
     for rank, commits in enumerate(held):
         for each in commits:
             ranks.setdefault((each.number, each.count), {}).setdefault(each.index, rank)
@@ -54,7 +54,8 @@ def choose(held: Sequence[Iterable[Held]]) -> Plan | None:
 
 
 def missing(held: Sequence[Iterable[Held]]) -> tuple[int, list[int], int]:
-    """Of the newest commit that anybody holds: its number, the shards that nobody does, and how many there are."""
+    """Return the number of the newest commit that any rank holds, its shards without a holder, and its number of
+    shards."""
     everything = [each for commits in held for each in commits]
     newest = max(everything, key=lambda each: each.number)
     there = {each.index for each in everything if (each.number, each.count) == (newest.number, newest.count)}
@@ -62,9 +63,9 @@ def missing(held: Sequence[Iterable[Held]]) -> tuple[int, list[int], int]:
 
 
 def awaited(plan: Plan, held: Sequence[Iterable[Held]], indices: Sequence[int], count: int) -> set[int]:
-    """Shards of the plan that somebody needs and does not have, so that they have to travel.
+    """Return the shards of the plan that a rank needs and does not have, so that they have to be broadcast.
 
-    indices, count  the shard that each rank is to have now, by rank, and how many there are
+    indices, count  number of each rank's new shard, by rank, and the number of shards
     """
     if count != plan.count:
         return set(range(plan.count))
@@ -76,7 +77,7 @@ def awaited(plan: Plan, held: Sequence[Iterable[Held]], indices: Sequence[int], 
 
 
 def rows(length: int, index: int, count: int) -> tuple[int, int]:
-    """Where shard `index` of `count` begins and ends in a dimension of `length`: as torch.chunk divides it, the last
-    shards being shorter or empty."""
+    """Return begin and end of shard `index` of `count` in a dimension of `length`. As in torch.chunk, the last shards
+    are shorter or empty."""
     each = -(-length // count)
     return min(index * each, length), min((index + 1) * each, length)

@@ -1,4 +1,4 @@
-"""ShardedState: under the commit rule, what must survive of a model that is divided among workers by FSDP2."""
+"""ShardedState: the state, under the commit rule, of a model that is divided among workers by FSDP2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Build = Callable[[DeviceMesh], tuple[torch.nn.Module, torch.optim.Optimizer]]
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """What each rank tells all others before they agree on the state."""
+    """The data of each rank that all ranks exchange before they agree on the state."""
 
     local_rank: int
     local_size: int
@@ -45,10 +45,12 @@ class _Commit:
 
 
 class ShardedState(State):
-    """Each worker keeps the commits of its own shard. When the world has changed, mesh, model and optimizer are made
-    anew, and every shard comes from the lowest rank that holds it.
+    """The state of a model that is divided among workers. Each worker keeps the commits of its own shard.
 
-        def build(mesh):                       # called anew for each world
+    When the world has changed, mesh, model and optimizer are created again, and every shard comes from the lowest rank
+    that holds it.
+
+        def build(mesh):                       # called again for each world
             torch.manual_seed(0)
             model = Net()
             fully_shard(model, mesh=mesh)
@@ -60,20 +62,22 @@ class ShardedState(State):
         def train(state):
             model, optimizer = state.model, state.optimizer     # those of this world
 
-    build       gets a DeviceMesh with the dimensions "replicate" and "shard", gives the sharded model and its
-                optimizer. At the start of the job what it makes is where training begins: the same on all ranks
-    shards      the most shards. Ranks of one shard group are on one host, so there are fewer where workers of a host
-                are left over; 1 where each has to have all of the model. Or a function, which is given how many
-                workers each host has, and gives a number that divides their sum
-    checkpoint  a folder that all hosts see: save_checkpoint() writes there, by DCP. A shard that nobody holds any
-                more, and a job that begins, go back to the newest one
-    values      plain Python values, as with ObjectState; rank 0's at the start
+    Each worker has one copy of its shard of parameters and optimizer state in memory between commits, and two while it
+    commits. After an interrupt or a fault, training returns to the newest complete commit. In the elastic function
+    ShardLost is raised, alike on all ranks, when a shard has no holder and there is no checkpoint.
 
-    Each worker has a copy of its shard of parameters and optimizer state in memory, between commits; two while it
-    commits. An interrupt or a fault goes back to the newest commit that is whole.
+    Args:
+        build: Receives a DeviceMesh with the dimensions "replicate" and "shard", and returns the sharded model and its
+            optimizer. At the start of the job training begins with its result, which must be equal on all ranks.
+        shards: The most shards. Ranks of one shard group are on one host, so there are fewer where workers of a host
+            are left over, and 1 where each worker has to hold the whole model. Alternatively a function that receives
+            the number of workers of each host, and returns a number that divides their sum.
+        checkpoint: A folder that all hosts can access; save_checkpoint() writes there, by DCP. The newest checkpoint is
+            loaded when a shard has no holder any more, and when a job begins.
+        **values: Plain Python values, as with ObjectState; those of rank 0 at the start.
 
-    Raises ConfigError for shards below 1. In the elastic function: ShardLost, alike on all ranks, when a shard has no
-    holder and there is no checkpoint.
+    Raises:
+        ConfigError: `shards` is below 1.
     """
 
     def __init__(
@@ -90,14 +94,14 @@ class ShardedState(State):
         self._checkpoint = Path(checkpoint) if checkpoint is not None else None
         self._names = list(values)
         self._commits: list[_Commit] = []
-        self._number, self._place = 0, (0, 1)  # of the newest commit; this rank's shard, and how many there are
+        self._number, self._place = 0, (0, 1)  # of the newest commit; number of this rank's shard, and of shards
         self.__dict__.update(values)
 
-    # What a script asks ---------------------------------------------------------------------------------------
+    # Methods for scripts --------------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> int:
-        """How many workers hold each shard."""
+        """Number of workers that hold each shard."""
         return world.current().placement.size // self._place[1]
 
     @property
@@ -105,15 +109,16 @@ class ShardedState(State):
         return self._place[1]
 
     def save(self) -> None:
-        """Copy this worker's shard. What was committed before stays until all have the new one."""
+        """Copy this worker's shard. The earlier commit stays until all ranks have the new one."""
         self._number += 1
         self._keep()
 
     def restore(self) -> None:
-        """Nothing: sync() follows, and finds what all can go on from."""
+        """Do nothing: sync() follows, and finds the commit from which all ranks can continue."""
 
     def check_host_updates(self) -> None:
-        """As State's. Once it is over, all ranks have the newest commit."""
+        """Check for host updates as State does. When it returns or raises HostsUpdatedInterrupt, all ranks have the
+        newest commit."""
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
@@ -122,25 +127,28 @@ class ShardedState(State):
         del self._commits[:-1]
 
     def save_checkpoint(self) -> None:
-        """Write the state as it is now to the folder `checkpoint`. A collective, of all ranks at the same place.
+        """Write the current state to the folder `checkpoint`. A collective, called by all ranks at the same place.
 
-        The two newest ones stay. One that was interrupted is no checkpoint. Raises ConfigError without a folder.
+        The two newest checkpoints stay. An interrupted one does not count.
+
+        Raises:
+            ConfigError: No folder was given.
         """
         if self._checkpoint is None:
             raise ConfigError("save_checkpoint(): give ShardedState a folder, ShardedState(..., checkpoint=folder)")
-        from farandole.sharding import durable  # which takes most of a second
+        from farandole.sharding import durable  # the import takes most of a second
 
         durable.write(self._checkpoint, self._number, self.model, self.optimizer, self._values())
 
-    # What the run loop asks -----------------------------------------------------------------------------------
+    # Methods for the run loop ---------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Model and optimizer are bound to groups that are over: their memory is needed for the next ones."""
+        """Release model and optimizer, which are bound to ended groups: their memory is needed for the next ones."""
         self.model: Any = None
         self.optimizer: Any = None
 
     def sync(self) -> None:
-        """Agree on the newest commit that is whole, and have it on all ranks, divided as the world is now."""
+        """Agree on the newest complete commit, and load it on all ranks, divided for the current world."""
         here = world.current()
         transport, placement = here.transport, here.placement
         mine = _Word(placement.local_rank, placement.local_size, [each.held for each in self._commits])
@@ -155,13 +163,13 @@ class ShardedState(State):
         elif not self._take_from_disk(held):
             self._begin(transport)
         self._keep()
-        transport.barrier()  # until here somebody may fail, and then the next world needs what was there before
+        transport.barrier()  # before it a rank may fail, and the next world then needs the earlier commits
         del self._commits[:-1]
 
-    # How ------------------------------------------------------------------------------------------------------
+    # Private --------------------------------------------------------------------------------------------------
 
     def _make(self, hosts: list[int]) -> None:
-        """Mesh, model and optimizer of this world."""
+        """Create mesh, model and optimizer of this world."""
         self.reset()
         size, rank = world.current().placement.size, world.current().placement.rank
         shards = self._shards(hosts) if callable(self._shards) else shards_within_hosts(hosts, self._shards)
@@ -177,13 +185,13 @@ class ShardedState(State):
         return [rank % self.shards for rank in range(world.current().placement.size)]
 
     def _begin(self, transport: Transport) -> None:
-        """At the start of the job: all have what they have made, and the lowest rank's of each shard counts."""
+        """Begin the job: all ranks have created a state, and the lowest rank's version of each shard counts."""
         self._keep()
         self._take_over(Plan(self._number, tuple(range(self.shards))), set(range(self.shards)), transport)
 
     def _take_over(self, plan: Plan, travelling: set[int], transport: Transport) -> None:
-        """From the sources, into the live model and the live values."""
-        # A newer one cannot become whole any more, and its number will be used again.
+        """Load a commit from its sources into the live model and the live values."""
+        # A newer one cannot become complete any more, and its number will be used again.
         self._commits = [each for each in self._commits if each.held.number <= plan.number]
         mine = {
             each.held.index: each
@@ -200,7 +208,7 @@ class ShardedState(State):
         self.__dict__.update(deep_copy(values, "state"))
 
     def _take_from_disk(self, held: list[list[Held]]) -> bool:
-        """The newest checkpoint; False where there is none, nor anything lost. Raises ShardLost."""
+        """Load the newest checkpoint. Returns False if there is none and nothing is lost. Raises ShardLost."""
         newest = None
         if self._checkpoint is not None:
             from farandole.sharding import durable
@@ -226,7 +234,7 @@ class ShardedState(State):
 
 
 def _broadcast(value: Any, source: int, transport: Transport) -> Any:
-    """Rank `source`'s value, tensors in it as raw memory."""
+    """Return rank `source`'s value; tensors in it are sent as raw memory."""
     packed = packing.pack(value) if transport.rank == source else None
     skeleton = transport.all_gather(packed.skeleton if packed is not None else b"")[source]
     if packed is not None:

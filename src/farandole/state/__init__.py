@@ -1,1 +1,1 @@
-"""What must survive a change of the membership."""
+"""The state of a job that has to survive a change of the membership."""

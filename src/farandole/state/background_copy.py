@@ -1,8 +1,9 @@
-"""Copies of tensors that are made while training goes on, and are through before anything changes the tensors.
+"""Copies of tensors that are made while training continues, and that complete before the tensors change.
 
-A commit begins one. Every optimizer's step() and every hooked module's load_state_dict() ends it first. Or a commit
-postpones one: as long as the tensors stay as they are, they are the commit. Then an optimizer's step() leaves nothing
-to return to, and until the next commit there must be no reason to: collectives, which may fail, are refused.
+A commit begins a copy. The step() of every optimizer and the load_state_dict() of every hooked module first wait for
+it. A commit may also postpone its copy: as long as the tensors do not change, they are the commit. An optimizer's
+step() then leaves no commit to return to, and until the next commit there must be no reason to: collectives, which may
+fail, are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from farandole.errors import StepError
 from farandole.state import loop_hooks
 from farandole.state.deep_copy import TensorPair
 
-# Below this a thread costs more than the copy: some 0.1 ms.
+# Below this size a thread costs more than the copy: some 0.1 ms.
 _INLINE_BYTES = 1 << 20
 
 _REFUSAL = (
@@ -32,13 +33,13 @@ _REFUSAL = (
 
 
 class BackgroundCopy:
-    """One set of copies at a time. Only tensors on the CPU wait for the thread: those on other devices are copied at
-    once, in the caller's stream, which knows what was queued before."""
+    """Copies in the background, one set at a time. Only CPU tensors wait for the thread. Tensors on other devices are
+    copied at once, in the caller's stream, which orders the copy after the operations queued before."""
 
     def __init__(self) -> None:
         self._todo: deque[TensorPair] = deque()
         self._postponed: list[TensorPair] = []
-        self._was_passed = False  # an optimizer stepped, and what was postponed cannot be copied any more
+        self._was_passed = False  # an optimizer stepped: the postponed tensors cannot be copied any more
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -46,7 +47,7 @@ class BackgroundCopy:
         _hook_optimizers()
 
     def begin(self, pairs: Sequence[TensorPair]) -> None:
-        """Copy each source to its target, from now on. What was begun before is finished first."""
+        """Start to copy each source to its target. Copies begun earlier are finished first."""
         self.finish()
         self._was_passed = False
         on_cpu = [pair for pair in pairs if pair[0].device.type == "cpu"]
@@ -57,24 +58,24 @@ class BackgroundCopy:
         if sum(source.numel() * source.element_size() for source, _ in on_cpu) <= _INLINE_BYTES:
             self._work()
             return
-        # No daemon: a process that ends must wait for it. A daemon inside of torch would take the process down.
+        # Not a daemon: the process waits for it at its end. A daemon thread inside torch would crash the process then.
         self._thread = threading.Thread(target=self._work_in_thread, name="farandole-commit")
         self._thread.start()
 
     def postpone(self, pairs: Sequence[TensorPair]) -> None:
-        """Copy each source to its target when somebody asks for it, unless an optimizer steps first. All that was
-        begun, or postponed, before is not needed any more."""
+        """Copy each source to its target on request, unless an optimizer steps first. All copies begun or postponed
+        earlier are dropped."""
         self.forget()
         self._postponed = list(pairs)
 
     def forget(self) -> None:
-        """A new commit is being made: what the last one has postponed is not needed."""
+        """Drop the copies that the last commit has postponed, since a new commit is being made."""
         self._postponed, self._was_passed = [], False
         world.refuse_collectives(None)
 
     def pass_by(self) -> None:
-        """An optimizer steps now. Inside an elastic function what is postponed is given up, which is promised to be
-        well; copies that were begun are finished."""
+        """Prepare for an optimizer's step. Inside an elastic function postponed copies are given up, as the promise of
+        the script allows. Copies that were begun are finished."""
         if self._postponed and loop_hooks.is_elastic():
             self._postponed, self._was_passed = [], True
             world.refuse_collectives(_REFUSAL)
@@ -82,14 +83,14 @@ class BackgroundCopy:
             self.finish()
 
     def finish_to_restore(self) -> None:
-        """finish(), or StepError when the targets do not hold a commit."""
+        """Run finish(), and raise StepError when the targets do not hold a commit."""
         self.finish()
         if self._was_passed:
             raise StepError(f"returning to the last commit {_REFUSAL}")
 
     def finish(self) -> None:
-        """Return when all targets hold what their sources held at begin(). From any thread; free when there is
-        nothing to do. Raises what a copy raised."""
+        """Wait until all targets hold the values that their sources had at begin(). May be called from any thread;
+        costs nothing when no copy is under way. Raises the error of a failed copy."""
         with self._lock:
             postponed, self._postponed = self._postponed, []
             for source, target in postponed:
@@ -97,7 +98,7 @@ class BackgroundCopy:
             if self._thread is None:
                 return
             try:
-                self._work()  # helps: the thread has at most one tensor in its hands then
+                self._work()  # helps the thread, which then has at most one tensor left
             finally:
                 self._thread.join()
                 self._thread = None
@@ -116,24 +117,24 @@ class BackgroundCopy:
     def _work_in_thread(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - finish() raises it where somebody can act
+        except BaseException as error:  # noqa: BLE001 - finish() raises it in the caller's thread
             self._error = error
 
 
 def finish_all() -> None:
-    """End every copy that is under way, before tensors are changed by somebody who does not know whose they are."""
+    """Finish every copy that is under way, before code that does not know their owners changes tensors."""
     for each in list(_all):
         each.finish()
 
 
 def finish_all_to_restore() -> None:
-    """The same, and StepError when what would be restored is no commit."""
+    """Run finish_all(), and raise StepError when the targets to restore from do not hold a commit."""
     for each in list(_all):
         each.finish_to_restore()
 
 
 def finish_before_loading(module: torch.nn.Module) -> None:
-    """From now on load_state_dict() of the module, or of a module in it, ends the copies first."""
+    """Hook the module and its submodules, so that their load_state_dict() first finishes the copies."""
     for each in module.modules():
         if each not in _hooked:
             each.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
@@ -146,7 +147,7 @@ _has_hooked_optimizers = False
 
 
 def _hook_optimizers() -> None:
-    """Once per process, for all optimizers: the one that steps need not be the one that a state was given."""
+    """Hook all optimizers, once per process: a state may hold another optimizer than the one that steps."""
     global _has_hooked_optimizers
     if not _has_hooked_optimizers:
         register_optimizer_step_pre_hook(_before_step)

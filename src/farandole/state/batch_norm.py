@@ -1,4 +1,5 @@
-"""Running statistics of BatchNorm layers, which each worker computes from its own samples: made equal at epoch ends."""
+"""Running statistics of BatchNorm layers. Each worker computes them from its own samples; they are made equal at epoch
+ends."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ def layers_with_statistics(modules: Iterable[torch.nn.Module]) -> list[_NormBase
 
 
 def make_equal(layers: list[_NormBase], transport: Transport) -> None:
-    """Give every worker the mean of all workers' running means, and the variance of all their samples together: the
-    mean of the variances plus the variance of the means, every worker counting alike. In float64, the same bits
-    everywhere. All ranks call it. Raises what transports raise, with nothing changed."""
+    """Give every worker the mean of all running means, and the variance of all samples together. The variance is the
+    mean of the variances plus the variance of the means; every worker counts alike. Computed in float64, with the same
+    bits on all ranks. All ranks call it. Raises the errors of transports, with nothing changed."""
     if not layers or transport.size == 1:
         return
     means = torch.cat([_flat(each.running_mean) for each in layers])

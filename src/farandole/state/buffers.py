@@ -1,4 +1,4 @@
-"""The buffers of a module and its extra state, by name. StepState looks at them in each step."""
+"""Buffers and extra state of a module, by name. StepState reads them in each step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import torch
 
 ExtraState: TypeAlias = dict[str, torch.nn.Module]
-"""Modules that have an extra state (`get_extra_state()`), by their names in the module that they are parts of."""
+"""Modules that have an extra state (`get_extra_state()`), by their names in the containing module."""
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """As dict(module.named_buffers()), several times as fast: most modules have none, and need no name."""
+    """Return dict(module.named_buffers()), several times as fast: most modules have no buffers and need no name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     _collect(module, "", found, seen)
@@ -20,7 +20,7 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor], seen: set[int]) -> None:
-    """In the order of named_buffers(): a module's own, then those of its children. Shared ones once."""
+    """Collect buffers in the order of named_buffers(): a module's own, then those of its children. Shared ones once."""
     if module._buffers:
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in seen:
@@ -32,17 +32,17 @@ def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor
 
 
 def modules_with_extra_state(module: torch.nn.Module) -> ExtraState:
-    """Return the parts of a module, itself included, whose class says what its extra state is."""
+    """Return the submodules, `module` included, whose class defines get_extra_state()."""
     plain = torch.nn.Module.get_extra_state
     return {name: each for name, each in module.named_modules() if type(each).get_extra_state is not plain}
 
 
 def extra_state_of(modules: ExtraState) -> dict[str, Any]:
-    """Return the extra state of each of them; the module's own object, not a copy."""
+    """Return the extra state of each module: the module's own object, not a copy."""
     return {name: each.get_extra_state() for name, each in modules.items()}
 
 
 def load_extra_state(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Give the parts of a module the extra state that extra_state_of() returned."""
+    """Load the extra state that extra_state_of() returned into the submodules."""
     for name, value in saved.items():
         module.get_submodule(name).set_extra_state(value)

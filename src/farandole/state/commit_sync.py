@@ -1,4 +1,4 @@
-"""A TorchState under the commit rule, as sync.py wants it: everybody copies from the rank with the newest commit."""
+"""A TorchState under the commit rule, adapted to sync.py: all ranks copy from the rank with the newest commit."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ HandlerT = TypeVar("HandlerT", bound=StateHandler)
 
 
 def can_be_staged(state: TorchState) -> bool:
-    """Whether nobody has a sync of his own. By classes only: the answer must be the same on every rank."""
+    """Return whether no handler or state overrides sync(). Only classes count, since the answer must be equal on all
+    ranks."""
     return type(state).sync is TorchState.sync and all(type(each) in BUILT_IN for each in state._handlers.values())
 
 
 def synchronize_commits(shared: CommittedState, transport: Transport, bootstrap: bool) -> SyncReport:
-    """Make the state of all ranks equal to the source's, and the commit of all ranks equal to that.
+    """Make the state of all ranks equal to the source's, and make this state the commit of all ranks.
 
     Raises PeerLost or GenerationEnded with this rank's state unharmed.
     """
@@ -48,14 +49,14 @@ def synchronize_commits(shared: CommittedState, transport: Transport, bootstrap:
 
 
 class CommittedState:
-    """The live values of a TorchState, taken apart for a sync, and put together again.
+    """The live values of a TorchState, divided into parts for a sync, and assembled again.
 
-    The *tensors* of a state are what an optimizer can move: parameters and the optimizers' tensors. Metadata is the
-    rest.
+    The *tensors* of a state are those that an optimizer can change: parameters and the optimizers' tensors. Metadata is
+    the rest.
     """
 
     digests = None
-    """What a script does between two commits is its own business."""
+    """Absent: a script may change its state in any way between two commits."""
 
     def __init__(self, state: TorchState) -> None:
         self.state = state
@@ -64,26 +65,27 @@ class CommittedState:
 
     @property
     def progress(self) -> Progress:
-        """The number of the last commit counts, not what happened since: that is undone, or the same everywhere."""
+        """Progress by the number of the last commit. Later changes do not count: they are undone, or equal on all
+        ranks."""
         return Progress(step=self.state._commits)
 
     def settle(self) -> None:
-        """After a sync: what is live is the commit now."""
+        """Make the live values the commit, after a sync."""
         self.state._remember()
 
     # Samplers --------------------------------------------------------------------------------------------
 
     def samplers(self) -> dict[str, Any]:
-        """Those that record progress, by name."""
+        """Return the samplers that record progress, by name."""
         return {name: handler.value for name, handler in self._of(SamplerStateHandler).items()}
 
     def tell_news(self) -> bytes:
-        """What this rank alone knows of its samplers' samples; nothing, mostly."""
+        """Return the samples of this rank's samplers that no other rank knows of, pickled; usually b""."""
         news = {name: each.tell_news() for name, each in self._with_news()}
         return pickle.dumps(news) if any(news.values()) else b""
 
     def hear_news(self, told: bytes) -> None:
-        """What tell_news() has returned on another rank."""
+        """Add the samples that tell_news() has returned on another rank."""
         if told:
             news = pickle.loads(told)
             for name, sampler in self._with_news():
@@ -93,12 +95,12 @@ class CommittedState:
         return [(name, each) for name, each in self.samplers().items() if hasattr(each, "tell_news")]
 
     def recorded(self) -> dict[str, dict[str, Any]]:
-        """What this rank's samplers have recorded, by name."""
+        """Return the records of this rank's samplers, by name."""
         return {name: dict(handler.value.state_dict()) for name, handler in self._of(SamplerStateHandler).items()}
 
     def unite(self, said: Sequence[dict[str, dict[str, Any]]]) -> None:
-        """Load the source's record, which is live now, with the sets of all holders. On the source too: what is
-        left is divided among the new world then."""
+        """Load the source's record, which is live now, with the sets of all holders. The source does so too, since the
+        remaining samples are divided among the new world then."""
         for name, handler in self._of(SamplerStateHandler).items():
             handler.load_united([handler.value.state_dict(), *(states[name] for states in said)])
 
@@ -166,6 +168,6 @@ def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _others(module: torch.nn.Module) -> dict[str, Any]:
-    """Of the state_dict() all but the parameters: buffers, and what modules add to it."""
+    """Return the state_dict() without the parameters: buffers, and entries that modules add to it."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {key: value for key, value in module.state_dict().items() if key not in parameters}

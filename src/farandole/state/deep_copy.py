@@ -1,4 +1,4 @@
-"""Copies of nested values whose tensors may be filled in later. Commits are made of them."""
+"""Copies of nested values whose tensors may be filled in later. Commits consist of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Snapshot:
-    """One value as it was at the last commit. Memory for tensors is used again by the next commit.
+    """A value as it was at the last commit. The next commit reuses the memory of its tensors.
 
-    is_on_host  copies are in the host's memory, wherever the tensors are: for values that are copied back into theirs
+    is_on_host  copies are in host memory, on whatever device the tensors are: for values that are copied back in place
     """
 
     def __init__(self, is_on_host: bool = False) -> None:
@@ -27,8 +27,8 @@ class Snapshot:
         self._targets: list[torch.Tensor] = []
 
     def take(self, value: Any, is_later: Callable[[torch.Tensor], bool] | None = None) -> list[TensorPair]:
-        """Remember `value`: containers and objects now; tensors for which `is_later` holds as soon as somebody
-        carries out the returned copies, all others now."""
+        """Remember `value`. Containers and objects are copied now; so are tensors, except those for which `is_later`
+        holds. Their copies are returned, for the caller to carry out."""
         walk = _Walk(self._targets, self._device)
         self._value = walk.copied(value)  # first, since it may raise
         self._targets = walk.targets
@@ -42,12 +42,12 @@ class Snapshot:
         return later
 
     def view(self) -> Any:
-        """The value, with the snapshot's own tensors in it: only for those who copy out of them."""
+        """Return the value with the snapshot's own tensors in it, for callers that only copy out of them."""
         memo: dict[int, Any] = {id(tensor): tensor for tensor in self._targets}
         return copy.deepcopy(self._value, memo)
 
     def copy(self) -> Any:
-        """The value; nothing in it is shared with the snapshot."""
+        """Return the value; no part of it is shared with the snapshot."""
         return copy.deepcopy(self._value)
 
     def _device(self, source: torch.Tensor) -> torch.device:
@@ -55,12 +55,12 @@ class Snapshot:
 
 
 class _Walk:
-    """Through one value, once: copies containers and objects as copy.deepcopy() does, several times as fast for what
-    states are made of, and puts tensors into the copy that are still to be filled in.
+    """A pass over a value. It copies containers and objects as copy.deepcopy() does, several times as fast for the
+    usual contents of states, and puts tensors into the copy that are to be filled in later.
 
-    kept       such tensors of an earlier walk, which are used again where they have the layout
-    device_of  where that of a tensor is to be
-    sources    tensors in the order in which they are found, each once; `targets` are those in their places
+    kept       target tensors of an earlier pass, which are reused where the layout is the same
+    device_of  returns the device of the target of a tensor
+    sources    tensors in the order in which they are found, each once; `targets` are the tensors in their places
     """
 
     def __init__(self, kept: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]) -> None:
@@ -82,7 +82,7 @@ class _Walk:
             made = self._remember(value, kind())
             for key, each in value.items():
                 made[key if type(key) in _LEAVES else self._otherwise(key)] = self.copied(each)
-            if kind is OrderedDict and value.__dict__:  # the versions of a module's parts
+            if kind is OrderedDict and value.__dict__:  # the version numbers of a module's submodules
                 made.__dict__.update(self.copied(value.__dict__))
             return made
         if kind is list:
@@ -92,7 +92,7 @@ class _Walk:
         return self._otherwise(value)
 
     def _otherwise(self, value: Any) -> Any:
-        """Of any other type. Tensors in it are not cloned, either, where a walk finds them."""
+        """Copy a value of any other type. Tensors that a pass finds in it are not cloned, either."""
         for tensor in tensors_in(value):
             self.copied(tensor)
         return copy.deepcopy(value, self._memo)
@@ -101,7 +101,7 @@ class _Walk:
         place, device = len(self.targets), self._device_of(source)
         target = self._kept[place] if place < len(self._kept) else None
         if target is None or target.device != device or _layout(target) != _layout(source):
-            # Pinned, so that the device copies by itself, at its full speed.
+            # Pinned, so that the device copies asynchronously, at its full speed.
             is_pinned = source.is_cuda and device.type == "cpu"
             target = torch.empty_like(source, device=device, pin_memory=is_pinned, requires_grad=False)
         self.sources.append(source)
@@ -117,7 +117,7 @@ _CPU = torch.device("cpu")
 
 
 def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Named values, copied together, so that what they share stays shared. Tensors lose their graph.
+    """Copy named values together, so that shared parts stay shared. Tensors lose their graph.
 
     Raises ConfigError, naming the value, when one cannot be copied.
     """
@@ -131,14 +131,14 @@ def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The plain tensors in nested dicts, lists and tuples, each once, always in the same order."""
+    """Return the plain tensors in nested dicts, lists and tuples, each once, always in the same order."""
     found: list[torch.Tensor] = []
     _collect(value, found, set())
     return found
 
 
 def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
-    """By the type first: at each commit every number of every state is asked."""
+    """Collect tensors. The type is checked first: each commit passes every number of every state."""
     kind = type(value)
     if kind in _LEAVES or id(value) in seen:
         return
@@ -171,7 +171,7 @@ def _copied(value: Any) -> Any:
 def _refuse_uncopyable(name: str, value: object, owner: str) -> None:
     try:
         _copied(value)
-    except Exception as error:  # deepcopy raises whatever the value's own methods raise
+    except Exception as error:  # deepcopy raises any error of the value's own methods
         raise ConfigError(
             f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}); a commit could not keep it: "
             f"give {owner} values that can be copied and pickled, or objects with state_dict()"

@@ -1,11 +1,11 @@
-"""A 64-bit digest of tensors, to tell copies of one state apart at memory speed; not for security. sync.py and
+"""A 64-bit digest of tensors, which tells copies of one state apart at memory speed; not for security. sync.py and
 state_digest.py use it.
 
 Long pieces are hashed multilinearly: each 32-bit word is multiplied by a random odd 64-bit number that belongs to its
-place, and the products are added up modulo 2^64; the sums of rows of words are the coefficients of a polynomial
-(D. Lemire and O. Kaser, "Strongly universal string hashing is fast", 2014). Short pieces on the CPU go through CRC-32,
-since an operation of torch's takes microseconds. A change of a single word always changes the digest. Any other change,
-such as swapped values or signs, does so but for a chance of about 2^-32.
+place, and the products are added up modulo 2^64; the sums of rows of words are the coefficients of a polynomial (D.
+Lemire and O. Kaser, "Strongly universal string hashing is fast", 2014). Short pieces on the CPU go through CRC-32,
+since an operation of torch takes microseconds. A change of a single word always changes the digest. Any other change,
+such as swapped values or signs, changes it except with a probability of about 2^-32.
 
 Words of 64 bits would be three times as fast, and would miss every pair of changed signs of float64: their highest bits
 cancel modulo 2^64.
@@ -32,14 +32,14 @@ _MASK = (1 << 64) - 1
 def digest(pieces: Iterable[torch.Tensor]) -> int:
     """Return the digest of 1-D uint8 tensors, of any lengths and on any device.
 
-    It follows from the bytes and the lengths alone, and is not 0, which stands for "nothing was hashed".
+    The digest depends on the bytes and the lengths alone. It is never 0, which stands for "nothing was hashed".
     """
     value, crc = 1, 0
     elsewhere: dict[torch.device, list[torch.Tensor]] = {}
     for piece in pieces:
         length = piece.numel()
         value = (value * _MULTIPLIER + length) & _MASK
-        if length >= _LONG_BYTES:  # whatever its alignment: all ranks have to do the same
+        if length >= _LONG_BYTES:  # whatever its alignment: all ranks must compute the same
             whole = length // 4 * 4
             value = _add(value, piece[:whole])
             piece = piece[whole:]
@@ -58,7 +58,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _add(value: int, raw: torch.Tensor) -> int:
-    """Append bytes, whose number divides by 4, to what `value` is the digest of."""
+    """Append bytes to the digest `value`. Their number must be divisible by 4."""
     if raw.storage_offset() % 4:
         raw = raw.clone()  # words have to be aligned
     for total in _row_sums(raw.view(torch.int32)):
@@ -89,7 +89,7 @@ def _room() -> torch.Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers, the same in every process: the finalizer of splitmix64 of 1, 2, 3, ..."""
+    """Return odd numbers, equal in every process: the finalizer of splitmix64 of 1, 2, 3, ..."""
     x = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(_MULTIPLIER)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

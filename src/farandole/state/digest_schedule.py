@@ -1,4 +1,4 @@
-"""Which part of the state is hashed at which step. It follows from the sizes of the tensors and from the step alone, so
+"""The schedule by which parts of the state are hashed. It depends only on the sizes of the tensors and the step, so
 that all ranks hash the same part. Pure; state_digest.py uses it."""
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ EVERY = 4
 """Steps from one hashed block to the next one."""
 
 BLOCKS = 64
-"""Most blocks that a state is cut into."""
+"""Maximum number of blocks of a state."""
 
 TURN = EVERY * BLOCKS
-"""Steps after which every block was hashed."""
+"""Steps in which every block is hashed once."""
 
 HEAD_BYTES = 4096  # of each tensor of a sample
-_WHOLE_BYTES = 6 << 20  # a state that is not larger is its own sample: some 2 ms
+_WHOLE_BYTES = 6 << 20  # a state of at most this size is its own sample: some 2 ms
 _MORE_BYTES = 1 << 20  # of the block in turn, in a sample
 _HEADS = 400  # tensors in a sample: some 3 ms
 
-_TENSOR_BYTES = 16 << 10  # what can be hashed in the time that another tensor takes
-_BLOCK_BYTES = 2 * _TENSOR_BYTES  # fewest, where that saves steps
+_TENSOR_BYTES = 16 << 10  # bytes that are hashed in the time that one more tensor costs
+_BLOCK_BYTES = 2 * _TENSOR_BYTES  # smallest block, where that saves steps
 
 
 class Part(NamedTuple):
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def is_due(step: int) -> bool:
-    """Whether a block is hashed at the boundary before this step."""
+    """Return whether a block is hashed at the boundary before this step."""
     return step % EVERY == 0
 
 
@@ -58,13 +58,14 @@ def cut(sizes: Sequence[int]) -> list[list[Part]]:
 
 
 def block_at(step: int, blocks: int) -> int:
-    """Number of the block that is due at this step, or was due last."""
+    """Return the number of the block that is due at this step, or was due last."""
     return step // EVERY % blocks
 
 
 def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[Part]]) -> list[Part]:
-    """Return what is compared where time is short: all of a state of a few MiB; of a larger one the beginning of each
-    tensor, or of some of very many in turn, and the beginning of one block in turn."""
+    """Return the parts that are compared where time is short. A state of a few MiB is compared whole. Of a larger one,
+    the parts are the beginning of each tensor (with very many tensors, of some of them in turn) and the beginning of
+    one block in turn."""
     if sum(sizes) <= _WHOLE_BYTES and len(sizes) <= _HEADS:
         return [Part(place, 0, size) for place, size in enumerate(sizes)]
     stride = -(-len(sizes) // _HEADS)

@@ -1,4 +1,4 @@
-"""Ranks whose states should be the same, and are not: which one is right, and what is to be said. Pure."""
+"""Divergence between ranks whose states should be equal: the choice of the right one, and the report. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """What a comparison has found.
+    """The result of a comparison.
 
     step      decided steps at that time
     name      the first object that differs, as "model.0.weight"
-    objects   how many differ
-    ranks     those that differ from the source
-    source    the rank that most are equal to, the lowest one where several are; only of those that are furthest
+    objects   number of objects that differ
+    ranks     the ranks that differ from the source
+    source    the rank that agrees with most ranks, the lowest such rank; only ranks with the most progress count
     is_trained  parameters or optimizer state differ, not only buffers and tracked tensors
     """
 
@@ -34,11 +34,11 @@ class Divergence(msgspec.Struct, frozen=True):
 
 
 def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks: Collection[int]) -> int:
-    """Return the rank that has what most have, for most of the objects `names`; of several the lowest one.
+    """Return the rank that agrees with the majority on most of the objects `names`; among several, the lowest rank.
 
     Args:
-        table: digests by name, of each rank.
-        ranks: those that count.
+        table: Digests by name, of each rank.
+        ranks: The ranks that are considered.
     """
     scores = dict.fromkeys(sorted(ranks), 0)
     for name in names:
@@ -49,10 +49,10 @@ def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks
 
 
 def differing(table: Sequence[Mapping[str, int]], ranks: Collection[int]) -> list[str]:
-    """Names of the objects that are not the same on all of `ranks`, in the order in which they come.
+    """Return the names of the objects that are not equal on all of `ranks`, in their order in the tables.
 
     Args:
-        table: digests by name, of each rank.
+        table: Digests by name, of each rank.
     """
     first, *others = (table[rank] for rank in sorted(ranks))
     names = dict.fromkeys([*first, *(name for other in others for name in other)])

@@ -1,6 +1,6 @@
-"""How a TorchState saves, restores and synchronizes the values that are more than plain values.
+"""Handlers, with which a TorchState saves, restores and synchronizes the values that are not plain.
 
-A handler's own sync() copies from rank 0. Inside `elastic.run` values of the built-in handlers are synchronized all
+The sync() of a handler copies from rank 0. Inside `elastic.run`, the values of the built-in handlers are synchronized
 together instead, from the rank with the newest commit (commit_sync.py).
 """
 
@@ -25,7 +25,7 @@ from farandole.state.parts import is_stateful
 
 
 class StateHandler:
-    """One value of a TorchState. Users derive from it for types of their own, and put it into the registry."""
+    """The handler of one value of a TorchState. Users derive from it for types of their own, and register the class."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -35,7 +35,7 @@ class StateHandler:
         raise NotImplementedError(f"{type(self).__name__} has no save()")
 
     def restore(self) -> None:
-        """Return the value to what the last save() remembered."""
+        """Return the value to the state of the last save()."""
         raise NotImplementedError(f"{type(self).__name__} has no restore()")
 
     def sync(self) -> None:
@@ -43,16 +43,20 @@ class StateHandler:
         raise NotImplementedError(f"{type(self).__name__} has no sync()")
 
     def set_value(self, value: Any) -> None:
-        """The attribute was assigned: another object is to be handled from now on. It is saved as it is."""
+        """Handle another object from now on, since the attribute was assigned. The object is saved as it is.
+
+        Args:
+            value: The new object.
+        """
         self.value = value
         self.save()
 
 
 class SnapshotHandler(StateHandler):
-    """Base of the built-in handlers: what they remember is a deep copy of the value's state_dict()."""
+    """Base class of the built-in handlers. They remember a deep copy of the value's state_dict()."""
 
     is_on_host = False
-    """Whether load_state_dict() moves CPU tensors to where they belong: then the copy needs no device's memory."""
+    """True when load_state_dict() moves CPU tensors to their devices: the copy then needs no device memory."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -60,12 +64,12 @@ class SnapshotHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        finish_all()  # what a commit has begun would be finished into the memory of this one
+        finish_all()  # a copy that a commit has begun would be finished into this one's memory
         self.begin_save(frozenset())
 
     def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
-        """Remember everything now but what only an optimizer's step changes: the returned copies, which somebody
-        has to carry out before the next step.
+        """Save everything now except tensors that only an optimizer's step changes. Their copies are returned; the
+        caller has to carry them out before the next step.
 
         optimized  data_ptr() of the parameters that optimizers own
         """
@@ -77,7 +81,7 @@ class SnapshotHandler(StateHandler):
 
 
 class ModelStateHandler(SnapshotHandler):
-    """A torch.nn.Module: parameters, persistent buffers, extra state."""
+    """Handler of a torch.nn.Module: parameters, persistent buffers, extra state."""
 
     is_on_host = True
 
@@ -90,7 +94,7 @@ class ModelStateHandler(SnapshotHandler):
 
     def restore(self) -> None:
         finish_all_to_restore()
-        self.value.load_state_dict(self._snapshot.view())  # which copies out of the tensors
+        self.value.load_state_dict(self._snapshot.view())  # load_state_dict() copies out of the tensors
 
     def sync(self) -> None:
         finish_all()
@@ -104,14 +108,15 @@ class ModelStateHandler(SnapshotHandler):
 
 
 class OptimizerStateHandler(SnapshotHandler):
-    """A torch.optim.Optimizer: its state_dict() if the class is torch's, else its whole state (optimizer_state.py), and
-    the state_dict() of a class that has one of its own. Tensors that are in both are copied once."""
+    """Handler of a torch.optim.Optimizer. For a class of torch it keeps the state_dict(). For any other class it keeps
+    the whole state (optimizer_state.py), and the state_dict() if the class defines one. Tensors in both are copied
+    once."""
 
     is_on_host = True
 
     def begin_save(self, optimized: Collection[int]) -> list[TensorPair]:
         state, (entries, options) = self._state_dict(), self._whole()
-        # Not what is in the groups: a scheduler changes a learning rate that is a tensor, outside of step().
+        # The groups are saved now: outside of step(), a scheduler changes a learning rate that is a tensor.
         now = [options, *(each for key, each in state.items() if key != "state")]
         others = {id(tensor) for tensor in tensors_in(now)}
         saved = {"state_dict": state, "entries": entries, "options": options}
@@ -134,7 +139,7 @@ class OptimizerStateHandler(SnapshotHandler):
     def _state_dict(self) -> dict[str, Any]:
         if is_torchs_own(self.value) or type(self.value).state_dict is not torch.optim.Optimizer.state_dict:
             return dict(self.value.state_dict())
-        return {}  # where a class does not call its base's __init__(), that method does not work
+        return {}  # the base's method fails where a class does not call the base's __init__()
 
     def _whole(self) -> tuple[Entries, Options]:
         if is_torchs_own(self.value):
@@ -159,9 +164,10 @@ class RecordingSampler(Protocol):
 
 
 class SamplerStateHandler(SnapshotHandler):
-    """A sampler that records progress. Loading its state also divides what is left among the current world.
+    """Handler of a sampler that records progress. Loading its state also divides the remaining samples among the
+    current world.
 
-    Sets of trained samples, which differ by rank, are united; everything else is rank 0's.
+    Sets of trained samples, which differ by rank, are united; everything else is taken from rank 0.
     """
 
     def sync(self) -> None:
@@ -169,16 +175,16 @@ class SamplerStateHandler(SnapshotHandler):
         self.save()
 
     def load_united(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the first state, and of all of them the sets."""
+        """Load the first state, with the sets of all states."""
         source = states[0]
         if any(isinstance(value, set | frozenset) for state in states for value in state.values()):
-            merge = getattr(self.value, "merge", _merge)  # an ElasticSampler knows its states better
+            merge = getattr(self.value, "merge", _merge)  # an ElasticSampler merges its states more precisely
             source = merge([state for state in states if state.get("epoch") == source.get("epoch")])
         self.value.load_state_dict(source)
 
 
 class StatefulHandler(SnapshotHandler):
-    """Any other object with state_dict() and load_state_dict(): a scheduler, a GradScaler, a meter.
+    """Handler of any other object with state_dict() and load_state_dict(): a scheduler, a GradScaler, a meter.
 
     The object stays the same one, so that it stays bound to its optimizer.
     """
@@ -189,21 +195,21 @@ class StatefulHandler(SnapshotHandler):
 
 
 class LoaderHandler(StateHandler):
-    """A DataLoader of torch's: each worker keeps its own. A copy of rank 0's would have rank 0's sampler, and so rank
-    0's part of the data."""
+    """Handler of a torch DataLoader: each worker keeps its own. A copy of rank 0's loader would have rank 0's sampler,
+    and so rank 0's part of the data."""
 
     def save(self) -> None:
-        """Nothing: where training is, its sampler knows, or a value of the script's."""
+        """Do nothing: the position is known to the loader's sampler, or to a value of the script."""
 
     def restore(self) -> None:
-        """Nothing, as in save()."""
+        """Do nothing, as in save()."""
 
     def sync(self) -> None:
-        """Nothing, as in save()."""
+        """Do nothing, as in save()."""
 
 
 class LoaderSamplerHandler(SamplerStateHandler):
-    """A DataLoader of torch's whose sampler records progress: what it has to keep is the sampler's."""
+    """Handler of a torch DataLoader whose sampler records progress: it keeps the state of the sampler."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader.sampler)
@@ -222,7 +228,12 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Pairs of type and handler; the first type that fits is taken. The list itself: what is put in counts."""
+    """Return the registry of handlers, which TorchState reads for each value.
+
+    Returns:
+        Pairs of type and handler class; the first matching type is used. It is the list itself: entries added to it
+        take effect.
+    """
     return _registry
 
 
@@ -232,7 +243,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def handler_for(value: Any) -> StateHandler | None:
-    """A new handler for the value; None for a plain one."""
+    """Return a new handler for the value, or None for a plain value."""
     for kind, make in _registry:
         if isinstance(value, kind):
             return make(value)
@@ -251,10 +262,10 @@ BUILT_IN = (
     LoaderHandler,
     LoaderSamplerHandler,
 )
-"""Whose values commit_sync.py can synchronize together."""
+"""Handlers whose values commit_sync.py can synchronize together."""
 
 
 def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The first state, with the sets of all in it."""
+    """Return the first state, with the sets of all states in it."""
     sets = {key for state in states for key, value in state.items() if isinstance(value, set | frozenset)}
     return {**states[0], **{key: set().union(*(state.get(key, ()) for state in states)) for key in sorted(sets)}}

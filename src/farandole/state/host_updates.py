@@ -1,4 +1,5 @@
-"""What a host event does to a job, in Horovod's numbers. Pure; State hears of it, the run loop agrees on it."""
+"""The effect of host events on a job, in Horovod's numbers. Pure. State receives the events; the run loop agrees on
+them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import enum
 
 
 class HostUpdateResult(enum.IntFlag):
-    """Several changes at once are or-ed together."""
+    """The effect of host changes. Several changes at once are combined with bitwise or."""
 
     no_update = 0
     removed = 1

@@ -1,4 +1,4 @@
-"""An ObjectState as a checkpoint sees it: plain values, and how many commits they have seen. commit_loop.py uses it."""
+"""An ObjectState as a checkpoint sees it: plain values, and the number of their commits. commit_loop.py uses it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COUNT = struct.Struct("<q")
 
 
 def can_be_kept(state: ObjectState) -> bool:
-    """Whether the values are all there is: nobody has a save, restore or sync of his own."""
+    """Return whether the state consists of its values only: its class overrides none of save, restore and sync."""
     kind = type(state)
     return all(getattr(kind, name) is getattr(ObjectState, name) for name in ("save", "restore", "sync"))
 
 
 class KeptValues:
-    """The newest commit of an ObjectState; nothing large. ObjectState itself counts no commits: this does."""
+    """The newest commit of an ObjectState, without tensors. This class counts commits, since ObjectState does not."""
 
     def __init__(self, state: ObjectState) -> None:
         self.state = state
@@ -38,13 +38,13 @@ class KeptValues:
         self._commits += 1
 
     def agree(self, transport: Transport) -> None:
-        """All ranks have the same values: let them have the same count, whoever joined. A collective."""
+        """Set the same commit count on all ranks, newcomers included; their values are equal already. A collective."""
         said = transport.all_gather(_COUNT.pack(self._commits))
         self._commits = max(_COUNT.unpack(each)[0] for each in said)
         self.is_holder = True
 
     def capture(self) -> None:
-        """A commit is a copy already."""
+        """Do nothing: a commit is a copy already."""
 
     def captured(self) -> Packed:
         return pack_metadata(
@@ -60,4 +60,4 @@ class KeptValues:
         return {"parameters": {}, "optimizer": {}}
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
-        """There is none."""
+        """Do nothing: the state has no tensors."""

@@ -1,4 +1,4 @@
-"""Questions that the layers below ask the run loop, which sits above them. Main thread only."""
+"""Queries from the lower layers to the run loop, which lies above them. Main thread only."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ class RunLoop(Protocol):
     """The elastic run loop, as optimizer, loader and state see it."""
 
     def can_repeat(self) -> bool:
-        """Whether a fault in the step in flight can be absorbed: the loader will hand out its batch again."""
+        """Return whether a fault in the current step can be absorbed: the loader will hand out its batch again."""
         ...
 
     def steps_decided(self) -> int:
-        """The step counter."""
+        """Return the step counter."""
         ...
 
     def prepared(self) -> int:
-        """Number of the planned generation this worker holds a PREPARE for; 0 for none."""
+        """Return the number of the planned generation for which this worker holds a PREPARE; 0 for none."""
         ...
 
     def agree(self, prepared_by_rank: list[int]) -> None:
-        """Take note of what every rank holds: a planned change is agreed when all hold the same."""
+        """Take note of the value that each rank holds: a planned change is agreed when all are equal."""
         ...
 
     def digest(self) -> int:
-        """What was hashed of the state at the last boundary; 0 for nothing."""
+        """Return the digest of the state from the last boundary; 0 when nothing was hashed."""
         ...
 
     def has_saved(self) -> bool:
-        """Whether this rank has begun a checkpoint at the last boundary."""
+        """Return whether this rank has begun a checkpoint at the last boundary."""
         ...
 
     def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
-        """Take note of what every rank has hashed: where they differ, states do; and of a checkpoint."""
+        """Take note of the digests of all ranks, and of a checkpoint. Different digests mean different states."""
         ...
 
     def hears_of_updates(self) -> bool:
-        """Whether it answers `agreed_update`; else nobody but the state itself can know of host events."""
+        """Return whether it answers `agreed_update`; otherwise only the state itself can know of host events."""
         ...
 
     def agreed_update(self) -> HostUpdateResult | None:
-        """Called by all ranks at the same commit: the change that all of them go along with now; None: none."""
+        """Return the change that all ranks adopt now, or None. Called by all ranks at the same commit."""
         ...
 
     def committing(self) -> None:
-        """A commit is being made: until committed(), it is neither the old one nor the new one."""
+        """Note that a commit is being made: until committed(), it is neither the old one nor the new one."""
         ...
 
     def committed(self) -> None:
-        """What is live is what was committed just now."""
+        """Note that the live state equals the new commit."""
         ...
 
 
@@ -59,7 +59,7 @@ _run_loop: RunLoop | None = None
 
 
 def install(run_loop: RunLoop | None) -> None:
-    """The run loop enters (or, with None, leaves) an elastic function."""
+    """Install the run loop when it enters an elastic function, or remove it (None) when it leaves."""
     global _run_loop
     _run_loop = run_loop
 
@@ -69,33 +69,33 @@ def can_repeat() -> bool:
 
 
 def steps_decided() -> int:
-    """The step counter; 0 outside an elastic function, where nobody counts."""
+    """Return the step counter; 0 outside an elastic function, where steps are not counted."""
     return _run_loop.steps_decided() if _run_loop is not None else 0
 
 
 def prepared() -> int:
-    """For the step header; 0 outside an elastic function."""
+    """Return RunLoop.prepared() for the step header; 0 outside an elastic function."""
     return _run_loop.prepared() if _run_loop is not None else 0
 
 
 def agree(prepared_by_rank: list[int]) -> None:
-    """From the headers of all ranks, in order of rank."""
+    """Pass the values in the headers of all ranks, in order of rank, to RunLoop.agree()."""
     if _run_loop is not None:
         _run_loop.agree(prepared_by_rank)
 
 
 def digest() -> int:
-    """For the step header; 0 outside an elastic function."""
+    """Return RunLoop.digest() for the step header; 0 outside an elastic function."""
     return _run_loop.digest() if _run_loop is not None else 0
 
 
 def has_saved() -> bool:
-    """For the step header; False outside an elastic function."""
+    """Return RunLoop.has_saved() for the step header; False outside an elastic function."""
     return _run_loop is not None and _run_loop.has_saved()
 
 
 def compare(digests_by_rank: list[int], has_any_saved: bool) -> None:
-    """From the headers of all ranks, in order of rank."""
+    """Pass the values in the headers of all ranks, in order of rank, to RunLoop.compare()."""
     if _run_loop is not None:
         _run_loop.compare(digests_by_rank, has_any_saved)
 
@@ -119,5 +119,5 @@ def committed() -> None:
 
 
 def is_elastic() -> bool:
-    """Whether an elastic function runs, so that the world may change its size."""
+    """Return whether an elastic function runs, so that the size of the world may change."""
     return _run_loop is not None

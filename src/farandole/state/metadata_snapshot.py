@@ -1,7 +1,7 @@
-"""A copy of the metadata: made at every boundary, read only when a step is done again or somebody asks for it.
+"""A copy of the metadata, made at every boundary and read only when a step is repeated or on request.
 
-So making it is what has to be fast: tensors are copied into memory that is there already, and where everything else
-cannot change, which is usual, it is kept as it is, and made bytes of when it is read.
+Making the copy must be fast. Tensors are copied into existing memory. The rest usually consists of immutable values: it
+is kept as it is then, and serialized when it is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class MetadataSnapshot:
-    """What the last take() was given, as it was then."""
+    """The argument of the last take(), as it was then."""
 
     def __init__(self) -> None:
         self._metadata: Mapping[str, Any] | None = None  # not packed yet
@@ -27,7 +27,8 @@ class MetadataSnapshot:
         self._copies: list[torch.Tensor] = []
 
     def take(self, metadata: Mapping[str, Any]) -> None:
-        """Of StepState: its "stateful" and "values" may hold anything, the rest only what they are known to."""
+        """Copy the metadata of a StepState. Its "stateful" and "values" may hold any type, the other parts only known
+        types."""
         if _cannot_change(metadata):
             self._metadata, tensors = metadata, _buffers(metadata)
         else:
@@ -37,7 +38,7 @@ class MetadataSnapshot:
         self._copy(tensors)
 
     def read(self) -> Packed:
-        """The caller must not change it. An empty skeleton: nothing was taken."""
+        """Return the copy, which the caller must not change. An empty skeleton means that nothing was taken."""
         if self._metadata is not None:
             self._packed, self._metadata = pack_metadata(self._metadata), None
         return Packed(self._packed.skeleton, self._copies)
@@ -52,7 +53,7 @@ class MetadataSnapshot:
 
 
 def _are_those(tensors: list[torch.Tensor], before: list[torch.Tensor], copies: list[torch.Tensor]) -> bool:
-    """Whether they are the tensors that the copies were made of, as nearly always."""
+    """Return whether these are the tensors that the copies were made of, as is usual."""
     return len(tensors) == len(before) and all(
         tensor is each and tensor.numel() == copy.numel()
         for tensor, each, copy in zip(tensors, before, copies, strict=True)
@@ -60,7 +61,8 @@ def _are_those(tensors: list[torch.Tensor], before: list[torch.Tensor], copies: 
 
 
 def _cannot_change(metadata: Mapping[str, Any]) -> bool:
-    """All but the buffers. Everything else is a dictionary that was made for us, of values like these."""
+    """Return whether all but the buffers is immutable. Every other part is a dictionary made for this call, of such
+    values."""
     if metadata["stateful"]:
         return False
     options = [group for groups in metadata["groups"].values() for group in groups]
@@ -75,6 +77,6 @@ def _are_unchanging(values: Collection[object]) -> bool:
 
 
 def _buffers(metadata: Mapping[str, Any]) -> list[torch.Tensor]:
-    """In the order in which they are packed, each once."""
+    """Return the buffers in the order in which they are packed, each once."""
     all_of_them = [buffer for module in metadata["buffers"].values() for buffer in module.values()]
     return list({id(buffer): buffer for buffer in all_of_them}.values())

@@ -1,5 +1,5 @@
-"""Every tensor of a StepState that has to be the same on all ranks, by name, and where to find it again. The one place
-that knows; state_digest.py hashes them."""
+"""Names of all tensors of a StepState that must be equal on all ranks, and access to them by name. Only this module has
+this knowledge; state_digest.py hashes the tensors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Kinds(Protocol):
 
 
 class NamedTensor(NamedTuple):
-    """One tensor of a state.
+    """A tensor of a state.
 
     name      as "model.0.weight", "optimizer.0.exp_avg" or "ema.module.0.bias"
-    owner     what has it, and stays the same object: looked up by the keys of `path`, it gives the tensor as it is now
+    owner     the object that contains it, and stays the same; looked up by the keys of `path`, it gives the live tensor
     is_trained  parameters and optimizer state, which only an optimizer's step changes
     """
 
@@ -39,7 +39,7 @@ class NamedTensor(NamedTuple):
     is_trained: bool
 
     def find(self) -> torch.Tensor | None:
-        """The tensor as it is now; None where there is none any more."""
+        """Return the live tensor; None when it does not exist any more."""
         value = self.owner
         for key in self.path:
             try:
@@ -52,16 +52,16 @@ class NamedTensor(NamedTuple):
 
 
 def named_tensors(kinds: Kinds, attributes: Mapping[str, Any]) -> list[NamedTensor]:
-    """Return all of them, each tensor once, in the same order on all ranks.
+    """Return all tensors of a state, each once, in the same order on all ranks.
 
-    Running statistics of BatchNorm are not among them: each rank computes its own from its local batch. Nor are sparse
-    tensors, and those of classes of their own, as those of a sharded model, whose parts differ by rank.
+    Running statistics of BatchNorm are excluded: each rank computes its own from its local batch. Sparse tensors are
+    excluded too, and tensors of other classes, such as those of a sharded model, whose parts differ by rank.
 
     Args:
-        kinds: the values that the state was given.
-        attributes: the state's own ones, where its plain values are.
+        kinds: The values that the state was given.
+        attributes: The attributes of the state, which contain its plain values.
     """
-    seen: dict[int, torch.Tensor] = {}  # they are kept while this goes on: state_dict() may make them anew
+    seen: dict[int, torch.Tensor] = {}  # kept alive during the loop: state_dict() may create them anew
     found = []
     for each in _all(kinds, attributes):
         tensor = each.find()
@@ -72,7 +72,7 @@ def named_tensors(kinds: Kinds, attributes: Mapping[str, Any]) -> list[NamedTens
 
 
 def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What is in nested containers, with the keys that lead there; not the containers themselves."""
+    """Yield the values in nested containers, with the keys that lead to them; not the containers themselves."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from tensors_in(each, (*path, key))
@@ -107,8 +107,8 @@ def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[NamedTensor]:
 
 
 def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[NamedTensor]:
-    """Parameters that no module has are among them; those of modules were there before. optimizer.state is another
-    object after load_state_dict()."""
+    """Yield the tensors of an optimizer. Parameters in no module are included; those of modules came before.
+    optimizer.state is another object after load_state_dict()."""
     owner, number = optimizer.__dict__, 0
     for place, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -129,7 +129,7 @@ def _nested(name: str, owner: Any, path: tuple[Any, ...], value: Any) -> Iterato
 
 
 class _StateDict:
-    """Of an object whose tensors are known by its state_dict() only."""
+    """Access to an object whose tensors are reachable only through its state_dict()."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

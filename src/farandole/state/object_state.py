@@ -1,4 +1,5 @@
-"""State and ObjectState: what a job must not lose, under the commit rule. The base of TorchState and of users' own."""
+"""State and ObjectState: the values of a job under the commit rule. The base classes of TorchState and of users'
+states."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from farandole.state.save_once import save_once
 
 
 class State:
-    """What `elastic.run` needs of a state. Derive from it and give it save(), restore() and sync().
+    """The interface of a state that `elastic.run` needs. Derive from it and define save(), restore() and sync().
 
-    bcast_object  gives every rank rank 0's value
-    get_rank      this worker's rank
+    Rank 0 is never a worker that has just joined, so a sync() that broadcasts from rank 0 keeps the committed values.
 
-    Rank 0 is never a worker that has just joined, so a sync() that broadcasts from rank 0 keeps what was committed.
+    Args:
+        bcast_object: Returns rank 0's argument on every rank.
+        get_rank: Returns this worker's rank.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -34,31 +36,40 @@ class State:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A script knows which values it has given; they are attributes."""
+            """Allow any attribute: a script knows the values that it has given."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Functions to call when the world has changed, e.g. to scale the learning rate by the new size().
+        """Add functions to call when the world has changed, e.g. to scale the learning rate by the new size().
 
-        They run on every worker, in order, before the state is synchronized: what they change in the state of the
-        source rank is then everybody's. On a worker that joins too: its world was itself alone until then.
+        They run on every worker, in order, before the state is synchronized: their changes on the source rank then
+        reach all workers. They also run on a worker that joins: until then its world was itself alone.
+
+        Args:
+            callbacks: Functions without arguments.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The world has changed. Called by `elastic.run` before sync(); calls reset() and the callbacks."""
+        """Handle a change of the world: call reset() and the callbacks. `elastic.run` calls it before sync()."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts came or will go; from any thread. `timestamp`: seconds since 1970, `update_res`: HostUpdateResult."""
+        """Note that hosts came or will go; may be called from any thread.
+
+        Args:
+            timestamp: Seconds since 1970.
+            update_res: A HostUpdateResult.
+        """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """save(), then check_host_updates(). All ranks call it at the same place.
+        """Call save(), then check_host_updates(). All ranks call it at the same place.
 
-        After a fault, training goes on from the newest commit. Saving comes first, so ranks differ by at most one.
+        After a fault, training continues from the newest commit. Saving comes first, so the commits of two ranks differ
+        by at most one.
         """
         self.save()
         self.check_host_updates()
@@ -66,8 +77,12 @@ class State:
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt, on all ranks alike, when workers come or go and all ranks know of it.
 
-        In an elastic function of a job with other workers this is a small collective, which may raise
-        PeerLost or GenerationEnded. Whether a script has read the messages does not matter there.
+        In an elastic function of a job with other workers this is a small collective. It does not matter there whether
+        a script has read the messages.
+
+        Raises:
+            HostsUpdatedInterrupt: The membership is about to change.
+            PeerLost, GenerationEnded: The collective failed.
         """
         if loop_hooks.hears_of_updates():
             update = loop_hooks.agreed_update()
@@ -84,7 +99,7 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} has no save()")
 
     def restore(self) -> None:
-        """Return to what the last save() remembered."""
+        """Return to the state of the last save()."""
         raise NotImplementedError(f"{type(self).__name__} has no restore()")
 
     def sync(self) -> None:
@@ -92,18 +107,27 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} has no sync()")
 
     def reset(self) -> None:
-        """The world has changed; what depends on rank() and size() may be made anew here."""
+        """Adapt to a changed world. Override it to rebuild objects that depend on rank() and size()."""
 
     def save_once(self, write: Callable[..., object], path: str | os.PathLike[str] | None = None) -> bool:
-        """Have one worker write a file of the script's own: see save_once.py. True on the one that has written it."""
+        """Have one worker write a file of the script; see save_once.py.
+
+        Args:
+            write: Writes the file, to the path that it is given if there is a `path`.
+            path: A local or mounted file.
+
+        Returns:
+            True on the worker that has written it.
+        """
         return save_once(write, path, self._how_far())
 
     def _how_far(self) -> Progress:
-        """What save_once() compares; alike on all ranks. Who counts nothing is never older than a file."""
+        """Return the progress that save_once() compares, equal on all ranks. A state without a count is never older
+        than a file."""
         return Progress()
 
     def _agree_on_messages(self) -> HostUpdateResult | None:
-        """Without a run loop that knows: rank 0's messages decide for all."""
+        """Decide by rank 0's messages for all ranks, without a run loop that answers."""
         previous = newest = self._last_updated_timestamp
         update = HostUpdateResult.no_update
         while not self._host_messages.empty():
@@ -119,8 +143,10 @@ class State:
 class ObjectState(State):
     """A State of plain Python values: every keyword becomes an attribute.
 
-    Values are copied deeply by each save() and again by restore(): what is changed in place is rolled back too.
-    Raises ConfigError for values that cannot be copied.
+    Each save() makes a deep copy of the values, and so does restore(): changes in place are rolled back too.
+
+    Raises:
+        ConfigError: A value cannot be copied.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
-"""The whole state of an optimizer: everything that has to be the same on all workers, wherever its class keeps it.
+"""The whole state of an optimizer: all values that must be equal on all workers, wherever its class keeps them.
 
 torch keeps state in `state[parameter]` and options in `param_groups`. Other optimizers have more: an optimizer inside
-(Lookahead, SAM), `state` under keys of their own, lists of tensors (Shampoo, SOAP), attributes. All of it is found here
-from the optimizer alone, and is given names that are the same on all ranks. What belongs to the process, such as
-functions and hooks, stays where it is. StepState, commits and Undo take the state of optimizers from here.
+(Lookahead, SAM), `state` under keys of their own, lists of tensors (Shampoo, SOAP), attributes. This module finds all
+of it from the optimizer alone, and gives it names that are equal on all ranks. Objects that belong to the process, such
+as functions and hooks, stay in place. StepState, commits and Undo take the state of optimizers from here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import torch
 from farandole.errors import ConfigError
 
 Entries = dict[str, dict[Any, Any]]
-"""By name: "optimizer.0" belongs to the first parameter, "optimizer.base.0" to that of an optimizer in `self.base`;
-"optimizer.attributes", "optimizer.state" and "optimizer.groups" hold what belongs to no parameter."""
+"""Optimizer state by name. "optimizer.0" belongs to the first parameter, "optimizer.base.0" to that of an optimizer in
+`self.base`; "optimizer.attributes", "optimizer.state" and "optimizer.groups" hold state that belongs to no parameter.
+"""
 
 Options = dict[str, list[dict[str, Any]]]
-"""By name of the optimizer: of each parameter group, what may change at any time."""
+"""Options of each parameter group, which may change at any time, by name of the optimizer."""
 
 
 class OptimizerState:
     """The state of an optimizer and of the optimizers inside it. Make a new one when either may be another object.
 
     Args:
-        name: What all names begin with.
-        optimizer: The outermost one.
+        name: Prefix of all names.
+        optimizer: The outermost optimizer.
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -43,11 +44,11 @@ class OptimizerState:
     # Metadata ------------------------------------------------------------------------------------
 
     def options(self) -> Options:
-        """The options of the parameter groups. Asked for in each step."""
+        """Return the options of the parameter groups. Called in each step."""
         return {name: list(map(_options_of, groups)) for name, groups in self._groups().items()}
 
     def load_options(self, options: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Take over options(). A tensor among them, such as a learning rate, stays the same object."""
+        """Load the result of options(). A tensor in it, such as a learning rate, stays the same object."""
         for name, groups in self._groups().items():
             for group, saved in zip(groups, options[name], strict=True):
                 for key in _options_of(group).keys() - saved.keys():
@@ -63,12 +64,12 @@ class OptimizerState:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that any of the optimizers moves, each once."""
+        """Parameters that any of the optimizers changes, each once."""
         found = (each for one in self.optimizers.values() for group in one.param_groups for each in group["params"])
         return list({id(each): each for each in found}.values())
 
     def entries(self) -> Entries:
-        """Everything but options(). The tensors are the live ones."""
+        """Return everything but options(). The tensors are the live ones."""
         parameters = self.parameters
         take, found = _Taker(parameters, self._containers()), dict[str, Any]()
         for name, optimizer in self._with_state():
@@ -85,10 +86,11 @@ class OptimizerState:
         return {name: entry for name, entry in found.items() if entry or not name.endswith((".state", ".groups"))}
 
     def load(self, entries: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Take over entries(), of another worker or of an earlier time. Tensors that exist are overwritten in place.
+        """Load the result of entries(), from another worker or an earlier time. Existing tensors are overwritten in
+        place.
 
         Raises:
-            ConfigError: Something that cannot be sent, such as a function, is missing here.
+            ConfigError: An object that cannot be sent, such as a function, is missing here.
         """
         before, parameters = self.entries(), self.parameters
         put = _Putter(parameters)
@@ -136,7 +138,7 @@ class OptimizerState:
             state[key] = put(state.get(key, _MISSING), value, f"{name}.state[{key!r}]")
 
     def _with_state(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-        """The optimizers whose `state` is not that of another one before."""
+        """Yield the optimizers, without those that share the `state` of an earlier one."""
         seen = set[int]()
         for name, optimizer in self.optimizers.items():
             if id(optimizer.state) not in seen:
@@ -144,7 +146,7 @@ class OptimizerState:
                 yield name, optimizer
 
     def _groups(self) -> dict[str, list[dict[str, Any]]]:
-        """The parameter groups of each optimizer, without those that one before has, too."""
+        """Return the parameter groups of each optimizer, without groups that an earlier optimizer has, too."""
         if len(self.optimizers) == 1:
             return {self.name: self.optimizers[self.name].param_groups}
         seen, found = set[int](), {}
@@ -156,22 +158,22 @@ class OptimizerState:
         return found
 
     def _containers(self) -> list[Any]:
-        """What is looked through anyway, and may also be found in attributes."""
+        """Return the containers that are traversed in any case, and may also be found in attributes."""
         every = self.optimizers.values()
         return [each for one in every for each in (one.state, one.param_groups, *one.param_groups)]
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is one of torch's, whose state_dict() has everything."""
+    """Return whether the optimizer's class is one of torch's, whose state_dict() is complete."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def load_state_dict_in_place(
     optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
 ) -> None:
-    """Call `load`, its load_state_dict(), so that the groups and `state` stay the same objects.
+    """Call `load`, the optimizer's load_state_dict(), so that the groups and `state` stay the same objects.
 
-    torch makes new ones, which an optimizer around this one, inside it, or a scheduler, would not see.
+    torch creates new ones, which an optimizer around or inside this one, or a scheduler, would not see.
     """
     groups, state = optimizer.param_groups, optimizer.state
     load(state_dict)
@@ -188,7 +190,7 @@ def load_state_dict_in_place(
 
 
 def outline(value: Any) -> str:
-    """What tells two entries apart, but for the contents of their tensors."""
+    """Return a text that tells two entries apart, but for the contents of their tensors."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{tuple(value.shape)}"
     if isinstance(value, Mapping):
@@ -198,7 +200,7 @@ def outline(value: Any) -> str:
     return repr(value)
 
 
-# Where optimizers keep what ---------------------------------------------------------------------------------------
+# Places in which optimizers keep state ----------------------------------------------------------------------------
 
 _TORCH_OWN = frozenset(
     {
@@ -214,17 +216,17 @@ _TORCH_OWN = frozenset(
         "_zero_grad_profile_name",
         "_warned_capturable_if_run_uncaptured",
         "_step_supports_amp_scaling",
-        "step",  # a scheduler's, which counts calls
+        "step",  # set by a scheduler, which counts calls
         "_opt_called",
-        "grad_scale",  # a GradScaler's, while it steps
+        "grad_scale",  # set by a GradScaler while it steps
         "found_inf",
     }
 )
-"""Attributes that torch puts on optimizers."""
+"""Attributes that torch sets on optimizers."""
 
 
 def with_inner(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """The optimizer, and those in its attributes, also in containers; each once."""
+    """Return the optimizer and all optimizers in its attributes, also in containers; each once."""
     found: dict[str, torch.optim.Optimizer] = {}
     seen = set[int]()
 
@@ -250,13 +252,13 @@ def with_inner(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.o
 
 
 def _own_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Places of the parameters whose state is a dictionary, as with torch's own optimizers."""
+    """Return the places of the parameters whose state is a dictionary, as in torch's own optimizers."""
     state = optimizer.state
     return [place for place, each in enumerate(parameters) if each in state and isinstance(state[each], dict)]
 
 
 def _is_ours(optimizer: torch.optim.Optimizer, attribute: str) -> bool:
-    """Whether an attribute is torch's or Farandole's, and none of the optimizer's class."""
+    """Return whether an attribute is set by torch or Farandole, and not by the optimizer's class."""
     return attribute in _TORCH_OWN or attribute in getattr(optimizer, "farandole_attributes", ())
 
 
@@ -266,14 +268,14 @@ _HOLDERS = frozenset({torch.Tensor, torch.nn.Parameter, list, dict, OrderedDict,
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(group)
     del options["params"]
-    if _HOLDERS.isdisjoint(map(type, options.values())):  # mostly, and it is asked for in each step
+    if _HOLDERS.isdisjoint(map(type, options.values())):  # the usual case, and this runs in each step
         return options
     return {key: value for key, value in options.items() if not _is_trained(key, value)}
 
 
 def _is_trained(key: str, value: Any) -> bool:
-    """Whether something in a parameter group is tensors that only a step changes. A tensor of one number is an option:
-    a scheduler changes a learning rate at any time."""
+    """Return whether a value in a parameter group holds tensors that only a step changes. A tensor of one number is an
+    option: a scheduler changes a learning rate at any time."""
     if type(value) not in _HOLDERS or key == "params":
         return False
     if isinstance(value, torch.Tensor):
@@ -282,15 +284,15 @@ def _is_trained(key: str, value: Any) -> bool:
     return any(isinstance(each, torch.Tensor) or _is_trained("", each) for each in values)
 
 
-# From the live state to what can be sent --------------------------------------------------------------------------
+# From the live state to values that can be sent -------------------------------------------------------------------
 
 _PARAMETER, _ID = "farandole.parameter", "farandole.id"
-"""(_PARAMETER, place) stands for a parameter, (_ID, place) for its id()."""
+"""Markers: (_PARAMETER, place) stands for a parameter, (_ID, place) for its id()."""
 _STRIDED = "farandole.strided"
-"""(_STRIDED, (tensor, strides)) stands for a tensor whose dimensions do not lie in memory in their order, as those of
-torch.linalg.qr: matrix products round differently then."""
+"""Marker: (_STRIDED, (tensor, strides)) stands for a tensor whose dimensions lie in memory in another order, such as a
+result of torch.linalg.qr: matrix products round differently then."""
 _STAYS = ("farandole.stays", 0)
-"""Stands for what belongs to the process, and for what was found before."""
+"""Marker of objects that belong to the process, or were found before."""
 _LEAVES = frozenset({int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _OF_PROCESS = (
     torch.nn.Module,
@@ -305,18 +307,18 @@ _OF_PROCESS = (
 
 
 class _Made(NamedTuple):
-    """Stands for an object of a class of the script's, such as a preconditioner."""
+    """Stands for an object of a class of the script, such as a preconditioner."""
 
     kind: type
     attributes: dict[str, Any]
 
 
 class _Taker:
-    """Turns live values into what pickle and checkpoints take, without copying tensors."""
+    """Turns live values into values that pickle and checkpoints accept, without copying tensors."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], known: Sequence[Any]) -> None:
         self._places = {id(each): place for place, each in enumerate(parameters)}
-        self._seen = {id(each): each for each in known}  # what is found twice is sent once
+        self._seen = {id(each): each for each in known}  # an object that is found twice is sent once
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -352,7 +354,7 @@ class _Taker:
             return _STAYS
         if hasattr(value, "__dict__"):
             return _Made(type(value), {key: self(each) for key, each in vars(value).items()})
-        return value  # a number of NumPy's, an array
+        return value  # a NumPy number or array
 
     def _key(self, key: Any) -> Any:
         taken = self(key)
@@ -365,10 +367,10 @@ class _Taker:
 
 
 _FOREIGN = sys.stdlib_module_names | {"torch", "farandole"}
-"""Their objects belong to the process: locks, weak references, handles of hooks."""
+"""Modules whose objects belong to the process: locks, weak references, handles of hooks."""
 
 
-# And back ----------------------------------------------------------------------------------------------------------
+# From received values to the live state ----------------------------------------------------------------------------
 
 
 class _Missing:
@@ -379,16 +381,16 @@ _MISSING = _Missing()
 
 
 class _Beside:
-    """Where a tensor belongs that was made on another worker, and is in the host's memory.
+    """Placement of a tensor that was made on another worker and is in host memory.
 
-    owner  whose entry it is in; None: it belongs to no parameter
+    owner  the optimizer whose entry contains the tensor; None: it belongs to no parameter
     """
 
     def __init__(self, parameter: torch.Tensor, owner: torch.optim.Optimizer | None = None) -> None:
         self._parameter, self._owner = parameter, owner
 
     def __call__(self, tensor: torch.Tensor, key: Any) -> torch.Tensor:
-        """As torch's load_state_dict(): on the parameter's device, but for a step counter, which stays on the CPU
+        """Move a tensor as torch's load_state_dict() does: to the parameter's device. A step counter stays on the CPU
         unless a kernel reads it."""
         is_counter = key == "step" if self._owner is not None else tensor.dim() == 0
         return tensor if is_counter and not self._is_read_by_kernel() else tensor.to(self._parameter.device)
@@ -400,14 +402,14 @@ class _Beside:
 
 
 class _Putter:
-    """Puts what a _Taker has made into live values, in place where it can."""
+    """Puts the output of a _Taker into live values, in place where possible."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
         self.beside = _Beside(parameters[0])
 
     def __call__(self, live: Any, saved: Any, path: str, key: Any = None) -> Any:
-        """What is to be in the place of `live`: often `live` itself, changed."""
+        """Return the new value in place of `live`: often `live` itself, changed."""
         if isinstance(saved, torch.Tensor):
             return self._tensor(live, saved, key)
         if isinstance(saved, _Made):
@@ -427,7 +429,7 @@ class _Putter:
         return saved
 
     def key(self, saved: Any) -> Any:
-        """A parameter, or its id(), for what stands for it; anything else as it is."""
+        """Return the parameter, or its id(), that a marker stands for; any other value as it is."""
         if type(saved) is not tuple:
             return saved
         kind = _kind(saved)
@@ -468,7 +470,7 @@ class _Putter:
         return tuple(items) if type(saved) is tuple else type(saved)(*items)
 
     def _mapping(self, live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> None:
-        """In the order of `saved`, so that digests agree."""
+        """Load the items in the order of `saved`, so that digests agree."""
         made = {}
         for name, value in saved.items():
             key = self.key(name)
@@ -488,7 +490,7 @@ class _Putter:
 
 
 def _kind(saved: tuple[Any, ...]) -> str | None:
-    """What a tuple stands for, if it is none of the optimizer's."""
+    """Return the marker at the start of a tuple; None for a tuple of the optimizer's own."""
     return saved[0] if len(saved) == 2 and type(saved[0]) is str and saved[0] in _KINDS else None
 
 
@@ -496,7 +498,7 @@ _KINDS = frozenset({_PARAMETER, _ID, _STRIDED, _STAYS[0]})
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Whether it fills its memory without holes, in another order than that of its dimensions."""
+    """Return whether a tensor fills its memory without holes, in another order than that of its dimensions."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
     expected = 1

@@ -1,4 +1,4 @@
-"""Any Python value as bytes plus tensors: tensors stay out of the pickle, so that they travel as raw memory."""
+"""Any Python value as bytes plus tensors. Tensors stay out of the pickle, so that they travel as raw memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 @dataclass(frozen=True)
 class Packed:
-    """`skeleton` holds everything but the tensors, which it refers to by their place in `tensors`."""
+    """A packed value. `skeleton` holds all but the tensors, to which it refers by their places in `tensors`."""
 
     skeleton: bytes
     tensors: list[torch.Tensor]
 
 
 def pack(value: Any) -> Packed:
-    """Take a value apart. The tensors are the value's own, not copies; nested in any picklable structure.
+    """Divide a value into bytes and tensors. The tensors are the value's own, not copies; they may be nested in any
+    picklable structure.
 
-    Raises what pickle raises for values that cannot be pickled.
+    Raises the errors of pickle for values that cannot be pickled.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -30,7 +31,7 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The value again, with `packed.tensors` in it (not copies). Only for bytes from an authenticated peer."""
+    """Return the value again, with `packed.tensors` in it (not copies). Only for bytes from an authenticated peer."""
     return _Unpickler(io.BytesIO(packed.skeleton), packed.tensors).load()
 
 
@@ -39,12 +40,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
 
-    # Not persistent_id(), which is asked for every number and string, too: a state is packed in each step.
+    # Instead of persistent_id(), which is called for every number and string, too: a state is packed in each step.
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
         self.tensors.append(obj)
-        # Shape and dtype in the skeleton let the receiver make room before the first byte of data arrives.
+        # Shape and dtype in the skeleton let the receiver allocate memory before the first byte of data arrives.
         return _tensor, (len(self.tensors) - 1, tuple(obj.shape), str(obj.dtype).removeprefix("torch."))
 
 
@@ -68,7 +69,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def make_room(skeleton: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """The value with uninitialized tensors in it, and these tensors in the order of `Packed.tensors`:
-    fill them, and the value is complete. Only for bytes from an authenticated peer."""
+    """Return the value with uninitialized tensors in it, and these tensors in the order of `Packed.tensors`. Filling
+    them completes the value. Only for bytes from an authenticated peer."""
     unpickler = _Unpickler(io.BytesIO(skeleton), None)
     return unpickler.load(), unpickler.tensors

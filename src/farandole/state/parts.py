@@ -1,4 +1,4 @@
-"""Functions that the states of both rules share: pack their metadata, check and load their tensors."""
+"""Functions that the states of both rules share: they pack metadata, and check and load tensors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from farandole.state.streaming import as_bytes
 
 
 def is_stateful(value: object) -> bool:
-    """Whether an object says what it has to keep: a scheduler, a GradScaler."""
+    """Return whether an object defines its own state: a scheduler, a GradScaler."""
     return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def load_stateful(value: Any, saved: Any) -> None:
-    """load_state_dict(). A GradScaler also forgets what it did since its last update(): its own leaves that, and
-    would refuse to do the step again."""
+    """Call load_state_dict(). A GradScaler also forgets its actions since its last update(): load_state_dict() keeps
+    them, and the scaler would refuse to repeat the step."""
     value.load_state_dict(saved)
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         value._per_optimizer_states.clear()
 
 
 def load_value(live: Any, saved: Any) -> Any:
-    """Return `saved`, inside of the `live` object where that can be changed in place: a script may have other names for
-    a tensor, list, dictionary or set that it has given to a state."""
+    """Return `saved`, loaded into the `live` object where that can be changed in place: a script may have other
+    references to a tensor, list, dictionary or set that it has given to a state."""
     if type(live) is not type(saved):
         return saved
     if isinstance(saved, torch.Tensor):
@@ -51,7 +51,7 @@ def load_value(live: Any, saved: Any) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors by their bytes. Objects that cannot be compared are pickled."""
+    """Return whether two values are equal, tensors by their bytes. Objects that cannot be compared are pickled."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -63,17 +63,17 @@ def is_same(one: Any, other: Any) -> bool:
     equal = one == other
     if isinstance(equal, bool) and equal:
         return True
-    return _pickled(one) == _pickled(other)  # NaN, arrays of numpy's, objects that do not know what is equal
+    return _pickled(one) == _pickled(other)  # NaN, NumPy arrays, objects without a usable __eq__()
 
 
 def _pickled(value: Any) -> bytes:
-    """Of a copy: which parts are one object would show in the bytes."""
+    """Pickle a copy of the value: the bytes would otherwise show which parts are one object."""
     packed = pack(value)
     return pack(unpack(packed)).skeleton + b"".join(bytes(as_bytes(each)) for each in packed.tensors)
 
 
 def pack_metadata(metadata: Mapping[str, Any]) -> Packed:
-    """Raises ConfigError for the one of small["values"] that cannot be pickled."""
+    """Pack the metadata. Raises ConfigError for the item of metadata["values"] that cannot be pickled."""
     try:
         return pack(metadata)
     except Exception as error:
@@ -85,7 +85,7 @@ def pack_metadata(metadata: Mapping[str, Any]) -> Packed:
 def refuse_other_model(
     ours: Mapping[str, Mapping[str, torch.Tensor]], theirs: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Raise ConfigError, naming the parameter, unless both have the same parameters. By module and name."""
+    """Raise ConfigError, naming the parameter, unless both have the same parameters, by module and name."""
     here = {f"{name}.{key}": tuple(p.shape) for name, group in ours.items() for key, p in group.items()}
     there = {f"{name}.{key}": tuple(p.shape) for name, group in theirs.items() for key, p in group.items()}
     for key in [*here, *there]:
@@ -99,7 +99,7 @@ def refuse_other_model(
 def _refuse_unpicklable(name: str, value: object, error: Exception) -> None:
     try:
         pack(value)
-    except Exception:  # noqa: BLE001 - pickle raises whatever the value's own methods raise
+    except Exception:  # noqa: BLE001 - pickle raises any error of the value's own methods
         raise ConfigError(
             f"state.{name} of type {type(value).__name__} cannot be pickled ({error}); other workers could not "
             f"take it over: give TorchState values that can, or objects with state_dict()"

@@ -1,4 +1,5 @@
-"""Whom loader, optimizer and state tell which samples a step trains, where a sample ledger is kept. Main thread."""
+"""Recorders of the samples of each step, where a sample ledger is kept. Loader, optimizer and state report to them.
+Main thread."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Samples = NDArray[np.int64]
 
 
 class Recorder(Protocol):
-    """Writes it down (worker/sample_records.py)."""
+    """Writes the samples of decided steps to the ledger (worker/sample_records.py)."""
 
     def delivered(self, batch: Batch, ids: Sequence[int]) -> None: ...
     def intend(self, batch: Batch) -> int: ...
@@ -27,11 +28,11 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """What a sampler was told in one call, of one epoch.
+    """The samples of an epoch that a sampler was told of in one call.
 
-    ids       this rank has trained them; without repeats
-    repeats   it has trained these, too, and another rank the same ones: they fill up the end of an epoch
-    everyone  what all ranks have trained in the same call; None: nobody knows
+    ids       samples that this rank has trained, without repeats
+    repeats   samples that this rank and another one have trained; they fill up the end of an epoch
+    everyone  samples that all ranks have trained in the same call; None: not known
     """
 
     epoch: int
@@ -41,7 +42,7 @@ class Part:
 
 
 class SamplerRecorder(Protocol):
-    """Writes down what samplers were told, under the commit rule (worker/commit_records.py)."""
+    """Records the samples that samplers were told of, under the commit rule (worker/commit_records.py)."""
 
     def trained(self, sampler: object, parts: Sequence[Part]) -> None: ...
     def left(self, sampler: object, epoch: int, samples: int | None) -> None: ...
@@ -52,43 +53,43 @@ _sampler_recorder: SamplerRecorder | None = None
 
 
 def install(recorder: Recorder | None) -> None:
-    """From here on `recorder` is told; with None nobody is."""
+    """Install the recorder that is called from now on; None removes it."""
     global _recorder
     _recorder = recorder
 
 
 def delivered(batch: Batch, ids: Sequence[int]) -> None:
-    """The loader hands out a batch with these samples of the data set; none for a dummy batch."""
+    """Report that the loader hands out a batch with these samples of the data set; none for a dummy batch."""
     if _recorder is not None:
         _recorder.delivered(batch, ids)
 
 
 def intend(batch: Batch) -> int:
-    """This rank is about to contribute to the step. The hash of its local batch for the step header; 0 when nobody
-    wants to know."""
+    """Report that this rank is about to contribute to the step. Returns the hash of its local batch for the step
+    header; 0 without a recorder."""
     return _recorder.intend(batch) if _recorder is not None else 0
 
 
 def agree(samples: int, ids_hash: int) -> None:
-    """The sums over the local batches of all ranks, from the headers of the step's last reduction."""
+    """Report the sums over the local batches of all ranks, from the headers of the step's last reduction."""
     if _recorder is not None:
         _recorder.agree(samples, ids_hash)
 
 
 def apply(batch: Batch) -> None:
-    """The step is decided on this rank; its number and the loader's cursor have not moved yet."""
+    """Report that the step is decided on this rank. Its number and the loader's cursor have not moved yet."""
     if _recorder is not None:
         _recorder.apply(batch)
 
 
 def updated(optimizer: object) -> None:
-    """The optimizer has moved its parameters."""
+    """Report that the optimizer has changed its parameters."""
     if _recorder is not None:
         _recorder.updated(optimizer)
 
 
 def undone() -> None:
-    """The last updated() was taken back."""
+    """Report that the last updated() was undone."""
     if _recorder is not None:
         _recorder.undone()
 
@@ -97,23 +98,23 @@ def undone() -> None:
 
 
 def install_for_samplers(recorder: SamplerRecorder | None) -> None:
-    """From here on `recorder` is told; with None nobody is."""
+    """Install the recorder of samplers that is called from now on; None removes it."""
     global _sampler_recorder
     _sampler_recorder = recorder
 
 
 def hears_samplers() -> bool:
-    """Whether somebody wants to know: what to tell takes time to find out."""
+    """Return whether a recorder is installed: collecting its arguments takes time."""
     return _sampler_recorder is not None
 
 
 def trained(sampler: object, parts: Sequence[Part]) -> None:
-    """A sampler was told what this rank has trained."""
+    """Report the samples that a sampler was told this rank has trained."""
     if _sampler_recorder is not None:
         _sampler_recorder.trained(sampler, parts)
 
 
 def left(sampler: object, epoch: int, samples: int | None) -> None:
-    """A sampler goes on to another epoch, with so many samples of this one untrained; None: nobody knows."""
+    """Report that a sampler enters another epoch, with so many samples of this one untrained; None: not known."""
     if _sampler_recorder is not None:
         _sampler_recorder.left(sampler, epoch, samples)

@@ -1,4 +1,4 @@
-"""Optimizers that cannot train with a loader of Farandole, refused when a state is made of them."""
+"""Optimizers that cannot train with a loader of Farandole, and their refusal when a state is created with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHY = {
 
 
 def refuse_for_loader(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that has one inside."""
+    """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that contains one."""
     for each in with_inner("optimizer", optimizer).values():
         if each is not optimizer and hasattr(each, "abandon_step"):
             raise ConfigError(

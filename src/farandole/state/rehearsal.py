@@ -1,8 +1,8 @@
-"""A rehearsal of what a fault does to the loop body: the second batch of a job runs once with a step that is
+"""A rehearsal of the effect of a fault on the loop body: the second batch of a job runs once with a step that is
 aborted.
 
-Whatever the body has changed then, before optimizer.step() or because step() returned False, has to be put back before
-the batch comes again. Here it is found out whether it is.
+All values that the body has changed before optimizer.step(), or because step() returned False, have to be restored
+before the batch is repeated. The rehearsal checks whether they are.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PARTS = {
 
 
 class Rehearsal:
-    """The state as it is when the rehearsal begins: right behind capture(). Takes as much memory as the parameters
-    do, for one run of the loop body."""
+    """The state at the beginning of the rehearsal, right after capture(). Needs as much memory as the parameters, for
+    one run of the loop body."""
 
     def __init__(self, state: StepState) -> None:
         self._state, self._watched = state, state.watched()
@@ -37,12 +37,12 @@ class Rehearsal:
         self._before_step: set[str] | None = None
 
     def look(self) -> None:
-        """The loop body has called optimizer.step(): what has changed until then changes before a step."""
+        """Record the names changed so far as changing before a step. The loop body has called optimizer.step()."""
         if self._before_step is None:
             self._before_step = self._changed()
 
     def end(self) -> None:
-        """The loop body has run: put everything back. Raises ConfigError, naming it, for what is not as it was."""
+        """Restore everything after the loop body. Raises ConfigError, with its name, for a value that differs."""
         changed, watched = self._changed(), self._watched
         with torch.no_grad():
             for name, live in watched.items():
@@ -60,7 +60,8 @@ class Rehearsal:
                     raise ConfigError(_message(what.format(name), value, metadata[part][name]))
 
     def _changed(self) -> set[str]:
-        """Also what was written with the bytes that it had: the next loop body may write others."""
+        """Return the names of the changed tensors. Tensors written with the bytes that they had are included: the next
+        loop body may write others."""
         others = {name for name, live in self._watched.items() if not are_equal(live, self._copies[name])}
         return others | (set(self._watched.changed(self._mark)) - self._watched.trusted)
 

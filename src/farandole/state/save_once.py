@@ -1,7 +1,8 @@
-"""state.save_once: a file of the script's own, an exported model say, written by one worker that is still in the job.
+"""The implementation of state.save_once: one worker that is still in the job writes a file of the script, such as an
+exported model.
 
-`if rank() == 0: torch.save(...)` is not enough in an elastic job: a worker that was cut off, and replaced, may take
-itself for rank 0 long afterwards. So the coordinator is asked, as for a checkpoint.
+`if rank() == 0: torch.save(...)` is not enough in an elastic job: a worker that was disconnected and replaced may take
+itself for rank 0 long afterwards. So the coordinator decides, as for a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from farandole.membership import Progress
 logger = logging.getLogger("farandole")
 
 Ask = Callable[[str, Progress, str], str]
-"""ask(name, progress, file): whether this worker may save; "", or why not. `name` tells questions apart."""
+"""Signature ask(name, progress, file): returns "" if this worker may save, else the reason. `name` identifies the
+request."""
 
 _UNNAMED = "what save_once was given"
 
@@ -28,21 +30,23 @@ _ask: Ask | None = None
 
 
 def install(ask: Ask | None) -> None:
-    """Who decides: a job's coordinator; None where there is none, and rank 0 is the same worker until the end."""
+    """Install the function that decides: it asks a job's coordinator. None without a coordinator, where rank 0 stays
+    the same worker."""
     global _ask
     _ask = ask
 
 
 def save_once(write: Callable[..., object], path: str | os.PathLike[str] | None, progress: Progress) -> bool:
-    """Called by all ranks at the same place; no collective. True on the one that has saved.
+    """Have rank 0 write a file, if the coordinator agrees. Called by all ranks at the same place; no collective.
+    Returns True on the rank that has saved.
 
-    With a path (a local or mounted file), `write(temporary)` makes a file beside it, which takes the place of `path`
-    in one go once the coordinator has agreed: `path` is never half a file, and never one of a worker that was cut off,
-    or of an older state than the file that is there. Without a path the coordinator is asked first, and then `write()`
-    does what it likes; it should be something that does no harm when it is done again: after a fault the same place in
-    the script may be reached a second time.
+    With a path (a local or mounted file), `write(temporary)` creates a file beside it, which replaces `path` atomically
+    once the coordinator has agreed. `path` is never an incomplete file, and never comes from a worker that was
+    disconnected or from an older state than the existing file. Without a path the coordinator is asked first; then
+    `write()` may do anything that is harmless when repeated: after a fault the script may reach the same place a second
+    time.
 
-    Whatever `write` raises leaves as it is, and nothing is left of the temporary file.
+    Errors of `write` propagate unchanged, and no temporary file remains.
     """
     if world.current().placement.rank != 0:
         return False
@@ -75,7 +79,7 @@ def _is_agreed(progress: Progress, file: str) -> bool:
 
 
 def _force(path: Path) -> None:
-    """Onto the disk: a rename must not come before what is in the file."""
+    """Flush the file to disk: the rename must not precede its contents."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,8 @@
-"""What one rank hashes of its state, and when: a block every few steps, a sample where time is short, or everything.
+"""The digests of one rank's state, and their schedule: a block every few steps, a sample where time is short, or
+everything.
 
-sync.py compares what is hashed here, and the step header carries it (optim/header.py). Hashed is at boundaries only,
-where the state of all ranks is that of the last decided step.
+sync.py compares these digests, and the step header carries them (optim/header.py). The state is hashed at boundaries
+only, where the state of all ranks is that of the last decided step.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ STRIKES = 3
 class StateDigest:
     """The digests of one state.
 
-    tensors  gives all that are compared, as they are now (named_tensors.py)
+    tensors  returns all compared tensors, as they are now (named_tensors.py)
 
     is_suspicious  a step header has shown that ranks differ: everything is to be compared
-    local          names of tensors that each rank computes from its own local batch: they are not compared. Not those
-                   of parameters and optimizers, ever
-    suspects       tensors that differed, and were made the same; and how often they have differed again after a single
-                   step since then. Those that do so STRIKES times in a row are local
+    local          names of tensors that each rank computes from its own local batch: they are not compared. Never
+                   tensors of parameters and optimizers
+    suspects       tensors that differed and were made equal, with the number of times that they have differed again
+                   after a single step. Tensors that do so STRIKES times in a row are local
     """
 
     def __init__(self, tensors: Callable[[], list[NamedTensor]]) -> None:
         self._tensors = tensors
         self._layout: _Layout | None = None
-        self._equal_at = 0  # the step at which the suspects were made the same
+        self._equal_at = 0  # the step at which the suspects were made equal
         self.is_suspicious = False
         self.local: frozenset[str] = frozenset()
         self.suspects: Mapping[str, int] = {}
 
     def at_boundary(self, step: int) -> int:
-        """Return what the header of this step says: a digest of the block that is due; 0 when none is."""
+        """Return the digest for the header of this step: that of the block that is due; 0 when none is."""
         if self.suspects and step > self._equal_at:
             if step == self._equal_at + 1:
                 return self._of_suspects(step)
@@ -47,7 +48,7 @@ class StateDigest:
         return self._of_block(step) if is_due(step) else 0
 
     def of_sample(self, step: int, trained_only: bool) -> int:
-        """Return a digest of what can be read in a few milliseconds, of the tensors as they are now."""
+        """Return a digest of a sample that is read in a few milliseconds, of the tensors as they are now."""
         layout = self._begin_layout(step, (each for each in self._tensors() if each.is_trained or not trained_only))
         return digest(layout.pieces(sample_at(step, layout.sizes, layout.blocks)) or ())
 
@@ -57,12 +58,12 @@ class StateDigest:
         return {name: digest_of([tensor]) for name, tensor in found if tensor is not None}
 
     def resolved(self, step: int, repaired: Mapping[str, int], local: Collection[str]) -> None:
-        """All ranks have the same state again.
+        """Note that all ranks have the same state again.
 
         Args:
-            step: decided steps.
-            repaired: names of buffers and tracked tensors that were not the same, as `suspects`.
-            local: those that no comparison minds from now on.
+            step: Number of decided steps.
+            repaired: Names of buffers and tracked tensors that differed, as `suspects`.
+            local: Names of the tensors that no comparison includes from now on.
         """
         self.is_suspicious, self._layout = False, None
         self.local, self.suspects, self._equal_at = frozenset(local), repaired, step
@@ -73,7 +74,7 @@ class StateDigest:
             layout = self._begin_layout(step, self._compared())
             self._layout = layout
         pieces = layout.pieces(layout.blocks[block_at(step, len(layout.blocks))])
-        if pieces is None:  # the tensors are others than before
+        if pieces is None:  # the tensors are not those of the layout
             self._layout = layout = self._begin_layout(step, self._compared())
             pieces = layout.pieces(layout.blocks[block_at(step, len(layout.blocks))]) or []
         return digest(pieces)
@@ -92,10 +93,11 @@ class StateDigest:
 
 
 class _Layout:
-    """The tensors of a state, and the blocks that they are cut into.
+    """The tensors of a state, and the blocks into which they are cut.
 
-    It is made anew with each turn, after a sync and where a tensor is another one, on all ranks at the same step; in
-    the first steps more often, since optimizers make their state when they step for the first time."""
+    It is made anew in each turn, after a sync, and when a tensor was replaced, on all ranks at the same step. In the
+    first steps it is made more often, since optimizers create their state in their first step.
+    """
 
     def __init__(self, step: int, tensors: Sequence[NamedTensor]) -> None:
         self._step, self._tensors = step, tensors
@@ -112,7 +114,7 @@ class _Layout:
         return step // TURN != self._step // TURN or step <= 16
 
     def pieces(self, parts: Sequence[Part]) -> list[torch.Tensor] | None:
-        """The bytes of these parts; None when a tensor is not there any more, or has another shape."""
+        """Return the bytes of these parts; None when a tensor does not exist any more, or has another shape."""
         found = []
         for place, start, stop in parts:
             tensor = self._tensors[place].find()
@@ -123,8 +125,8 @@ class _Layout:
 
 
 def _bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Bytes [start, stop) of a tensor in its logical order. Of one that is not contiguous no more is copied than
-    needed."""
+    """Return bytes [start, stop) of a tensor in its logical order. Of a tensor that is not contiguous, only the needed
+    rows are copied."""
     if tensor.is_contiguous() or tensor.dim() == 0:
         return as_bytes(tensor)[start:stop]
     row = tensor.numel() * tensor.element_size() // tensor.shape[0]

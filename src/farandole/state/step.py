@@ -1,12 +1,12 @@
-"""The step that is open right now: loader, optimizer and run loop meet here. Main thread only.
+"""The step that is currently open; loader, optimizer and run loop share it. Main thread only.
 
     none ── open() ──► open ── reduced() ──► reduced ── decided() ──► decided
                          └───── aborted() ─────┴──────► aborted
 
-The loader opens it with a batch, the optimizer reduces and applies, and whoever sees a fault aborts it. A rehearsal is
-aborted from the beginning: the loop body runs, and nothing comes of it. With several
-optimizers (a GAN) they reduce and apply one after the other; the step is decided when the last of them has stepped, or
-when the loop body ends without the others (a generator that steps for every fifth batch); until then it can be undone.
+The loader opens the step with a batch, the optimizer reduces and applies, and any of them aborts it at a fault. A
+rehearsal is aborted from the beginning: the loop body runs without effect. Several optimizers (a GAN) reduce and apply
+one after the other. The step is decided when the last of them has stepped, or when the loop body ends without the
+others (a generator that steps for every fifth batch); until then it can be undone.
 """
 
 from __future__ import annotations
@@ -27,49 +27,50 @@ from farandole.state.global_batch import Batch
 class Phase(enum.StrEnum):
     NONE = "none"  # no batch was handed out
     OPEN = "open"  # a batch was handed out; its gradients are not reduced yet
-    REDUCED = "reduced"  # every gradient of the global batch is here
+    REDUCED = "reduced"  # every gradient of the global batch has arrived
     ABORTED = "aborted"  # a fault came first: the same global batch will be handed out again
     DECIDED = "decided"  # the optimizer step is applied (or skipped by all, as GradScaler does on inf)
 
 
 class Undoable(Protocol):
-    """A copy of what an optimizer can change (undo.py)."""
+    """A copy of the values that an optimizer can change (undo.py)."""
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """The parameters that it puts back."""
+        """Parameters that put_back() restores."""
         ...
 
     def put_back(self) -> None:
-        """Return to it."""
+        """Restore the copied values."""
         ...
 
 
 class Participant(Protocol):
-    """What an optimizer keeps of the step that is open (optim/loader_path.py)."""
+    """An optimizer's part in the open step (optim/loader_path.py)."""
 
     def begin_padding(self) -> None:
-        """Loop bodies follow whose gradients do not count: those reduced so far have to be kept."""
+        """Keep the gradients that are reduced so far: loop bodies follow whose gradients do not count."""
         ...
 
     def end_overlap(self, reason: str) -> None:
-        """The step ends: nothing may be on its way to other ranks any more."""
+        """Complete or drop all transfers to other ranks, since the step ends."""
         ...
 
 
 class Observer(Protocol):
-    """Looks after the tensors that user code may change before a step is decided (state/step_state.py)."""
+    """Watches the tensors that user code may change before a step is decided (state/step_state.py)."""
 
     def before_applying(self) -> None:
-        """The first optimizer of the step is about to apply its gradients, or would if the step was not aborted."""
+        """Note that the first optimizer of the step is about to apply its gradients, or would if the step was not
+        aborted."""
         ...
 
     def aborted(self) -> None:
-        """The step is aborted; the rest of the loop body runs on."""
+        """Note that the step is aborted; the rest of the loop body still runs."""
         ...
 
     def trust(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The step of an optimizer was taken back: these parameters are as they were before it."""
+        """Note that the step of an optimizer was undone: these parameters are as they were before it."""
         ...
 
 
@@ -96,7 +97,7 @@ _observer: Observer | None = None
 
 
 def open(batch: Batch, is_rehearsal: bool = False) -> None:
-    """The loader hands out `batch`; in a rehearsal its step is aborted, whatever the loop body does."""
+    """Open a step, since the loader hands out `batch`. In a rehearsal the step is aborted in any case."""
     if batch.index == 0:
         _forget()
     _step.phase, _step.batch = Phase.ABORTED if is_rehearsal else Phase.OPEN, batch
@@ -106,8 +107,8 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
 
 
 def pad(batch: Batch) -> None:
-    """The gradients of the global batch are reduced, and the loop body has not called step(): it runs again, with a
-    batch that does not count."""
+    """Run the loop body again with a batch that does not count: the gradients of the global batch are reduced, and the
+    body has not called step()."""
     if _step.batch is not None and not _step.batch.is_padding:
         for participant in _step.participants:
             participant.begin_padding()
@@ -115,8 +116,8 @@ def pad(batch: Batch) -> None:
 
 
 def close() -> None:
-    """No batch is out any more: the loader has ended its epoch, or it was closed. What was applied of a step that
-    is not decided is undone."""
+    """End the open step: the loader has ended its epoch, or was closed. The applied part of an undecided step is
+    undone."""
     _end_overlaps("its step was abandoned")
     _undo()
     _forget()
@@ -124,40 +125,40 @@ def close() -> None:
 
 
 def state() -> str:
-    """The name of the phase: "none", "open", "reduced", "aborted" or "decided"."""
+    """Return the name of the phase: "none", "open", "reduced", "aborted" or "decided"."""
     return _step.phase.value
 
 
 def batch() -> Batch | None:
-    """The batch that is out; None without a loader of ours."""
+    """Return the current batch; None without a loader of Farandole."""
     return _step.batch
 
 
 def is_undecided() -> bool:
-    """Whether a batch is out whose step has not been applied."""
+    """Return whether the step of the current batch has not been applied."""
     return _step.phase in (Phase.OPEN, Phase.REDUCED, Phase.ABORTED)
 
 
 def is_rehearsal() -> bool:
-    """Whether the batch that is out is a rehearsal's."""
+    """Return whether the current batch belongs to a rehearsal."""
     return _step.is_rehearsal
 
 
 def expects_micro_batch() -> bool:
-    """Whether the batch that is out is a micro-batch that further ones of its global batch follow."""
+    """Return whether the current batch is a micro-batch and further ones of its global batch follow."""
     if _step.batch is None or _step.batch.is_last:
         return False
     return _step.phase is Phase.OPEN or (_step.phase is Phase.ABORTED and _step.is_rehearsal)
 
 
 def reduced() -> None:
-    """Every gradient of the global batch has arrived on this rank."""
+    """Note that every gradient of the global batch has arrived on this rank."""
     _step.phase = Phase.REDUCED
 
 
 def aborted() -> None:
-    """The step in flight will not be applied; its gradients are dropped. The loop body goes on to its end: what
-    optimizers have changed, and change until then, is taken back by take_back()."""
+    """Abort the current step and drop its gradients. The loop body runs on to its end; take_back() then undoes the
+    changes that optimizers have made until then."""
     _end_overlaps("its step was aborted")
     if _step.phase is not Phase.ABORTED and _observer is not None:
         _observer.aborted()
@@ -165,7 +166,7 @@ def aborted() -> None:
 
 
 def take_back() -> None:
-    """The loop body of an undecided step is over, or left: optimizers go back to where they were before it."""
+    """Undo the optimizers' changes in an undecided step, after the loop body has ended or was left."""
     aborted()
     _undo()
 
@@ -174,54 +175,54 @@ def take_back() -> None:
 
 
 def track(optimizers: Iterable[object]) -> None:
-    """These decide a step together; without any, each step of an optimizer is one."""
+    """Set the optimizers that decide a step together. Without any, each step of an optimizer is one."""
     _step.tracked = frozenset(map(id, optimizers))
     _forget()
 
 
 def take_part(participant: Participant) -> None:
-    """An optimizer has something of the batch that is out; once for each global batch."""
+    """Register an optimizer that has gradients of the current batch; once for each global batch."""
     _step.participants.append(participant)
 
 
 def is_noticed() -> bool:
-    """Whether any optimizer of ours has done something for the batch that is out."""
+    """Return whether any optimizer of Farandole has taken part in the current batch."""
     return bool(_step.participants)
 
 
 def is_shared() -> bool:
-    """Whether several optimizers decide a step together."""
+    """Return whether several optimizers decide a step together."""
     return len(_step.tracked) > 1
 
 
 def is_tracked(optimizer: object) -> bool:
-    """Whether this optimizer decides steps, as each of them does where none is tracked."""
+    """Return whether this optimizer decides steps, as each optimizer does where none is tracked."""
     return not _step.tracked or id(optimizer) in _step.tracked
 
 
 def awaits_others(optimizer: object) -> bool:
-    """Whether the step is still undecided once this optimizer has stepped."""
+    """Return whether the step is still undecided once this optimizer has stepped."""
     return bool(_step.tracked - _step.stepped - {id(optimizer)}) and id(optimizer) in _step.tracked
 
 
 def applying(optimizer: object) -> None:
-    """Called before an optimizer changes anything, or would if the step was not aborted."""
+    """Note that an optimizer is about to change values, or would if the step was not aborted."""
     if _observer is not None and not _step.stepped and id(optimizer) not in _step.undo:
         _observer.before_applying()
 
 
 def undo_by(optimizer: object, undo: Undoable) -> None:
-    """Called before an optimizer changes anything: how to take that back, should the step not be decided."""
+    """Register the undo of an optimizer before it changes anything, in case the step is not decided."""
     _step.undo[id(optimizer)] = undo
 
 
 def undo_of(optimizer: object) -> Undoable | None:
-    """What undo_by() was told for it in the step that is open."""
+    """Return the undo registered for an optimizer in the open step."""
     return _step.undo.get(id(optimizer))
 
 
 def stepped(optimizer: object) -> None:
-    """The optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
+    """Note that the optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
     recording.updated(optimizer)
     _step.stepped.add(id(optimizer))
     if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
@@ -229,19 +230,19 @@ def stepped(optimizer: object) -> None:
 
 
 def end_body() -> None:
-    """The loop body is over: what has stepped in it decides the step, if some of several optimizers have. Which ones
-    did is the same on all ranks, or the header of the next reduction differs. Nothing otherwise."""
+    """End the loop body. If some of several optimizers have stepped in it, the step is decided. The same ones must have
+    stepped on all ranks, or the header of the next reduction differs."""
     if _step.phase is Phase.REDUCED and _step.stepped:
         decided()
 
 
 def decided() -> None:
-    """The optimizers have stepped: everything else that belongs to the step happens now, or not at all."""
+    """Decide the step after the optimizers have stepped: the rest of the step happens now, or not at all."""
     _forget()
     try:
         if _step.on_decided is not None:
             _step.on_decided(_step.batch)
-    finally:  # also where a callback has raised: the gradients are applied
+    finally:  # even if a callback has raised: the gradients are applied
         if _step.phase is not Phase.NONE:
             _step.phase = Phase.DECIDED
     status_reporting.report_progress()
@@ -249,13 +250,13 @@ def decided() -> None:
 
 
 def when_next_decided(callback: Callable[[], None]) -> None:
-    """Call this once, as soon as a step is decided; in the place of what was to be called before."""
+    """Call `callback` once, as soon as a step is decided. It replaces an earlier one."""
     global _when_decided
     _when_decided = callback
 
 
 def tell_decided() -> None:
-    """A step is decided, or, where none are counted, a commit was made."""
+    """Run the callback of when_next_decided(): a step is decided, or, where none are counted, a commit was made."""
     global _when_decided
     if _when_decided is not None:
         callback, _when_decided = _when_decided, None
@@ -263,8 +264,8 @@ def tell_decided() -> None:
 
 
 def on_decided(callback: Callable[[Batch | None], None] | None, observer: Observer | None = None) -> None:
-    """Who moves counter, cursor and schedulers with the step (a TorchState); None takes it away. The step counts,
-    whatever the callback raises."""
+    """Set the callback that advances counter, cursor and schedulers with the step (a TorchState's); None removes it.
+    The step counts even when the callback raises."""
     global _observer
     _step.on_decided, _observer = callback, observer
     if callback is None:
@@ -293,11 +294,11 @@ def _forget() -> None:
     _step.participants.clear()
 
 
-# What a micro-batch weighs -----------------------------------------------------------------------------------
+# The weight of a micro-batch ---------------------------------------------------------------------------------
 
 
 def set_weight(weight: float) -> None:
-    """What the mean loss of the batch that is out weighs, in units of the user's. Raises StepError too late."""
+    """Set the weight of the current batch's mean loss, in the user's units. Raises StepError when it is too late."""
     if _step.is_weighed and _step.weight != weight:
         raise StepError(
             f"weight({weight:g}) after backward(): its gradients count already, with weight {_step.weight}; call it "
@@ -307,6 +308,6 @@ def set_weight(weight: float) -> None:
 
 
 def weight() -> float | None:
-    """What set_weight() said for the batch that is out; None: the number of its samples counts."""
+    """Return the argument of set_weight() for the current batch; None: the weight is the number of its samples."""
     _step.is_weighed = True
     return _step.weight

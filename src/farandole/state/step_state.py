@@ -1,4 +1,4 @@
-"""The state under the step rule: with a loader of Farandole nothing has to be committed. TorchState makes it."""
+"""The state under the step rule: with a loader of Farandole no commits are needed. TorchState creates it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ logger = logging.getLogger("farandole")
 
 @runtime_checkable
 class Loader(Protocol):
-    """What the state needs of a loader: where it is, and to move it with a decided step."""
+    """The part of a loader that the state needs: its position, which moves with a decided step."""
 
     epoch: int
     cursor: int
     seed: int
-    hooks: Any  # the run loop puts itself here (data/loader_hooks.py)
+    hooks: Any  # the run loop installs itself here (data/loader_hooks.py)
 
     def commit(self, global_batch: GlobalBatch) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -56,7 +56,7 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class _Kinds:
-    """The values that a state was given, by name. values: the names of those that are nothing of the others."""
+    """The values that a state was given, by name. `values` has the names of plain values, which fit no other field."""
 
     modules: dict[str, torch.nn.Module]
     extra: dict[str, ExtraState]
@@ -71,30 +71,36 @@ _GIVEN = ("model", "optimizer")
 
 
 class StepState(TorchState):
-    """Model, optimizer, loader and whatever else moves with a step: what TorchState(loader=...) returns.
+    """Model, optimizer, loader and all other values that change with a step. TorchState(loader=...) returns it.
 
     TorchState(model=..., optimizer=..., loader=..., after_step=[scheduler.step], scheduler=scheduler, best=0.0)
 
-    model, optimizer, loader  the things to train with; `optimizer` a DistributedOptimizer
-    further optimizers  among the keywords (a GAN): a step is decided when the last of them has stepped, or when the
-                        loop body ends in which only some have; a fault before that takes back those that have, from
-                        a copy that is made for it
-    after_step  called without arguments when a step is decided, inside the atomic step: in the step() of the
-                optimizer, the last one of several, or at the next batch where not all of them step
-    **tracked   every keyword becomes an attribute: objects with state_dict()/load_state_dict() (schedulers, a
-                GradScaler, further modules) and picklable values. On a regroup they come from the source rank;
-                when a step is done again they are put back to where they were before it, wherever in the loop body
-                they were changed. Tensors, lists, dictionaries and sets are put back in place.
-    rehearse    the second batch of a job is handed out twice: the first time its step is aborted on purpose, to find
-                out what the loop body changes before optimizer.step(), and whether it can be put back. And a worker
-                that joins runs the elastic function with a few batches of which nothing comes, before the others wait
-                for it, so that it has compiled what is compiled when it first runs
-    on_divergence  what happens when workers are found to have different states: "mend", those that differ copy the
-                state of the majority (of the lowest rank where there is none); "fail", the job ends
+    `state.step` is the number of decided steps. The *tensors* of a state are parameters and optimizer tensors; metadata
+    is the rest.
 
-    `state.step` is the number of decided steps. Raises ConfigError for values that cannot be pickled.
+    Further optimizers may be among the keywords (a GAN). A step is decided when the last of them has stepped, or when
+    the loop body ends in which only some have. A fault before that undoes the steps of these, from a copy made for this
+    purpose.
 
-    The *tensors* of a state are parameters and optimizer tensors, metadata all the rest .
+    Args:
+        model: The model to train.
+        optimizer: A DistributedOptimizer.
+        loader: A loader of Farandole.
+        after_step: Functions called without arguments when a step is decided, inside the atomic step: in the step() of
+            the optimizer (of the last one of several), or at the next batch where not all of them step.
+        rehearse: Hand out the second batch of a job twice. The first time its step is aborted on purpose, to find out
+            which values the loop body changes before optimizer.step(), and whether they can be restored. A worker that
+            joins also runs the elastic function with a few batches without effect before the others wait for it, so
+            that everything that is compiled at its first run is compiled by then.
+        on_divergence: The reaction to workers with different states. "mend": workers that differ copy the state of the
+            majority (of the lowest rank where there is none). "fail": the job ends.
+        **tracked: Values that become attributes: objects with state_dict()/load_state_dict() (schedulers, a GradScaler,
+            further modules) and picklable values. On a regroup they come from the source rank. When a step is repeated
+            they are restored to their values before it, wherever in the loop body they were changed. Tensors, lists,
+            dictionaries and sets are restored in place.
+
+    Raises:
+        ConfigError: A value cannot be pickled.
     """
 
     def __init__(
@@ -113,7 +119,7 @@ class StepState(TorchState):
             raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
         self._kinds: _Kinds | None = None
         State.__init__(self, bcast_object=broadcast_value, get_rank=current_rank)
-        # Any: a script should not have to ask at each use whether it has given them.
+        # Any: otherwise type checkers would require a check for None at each use.
         self.model: Any = model
         self.optimizer: Any = optimizer
         self.loader: Any = loader
@@ -131,47 +137,51 @@ class StepState(TorchState):
                 raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
             setattr(self, name, value)
         self.rehearse, self.has_rehearsed = rehearse, not rehearse
-        self.on_step: Callable[[], None] | None = None  # in a rehearsal: what looks at the state when a step is called
+        self.on_step: Callable[[], None] | None = None  # in a rehearsal: inspects the state when a step is called
         for optimizer in self.optimizers():
             refuse_for_loader(optimizer)
         self._snapshot = MetadataSnapshot()
         self._watched = WatchedTensors()
-        self._is_tracking = False  # the watched tensors are those of the values as they are now
+        self._is_tracking = False  # the watched tensors are those of the current values
         self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
         step.on_decided(self._on_decided, self)
         self.track_optimizers()
 
     def track_optimizers(self) -> None:
-        """Find out which of its optimizers decide steps, as they are now. A plain one steps unseen: it is part of the
+        """Determine again which optimizers of the state decide steps. A plain optimizer steps unseen: it is part of the
         state, and does not decide."""
         step.track(each for each in self._optimizers_by_name().values() if hasattr(each, "abandon_step"))
 
-    # What Horovod's scripts call -------------------------------------------------------------------------
+    # Methods that Horovod's scripts call -----------------------------------------------------------------
 
     def commit(self) -> None:
-        """Nothing to do: the state is always at the last decided step, and the loader notices planned changes."""
+        """Do nothing: the state is always at the last decided step, and the loader notices planned changes."""
 
     def check_host_updates(self) -> None:
-        """Nothing to do, as in commit()."""
+        """Do nothing, as in commit()."""
 
     def save(self) -> None:
-        """capture(). The loader does it at each boundary."""
+        """Call capture(). The loader does so at each boundary."""
         self.capture()
 
     def restore(self) -> None:
-        """put_back(): the metadata only. Parameters are never rolled back."""
+        """Call put_back(), which restores the metadata only. Parameters are never rolled back."""
         self.put_back()
 
     def sync(self) -> None:
-        """Not possible: the run loop synchronizes a state with a loader. Raises ConfigError."""
+        """Raise ConfigError: the run loop synchronizes a state with a loader.
+
+        Raises:
+            ConfigError: Always.
+        """
         raise ConfigError("a TorchState with a loader is synchronized by elastic.run; do not call sync()")
 
     def modules(self) -> list[torch.nn.Module]:
-        """Those that it was given."""
+        """Return the modules that the state was given."""
         return list(self._modules().values())
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that it was given."""
+        """Return the optimizers that the state was given."""
         return list(self._optimizers_by_name().values())
 
     # Progress --------------------------------------------------------------------------------------------
@@ -185,8 +195,8 @@ class StepState(TorchState):
         return self.progress
 
     def _on_decided(self, batch: Batch | None) -> None:
-        """The rest of the atomic step; runs inside optimizer.step(). The gradients are applied: the step counts, also
-        when a callback raises."""
+        """Complete the atomic step, inside optimizer.step(). The gradients are applied: the step counts even when a
+        callback raises."""
         try:
             for callback in self.after_step:
                 callback()
@@ -199,8 +209,9 @@ class StepState(TorchState):
     # Metadata -----------------------------------------------------------------------------------------
 
     def capture(self, is_whole: bool = False) -> None:
-        """Remember the metadata as it is now: at each boundary. And what user code may change of the parameters
-        until the next one; with `is_whole`, before the code behind an epoch's batches, the bytes of all of them."""
+        """Remember the metadata as it is now; called at each boundary. Also remember the parameters that user code may
+        change until the next boundary; with `is_whole`, before the code after an epoch's batches, the bytes of all of
+        them."""
         self._snapshot.take(self._metadata())
         if is_whole or not self._is_tracking:
             self._track()
@@ -209,7 +220,7 @@ class StepState(TorchState):
         self._scalers = [(each, each.state_dict()) for each in kinds.scalers]
 
     def put_back(self) -> None:
-        """Return to the last capture(), before a step is done again: the metadata, and parameters that user code
+        """Return to the last capture(), before a step is repeated: restore the metadata, and parameters that user code
         has changed. Parameters that only optimizers change are those of the last decided step already."""
         packed = self._snapshot.read()
         if packed.skeleton:
@@ -225,12 +236,13 @@ class StepState(TorchState):
                 )
 
     def begin_micro_batch(self) -> None:
-        """Another micro-batch of the same step follows: a GradScaler counts steps, not runs of the loop body."""
+        """Restore the GradScalers before another micro-batch of the same step: they count steps, not runs of the loop
+        body."""
         for scaler, saved in self._scalers:
             load_stateful(scaler, saved)
 
     def capture_after(self, function: Callable[[], object]) -> None:
-        """Call the function, and remember of what it changed the new values: put_back() keeps them."""
+        """Call the function, and remember the new values of everything that it changed: put_back() keeps them."""
         kept: dict[str, Any] = unpack(self._snapshot.read())
         before, mark = self.copy_of_metadata(), self._watched.mark()
         function()
@@ -241,12 +253,12 @@ class StepState(TorchState):
                     kept[part][name] = value
         kept["boundary"] = self.boundary
         if self.loader is not None:
-            kept["loader"] = self.loader.state_dict()  # which counts the calls
+            kept["loader"] = self.loader.state_dict()  # it contains the number of calls
         self._snapshot.take(kept)
         self._watched.adopt(mark)
 
     def copy_of_metadata(self) -> dict[str, Any]:
-        """The metadata as it is now, sharing nothing with it."""
+        """Return a copy of the current metadata that shares nothing with it."""
         packed = pack_metadata(self._metadata())
         copy: dict[str, Any] = unpack(Packed(packed.skeleton, [each.detach().clone() for each in packed.tensors]))
         return copy
@@ -267,15 +279,15 @@ class StepState(TorchState):
         self._watched.trust(parameters)
 
     def watched(self) -> WatchedTensors:
-        """The parameters as user code may have changed them since the last capture()."""
+        """Return the parameters, as user code may have changed them since the last capture()."""
         return self._watched
 
     def captured(self) -> Packed:
-        """What capture() remembered; the caller must not change it."""
+        """Return the metadata of the last capture(); the caller must not change it."""
         return self._snapshot.read()
 
     def load_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Take over the metadata, captured here or on another worker."""
+        """Load the metadata, captured here or on another worker."""
         for name, module in self._modules().items():
             for key, buffer in buffers_of(module).items():
                 buffer.detach().copy_(metadata["buffers"][name][key])
@@ -320,13 +332,13 @@ class StepState(TorchState):
     # Tensors -----------------------------------------------------------------------------------------
 
     def live_tensors(self) -> dict[str, Any]:
-        """Parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
+        """Return parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
         entries = {name: entry for each in self._sort().states for name, entry in each.entries().items()}
         return {"parameters": self._parameters(), "optimizer": entries}
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
-        """Take over parameters and optimizer tensors that came from another worker. Raises ConfigError, with
-        nothing changed, when its model has other parameters than ours."""
+        """Load parameters and optimizer tensors from another worker. Raises ConfigError, with nothing changed, when its
+        model has other parameters."""
         ours = self._parameters()
         refuse_other_model(ours, tensors["parameters"])
         with torch.no_grad():
@@ -337,7 +349,7 @@ class StepState(TorchState):
             each.load(tensors["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By module and name; those that the optimizer moves and no module has, by their place in it."""
+        """Return parameters by module and name; an optimizer's parameters outside of all modules, by place in it."""
         named: dict[str, dict[str, torch.Tensor]] = {
             name: dict(module.named_parameters()) for name, module in self._modules().items()
         }
@@ -350,7 +362,7 @@ class StepState(TorchState):
         }
         return {**named, "": loose}
 
-    # What is what ----------------------------------------------------------------------------------------
+    # Classification of the values ------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -359,7 +371,7 @@ class StepState(TorchState):
             object.__setattr__(self, "_is_tracking", False)
 
     def _sort(self) -> _Kinds:
-        """Kept until one of the values is exchanged: it is asked for in each step."""
+        """Classify the values. The result is kept until one of them is replaced, since it is needed in each step."""
         named = {
             "model": self.model,
             "optimizer": self.optimizer,

@@ -1,4 +1,4 @@
-"""Move a list of tensors through a transport in pieces of a fixed size."""
+"""Transfer a list of tensors through a transport in pieces of a fixed size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PIECE_BYTES = 4 << 20
 def broadcast_all(transport: Transport, tensors: Sequence[torch.Tensor] | None, total_bytes: int, source: int) -> None:
     """Overwrite `tensors` with rank `source`'s; all ranks call it with the same `total_bytes`.
 
-    A rank that needs no data passes None: it forwards the pieces and forgets them. The tensors of all others
-    have the same shapes and dtypes as the source's, in the same order, on the CPU.
+    A rank that needs no data passes None: it forwards the pieces and drops them. On all other ranks the tensors have
+    the same shapes and dtypes as the source's, in the same order, on the CPU.
     """
     piece = torch.empty(min(PIECE_BYTES, total_bytes), dtype=torch.uint8)
     cursor = _Cursor(tensors) if tensors is not None else None
@@ -33,12 +33,12 @@ def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a CPU tensor as a 1-D uint8 tensor; shares it when contiguous, copies it when not."""
+    """Return the memory of a CPU tensor as a 1-D uint8 tensor; shares it when contiguous, copies it when not."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Cursor:
-    """Walks over the bytes of several tensors as if they were one."""
+    """Iterates over the bytes of several tensors as if they were one."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -54,7 +54,7 @@ class _Cursor:
             raw.copy_(part)
 
     def _walk(self, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of equally long views, (part of a tensor, part of the piece), until the piece is used up."""
+        """Yield pairs of equally long views, (part of a tensor, part of the piece), until the end of the piece."""
         done = 0
         while done < piece.numel():
             raw = as_bytes(self._tensors[self._index])

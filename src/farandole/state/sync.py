@@ -1,5 +1,5 @@
-"""Everyone agrees on the state: progress and digests are compared, and whoever is behind or differs copies from the
-source rank."""
+"""Agreement on the state: ranks compare progress and digests, and ranks that are behind or differ copy from the source
+rank."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from farandole.state.state_digest import STRIKES, StateDigest
 
 
 class Shared(Protocol):
-    """A state as a sync sees it: StepState, or the one of commit_sync.py."""
+    """A state as a sync sees it: a StepState, or the CommittedState of commit_sync.py."""
 
     is_holder: bool
 
     @property
     def digests(self) -> StateDigest | None:
-        """Where holders at the same step must be the same, what tells whether they are, and most of them are right.
-        None where they may differ: then all tensors are compared, and the source is right."""
+        """Digests that show whether holders at the same step are equal, as they must be; the majority is right. None
+        where holders may differ: then all tensors are compared, and the source is right."""
         ...
 
     @property
@@ -41,25 +41,25 @@ class Shared(Protocol):
         ...
 
     def captured(self) -> packing.Packed:
-        """What capture() remembered; the caller must not change it."""
+        """Return the metadata of the last capture(); the caller must not change it."""
         ...
 
     def load_metadata(self, metadata: Mapping[str, Any]) -> None: ...
 
     def live_tensors(self) -> dict[str, Any]:
-        """{"parameters": {module: {name: tensor}}, "optimizer": OptimizerState.entries()}; live, not copied."""
+        """Return {"parameters": {module: {name: tensor}}, "optimizer": OptimizerState.entries()}; live, not copied."""
         ...
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
-        """Raises ConfigError, with nothing changed, when the source has another model."""
+        """Load tensors of the source. Raises ConfigError, with nothing changed, when the source has another model."""
         ...
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """How one rank enters a sync.
+    """The situation of one rank at the start of a sync.
 
-    is_holder   whether its state may be anybody's source
-    progress    how far it is
+    is_holder   its state may be the source of others
+    progress    its progress
     metadata    bytes of its metadata: (skeleton, tensors)
     tensors     bytes of its tensors: (skeleton, tensors)
     sample      digest of a sample of its tensors; 0 where that is not compared
@@ -78,11 +78,11 @@ class Standing(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync did.
+    """The result of a sync.
 
     behind        ranks that copied the tensors
-    copied_bytes  what each of them received
-    divergence    ranks at the same step had different states; they have the same one now
+    copied_bytes  number of bytes that each of them received
+    divergence    ranks at the same step had different states; they are equal now
     local         tensors that have turned out to be computed from each rank's own local batch
     """
 
@@ -94,7 +94,7 @@ class SyncReport:
 
 
 def choose_source(standings: list[Standing], bootstrap: bool) -> int:
-    """The lowest rank among the holders with the highest progress; rank 0 when nobody can hold state yet."""
+    """Return the lowest rank among the holders with the highest progress; rank 0 while no worker can hold state yet."""
     if bootstrap:
         return 0
     holders = [rank for rank, standing in enumerate(standings) if standing.is_holder]
@@ -104,8 +104,8 @@ def choose_source(standings: list[Standing], bootstrap: bool) -> int:
 
 
 def is_behind(standing: Standing, source: Standing) -> bool:
-    """Whether a rank has to copy the tensors, whatever they contain. At another boundary of the same step it may not
-    have finished what the source has done there, such as an average of weights behind the step."""
+    """Return whether a rank has to copy the tensors, whatever they contain. At another boundary of the same step it may
+    lack changes that the source has made there, such as an average of weights after the step."""
     ours, theirs = standing.progress, source.progress
     return not standing.is_holder or (ours.step, ours.boundary) != (theirs.step, theirs.boundary)
 
@@ -113,14 +113,14 @@ def is_behind(standing: Standing, source: Standing) -> bool:
 def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
     """Make the state of all ranks equal to the source's. All ranks of a generation call it.
 
-    The metadata has been captured (state.capture()). Copies arrive in staging memory, are checked, and only
-    then take the place of the old state: a source that dies in the middle leaves everyone as they were.
-    Raises PeerLost or GenerationEnded for that, with this rank's state unharmed; FatalError on a rank whose copy is
-    not what the source has.
+    The metadata has been captured (state.capture()). Copies arrive in staging memory, are checked, and only then
+    replace the old state: if the source dies during the transfer, all ranks keep their state. Raises PeerLost or
+    GenerationEnded in this case, with this rank's state unharmed; FatalError on a rank whose copy differs from the
+    source's state.
 
     Args:
-        bootstrap: nobody holds state yet, and rank 0's counts.
-        compares_all: all ranks are at the same boundary, and compare every tensor, also those of the metadata.
+        bootstrap: No worker holds state yet, and rank 0 is the source.
+        compares_all: All ranks are at the same boundary, and compare every tensor, also those of the metadata.
     """
     metadata, tensors = state.captured(), packing.pack(state.live_tensors())
     mine = _standing(state, metadata, tensors, is_compared=state.is_holder and not bootstrap and transport.size > 1)
@@ -156,7 +156,7 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
     new_metadata = _receive(transport, source, metadata, standings[source].metadata, needed=True)
     if transport.rank != source:
         if new_tensors is not None:
-            state.is_holder = False  # torn from the first byte until the last
+            state.is_holder = False  # incomplete from the first byte until the last
             state.load_tensors(new_tensors)
         state.load_metadata(new_metadata)
         state.capture()
@@ -186,13 +186,13 @@ Tables = Sequence[Mapping[str, int]]
 
 
 class _Findings:
-    """What the comparisons of one sync have shown, alike on all ranks.
+    """The results of the comparisons of one sync, equal on all ranks.
 
-    peers        ranks whose tensors must be the same, since they have decided as many steps as the source
-    differing    those whose tensors are not the source's
-    repaired     names of tensors of the metadata that were not the same; see StateDigest.suspects
-    local        those that are computed from each rank's own local batch, as this sync has shown; all_local  ... as is
-                 known
+    peers        ranks whose tensors must be equal, since they have decided as many steps as the source
+    differing    peers whose tensors differ from the source's
+    repaired     names of tensors of the metadata that differed; see StateDigest.suspects
+    local        names of tensors that are computed from each rank's own local batch, as this sync has shown
+    all_local    the same, with those of earlier syncs
     """
 
     def __init__(self, standings: Sequence[Standing], source: int) -> None:
@@ -209,17 +209,18 @@ class _Findings:
         self.all_local = {name for each in standings for name in each.local}
 
     def are_in_doubt(self) -> bool:
-        """Whether the samples differ, or the header of a step has said so."""
+        """Return whether the samples differ, or the header of a step has shown a difference."""
         peers = [self._standings[rank] for rank in self.peers]
         return len({each.sample for each in peers}) > 1 or any(each.is_suspicious for each in peers)
 
     def judge(self, tables: Tables, without: Collection[int] = ()) -> int:
-        """Compare the tensors of the peers, but for those that have copied it. Return the source."""
+        """Compare the tensors of the peers, except for peers that have copied them. Return the source."""
         peers = [rank for rank in self.peers if rank not in without]
         return self._judge(tables, peers, differing(tables, peers), is_trained=True)
 
     def judge_metadata(self, tables: Tables) -> int:
-        """Compare the other tensors of the peers. Return the source: where tensors differ, that of these."""
+        """Compare the other tensors of the peers. Return the source; if the tensors have differed, the one chosen for
+        them."""
         names = differing(tables, self.peers)
         strikes = {name: max(each.suspects.get(name, -1) for each in self._standings) + 1 for name in names}
         self.local = tuple(name for name in names if strikes[name] == STRIKES)
@@ -237,7 +238,7 @@ class _Findings:
             return self._source
         right = choose_right(tables, names, peers)
         values = {rank: [tables[rank].get(name) for name in names] for rank in peers}
-        # The others lack a part of the metadata.
+        # Only ranks with the most progress count: the others lack a part of the metadata.
         furthest = max(self._standings[rank].progress for rank in peers)
         same = [r for r in peers if values[r] == values[right] and self._standings[r].progress == furthest]
         self._source = min(same, default=self._source)
@@ -250,13 +251,13 @@ class _Findings:
 
 
 def _tables(transport: Transport, mine: Mapping[str, int]) -> Tables:
-    """What each rank has found. All read their state at the same time."""
+    """Return the digests of each rank. All ranks read their state at the same time."""
     packed = transport.all_gather(msgspec.msgpack.encode(mine))
     return [msgspec.msgpack.decode(each, type=dict[str, int]) for each in packed]
 
 
 def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool) -> Any:
-    """Broadcast one packed value from `source`; the value in staging memory where it is needed, else None."""
+    """Broadcast one packed value from `source`. Returns the value in staging memory where it is needed, else None."""
     skeleton = torch.empty(sizes[0], dtype=torch.uint8)
     if transport.rank == source:
         skeleton.copy_(torch.frombuffer(bytearray(mine.skeleton), dtype=torch.uint8))
@@ -273,7 +274,7 @@ def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tup
 
 
 def _by_name(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Digests of all that is in the tensors of a state, not of the skeleton: equal values may be pickled
+    """Return digests of all values in the tensors of a state. The skeleton is not hashed: equal values may be pickled
     differently."""
     found = {}
     for group in ("parameters", "optimizer"):

@@ -1,6 +1,7 @@
-"""TorchState: everything of a training job that must survive a change of the membership. Scripts make one.
+"""TorchState: all values of a training job that must survive a change of the membership. Scripts create one.
 
-With a loader of Farandole it is a StepState (step_state.py). Without one it follows the commit rule, which is here.
+With a loader of Farandole it is a StepState (step_state.py). Without one it follows the commit rule, which this module
+implements.
 """
 
 from __future__ import annotations
@@ -39,30 +40,37 @@ from farandole.state.object_state import ObjectState
 
 
 class TorchState(ObjectState):
-    """Models, optimizers and whatever else must survive; every keyword becomes an attribute.
+    """Models, optimizers and all other values that must survive; every keyword becomes an attribute.
 
     TorchState(model, optimizer, batch=0, epoch=0)                    the commit rule, as in Horovod
     TorchState(model=..., optimizer=..., loader=..., best=0.0)        the step rule: see StepState
 
-    Under the commit rule the script calls `state.commit()` where it wants to be able to go on from. After a fault
-    everybody returns to the newest commit and the elastic function is called again.
+    Under the commit rule the script calls `state.commit()` at points from which it can continue. After a fault all
+    workers return to the newest commit, and the elastic function is called again.
 
-    A DataLoader of torch's stays each worker's own; of its sampler the progress is kept, if it records any. Raises
-    ConfigError for one that divides nothing, given as `loader` in a job that may have several workers.
+    A torch DataLoader stays each worker's own; the progress of its sampler is kept, if the sampler records any.
 
-    Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (handlers.py);
-    any number of each. Everything else is a plain value, which must be possible to copy and to pickle.
+    Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (handlers.py); any
+    number of each. Every other value is plain, and must support copying and pickling.
 
-    A commit copies deeply. Parameters of optimizers, and optimizer state, are copied while training goes on: they
-    are complete before the next step() or load_state_dict(). Code that changes parameters in another way between a
-    commit and the next step (`p.data.clamp_()`) should do so before the commit.
+    A commit is a deep copy. Parameters of optimizers, and optimizer state, are copied while training continues: the
+    copies complete before the next step() or load_state_dict(). Code that changes parameters in another way between a
+    commit and the next step (`p.data.clamp_()`) should run before the commit.
 
-    commit_follows_step  a promise, for scripts that commit in every step: between optimizer.step() and commit() there
-        is no collective, nor in step() itself once it changes something (closures, Adasum). Then parameters of
-        optimizers, and optimizer state, are not copied at all: until the step they are the commit, and after it
-        nothing can fail before the next one. A collective in between raises StepError before it begins. Inside
-        `elastic.run` only; with a sampler that agrees on what was trained before each commit, copies are made
-        all the same.
+    Args:
+        model: The model to train.
+        optimizer: The optimizer of its parameters.
+        commit_follows_step: A promise, for scripts that commit in every step: no collective runs between
+            optimizer.step() and commit(), nor in step() itself once it changes something (closures, Adasum). Then
+            parameters of optimizers, and optimizer state, are not copied at all: until the step they are the commit,
+            and after it nothing can fail before the next one. A collective in between raises StepError before it
+            begins. Takes effect inside `elastic.run` only. With a sampler that agrees on the trained samples before
+            each commit, copies are made all the same.
+        **kwargs: Further values.
+
+    Raises:
+        ConfigError: A torch DataLoader that does not divide the data was given as `loader` in a job that may have
+            several workers.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TorchState:
@@ -70,7 +78,7 @@ class TorchState(ObjectState):
         if not _is_ours(loader):
             _refuse_undivided(loader)
             return super().__new__(cls)
-        from farandole.state.step_state import StepState  # which is a TorchState
+        from farandole.state.step_state import StepState  # a subclass of TorchState
 
         if not issubclass(StepState, cls):
             if issubclass(cls, StepState):
@@ -93,7 +101,7 @@ class TorchState(ObjectState):
         self._commit_follows_step = commit_follows_step
         self._handlers: dict[str, StateHandler] = {}
         self._copies = BackgroundCopy()
-        self._commits = self._remembered = 0  # commits made; those before what restore() returns to
+        self._commits = self._remembered = 0  # commits made; those before the state that restore() returns to
         values = {}
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
             handler = handler_for(value)
@@ -112,8 +120,8 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def commit(self) -> None:
-        """As State.commit(). Where each rank has recorded samples of its own, they tell each other first, so that
-        everybody's are in everybody's commit: else those of a worker that is lost would be lost with it."""
+        """Commit as State.commit() does. Ranks that have recorded samples of their own exchange them first, so that
+        each commit contains all ranks' samples: otherwise those of a lost worker would be lost with it."""
         has_news = any(getattr(handler.value, "has_news", False) for handler in self._handlers.values())
         if not (has_news and loop_hooks.hears_of_updates()):
             super().commit()
@@ -123,14 +131,14 @@ class TorchState(ObjectState):
         self._raise_if_updated(update)
 
     def save(self) -> None:
-        """The commit. Its number tells on a regroup whose commit is the newest."""
+        """Make a commit. On a regroup, its number shows which worker has the newest commit."""
         loop_hooks.committing()
         self._remember()
         self._commits = self._remembered = self._commits + 1
         loop_hooks.committed()
 
     def keep_live(self) -> None:
-        """What is live counts as a commit from now on, without a copy: a sync follows, which makes one."""
+        """Count the live values as a commit, without a copy: a sync follows, which makes one."""
         self._commits += 1
 
     def restore(self) -> None:
@@ -142,7 +150,7 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """Make the state of all ranks equal to rank 0's, and remember it. A collective by name."""
-        self._copies.finish_to_restore()  # if a rank is lost now, that is where to
+        self._copies.finish_to_restore()  # the state to return to if a rank is lost now
         for handler in self._handlers.values():
             handler.sync()
         self._commits = self._bcast_object(self._commits)
@@ -174,7 +182,7 @@ class TorchState(ObjectState):
             self._copies.begin(later)
 
     def _handle_samplers_once(self) -> None:
-        """A sampler that was given by itself, too, is not kept a second time for the loader that it is in."""
+        """Replace the handler of a loader whose sampler was given by itself, too: the sampler is kept only once."""
         given = {id(each.value) for each in self._handlers.values() if type(each) is SamplerStateHandler}
         for name, each in self._handlers.items():
             if isinstance(each, LoaderSamplerHandler) and id(each.value) in given:
@@ -185,13 +193,13 @@ class TorchState(ObjectState):
 
 
 def _is_ours(loader: Any) -> bool:
-    """A loader that moves with the decided steps, not torch's."""
+    """Return whether a loader moves with the decided steps, as those of torch do not."""
     return hasattr(loader, "commit") and hasattr(loader, "set_world")
 
 
 def _refuse_undivided(loader: Any) -> None:
-    """Raise ConfigError for a DataLoader of torch's from which each worker would train all of the data, in a job that
-    has, or may get, several workers. A sampler of the user's own may divide, and is trusted."""
+    """Raise ConfigError for a torch DataLoader from which each worker would train all of the data, in a job that has,
+    or may get, several workers. A sampler of the user's own may divide the data, and is trusted."""
     if not isinstance(loader, DataLoader) or not _may_have_others():
         return
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -217,7 +225,7 @@ _UNDIVIDED = (SequentialSampler, RandomSampler, WeightedRandomSampler)
 
 
 def broadcast_value(value: Any) -> Any:
-    """Rank 0's value, on every rank; free when alone."""
+    """Return rank 0's value on every rank; without communication when alone."""
     if world.current().placement.size == 1:
         return value
     return broadcast_object(value, 0)

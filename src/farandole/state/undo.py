@@ -1,6 +1,6 @@
-"""A copy of what one optimizer's step changes, to take the step back. Made only where several things make one step:
-several optimizers, or the methods of one that steps in two parts. A fault between them would leave the first one ahead.
-"""
+"""A copy of the values that one optimizer's step changes, to undo the step. It is made only where several parts form
+one step: several optimizers, or the methods of an optimizer that steps in two parts. A fault between them would leave
+the first one ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.state.optimizer_state import OptimizerState
 
 
 class Undo:
-    """Parameters, optimizer state and the options of the groups, as they are now. Costs as much memory as they do."""
+    """A copy of parameters, optimizer state and group options. Needs as much memory as they do."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._state = OptimizerState("optimizer", optimizer)
@@ -21,7 +21,7 @@ class Undo:
         self._saved = deep_copy(saved, "optimizer")
 
     def put_back(self) -> None:
-        """Return to it. The same tensors stay in place."""
+        """Restore the copied values. The same tensors stay in place."""
         with torch.no_grad():
             for parameter, value in zip(self.parameters, self._values, strict=True):
                 parameter.copy_(value)
@@ -29,5 +29,5 @@ class Undo:
         self._state.load_options(self._saved["options"])
 
     def has_moved(self) -> bool:
-        """Whether a parameter is another one now."""
+        """Return whether a parameter has changed since."""
         return not all(map(torch.equal, self.parameters, self._values))

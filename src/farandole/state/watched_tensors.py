@@ -1,14 +1,14 @@
-"""Module parameters between two boundaries: which of them user code has changed, and what they were.
+"""Module parameters between two boundaries: detection of changes by user code, and their restoration.
 
-An optimizer changes parameters only when a step is decided, so that an aborted step leaves them alone. User code may
-change them at any time: a momentum encoder in the loop body, weights that are swapped for an evaluation. Copying all of
-them at each boundary would cost as much as a part of the optimizer step. So their versions, which autograd counts, are
-compared, and only those tensors are copied at each boundary that were seen to change before the step: in the rehearsal
-(rehearsal.py), which compares bytes, or later. What no optimizer owns (an average of weights), and what was seen to
-change behind the step only, is copied when a step is aborted, before user code runs on. At the end of an epoch all are
-copied once, because an evaluation may write them through `.data`, which no version counts. For the same reason a few
-elements are looked at in every other step, in turns: when one has changed before the step, all bytes of the next one
-are compared.
+An optimizer changes parameters only when a step is decided, so an aborted step leaves them alone. User code may change
+them at any time: a momentum encoder in the loop body, weights that are swapped for an evaluation. Copying all of them
+at each boundary would cost as much as a part of the optimizer step. So their versions, which autograd counts, are
+compared, and only tensors with a known change before the step are copied at each boundary; the change is found in the
+rehearsal (rehearsal.py), which compares bytes, or later. Tensors that no optimizer owns (an average of weights), and
+tensors that change only after the step, are copied when a step is aborted, before user code continues. At the end of an
+epoch all tensors are copied once, because an evaluation may write them through `.data`, which does not increase the
+version. For the same reason a few elements are checked in every other step, in turns: when one has changed before the
+step, all bytes of the next step are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("farandole")
 
 
 class WatchedTensors:
-    """The tensors that track() was given last, by name."""
+    """The tensors of the last track() call, by name."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -36,13 +36,13 @@ class WatchedTensors:
         self._said: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self._copies: dict[str, torch.Tensor] = {}
         self._sampled = SampledElements()
-        self._is_suspicious = False  # something was written that no version counts: the next step is inspected
+        self._is_suspicious = False  # a change without a new version: the next step is inspected
         self._is_inspected = False
-        self._copied: list[str] = []  # those of which the copy is that of the last capture()
-        self.trusted: set[str] = set()  # since then
+        self._copied: list[str] = []  # tensors whose copy is that of the last capture()
+        self.trusted: set[str] = set()  # since the last capture()
 
     def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
-        """Watch these from now on, of which optimizers own some. A capture() has to follow."""
+        """Watch these tensors from now on; `owned` are the names of optimizers' tensors. A capture() has to follow."""
         self._names, self._tensors = list(tensors), list(tensors.values())
         self.add_changing_late(name for name in self._names if name not in owned)
         self._sampled = SampledElements(
@@ -51,18 +51,19 @@ class WatchedTensors:
         self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
 
     def items(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The tensors, live, with their names."""
+        """Return the tensors, live, with their names."""
         return zip(self._names, self._tensors, strict=True)
 
     @property
     def changing(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the tensors that are copied at each boundary, and of those that are when a step is aborted."""
-        if self._said is None:  # it is asked for in each step
+        """Names of the tensors that are copied at each boundary, and of the tensors that are copied when a step is
+        aborted."""
+        if self._said is None:  # it is needed in each step
             self._said = tuple(sorted(self._changing)), tuple(sorted(self._changing_late))
         return self._said
 
     def add_changing(self, names: Iterable[str]) -> None:
-        """Copy these at each boundary from now on."""
+        """Copy these tensors at each boundary from now on."""
         new = set(names) - self._changing
         if not new:
             return
@@ -79,12 +80,12 @@ class WatchedTensors:
         )
 
     def add_changing_late(self, names: Iterable[str]) -> None:
-        """Copy these when a step is aborted, from now on."""
+        """Copy these tensors when a step is aborted, from now on."""
         self._changing_late.update(names)
         self._said = None
 
     def changed(self, since: Sequence[int] | None = None) -> list[str]:
-        """The names of the tensors that were written since the last capture(), or since mark()."""
+        """Return the names of the tensors that were written since the last capture(), or since mark()."""
         versions = self._versions if since is None else since
         return [name for (name, each), version in zip(self.items(), versions, strict=True) if each._version != version]
 
@@ -106,7 +107,7 @@ class WatchedTensors:
                 torch._foreach_copy_([self._copies[name] for name in wanted], [live[name].detach() for name in wanted])
 
     def look(self) -> None:
-        """A step is about to be applied: remember what has changed since the last capture()."""
+        """Record the tensors that have changed since the last capture(): a step is about to be applied."""
         if [each._version for each in self._tensors] != self._versions:
             self.add_changing(self.changed())
         if self._is_inspected:
@@ -116,7 +117,8 @@ class WatchedTensors:
             self._is_suspicious = True
 
     def save(self) -> None:
-        """The step is aborted: copy now what the rest of the loop body may change, unless that has happened."""
+        """Copy the tensors that the rest of the loop body may change, unless they have changed already: the step is
+        aborted."""
         gone = {*self.changed(), *self._copied}
         live = {name: each for name, each in self.items() if name in self._changing_late and name not in gone}
         for name, each in live.items():
@@ -125,11 +127,11 @@ class WatchedTensors:
         self._copied += live
 
     def mark(self) -> list[int]:
-        """What adopt() needs to know of now."""
+        """Return the current versions, for adopt()."""
         return [each._version for each in self._tensors]
 
     def adopt(self, mark: Sequence[int]) -> None:
-        """What has changed since mark() is as if it had been so at the last capture()."""
+        """Treat all changes since mark() as made before the last capture()."""
         for place, (name, each) in enumerate(self.items()):
             if each._version != mark[place]:
                 self._versions[place] = each._version
@@ -137,7 +139,7 @@ class WatchedTensors:
                     self._copies[name].copy_(each.detach())
 
     def trust(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These are as they were at the last capture(), whatever their versions say."""
+        """Treat these tensors as unchanged since the last capture(), whatever their versions are."""
         keys = set(map(id, tensors))
         for place, (name, each) in enumerate(self.items()):
             if id(each) in keys:
@@ -145,8 +147,8 @@ class WatchedTensors:
                 self.trusted.add(name)
 
     def put_back(self) -> list[str]:
-        """Return every tensor to what it was at the last capture(). Returns the names of those that cannot be, because
-        they have changed and were not copied."""
+        """Return every tensor to its value at the last capture(). Returns the names of the tensors that cannot be
+        restored, because they have changed and were not copied."""
         copied = set(self._copied)
         lost = [name for name in self.changed() if name not in copied]
         live = dict(self.items())
@@ -167,13 +169,13 @@ class SampledElements:
     """Elements of a few CPU tensors at a time, in turns.
 
     Args:
-        groups: Tensors by name; two of each group are looked at at a time.
+        groups: Tensors by name; two of each group are sampled at a time.
     """
 
     def __init__(self, *groups: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._groups = [[(name, each.detach()) for name, each in group if _can_be_sampled(each)] for group in groups]
         self._turn = 0
-        self._taken: list[tuple[str, torch.Tensor, int, bytes]] = []  # whose, where in it, and what was there
+        self._taken: list[tuple[str, torch.Tensor, int, bytes]] = []  # name, tensor, byte offset, bytes
 
     def take(self) -> None:
         """Remember some elements as they are now, in every other call."""
@@ -188,18 +190,18 @@ class SampledElements:
                 self._taken.append((name, tensor, place, _element(tensor, place)))
 
     def have_changed(self, known: Container[str]) -> bool:
-        """Whether one of them is another one now; not of the `known` tensors."""
+        """Return whether one of the elements has changed; changes of the `known` tensors do not count."""
         return any(_element(each, place) != was and name not in known for name, each, place, was in self._taken)
 
 
 def _element(tensor: torch.Tensor, place: int) -> bytes:
-    """The bytes of an element: in a tenth of the time that indexing a tensor takes."""
+    """Return the bytes of an element, in a tenth of the time that indexing a tensor takes."""
     address = tensor.data_ptr()
     return string_at(address + place, tensor.element_size()) if address else b""
 
 
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same bytes; on a device, the same values."""
+    """Return whether two tensors of one shape have the same bytes; on a device, the same values."""
     if one.device.type != "cpu":
         return torch.equal(one, other)
     return torch.equal(as_bytes(one), as_bytes(other))

@@ -1,4 +1,4 @@
-"""The orders in which an epoch may go through the data set; elastic.DataLoader takes one as its `order`."""
+"""The orders in which an epoch may traverse the data set; elastic.DataLoader takes one as its `order`."""
 
 from farandole.data.orders.bucketed import Bucketed
 from farandole.data.orders.order import Lookup, Order

@@ -15,14 +15,19 @@ from farandole.errors import DataError
 
 
 class Bucketed:
-    """Each sample once per epoch. A new random order each epoch is cut into windows of several global batches; inside
-    a window the samples are sorted by length, and the batches that they make come in random order.
+    """Each sample once per epoch, in global batches of samples of about the same length.
 
-    lengths  one for each sample: whole numbers, 0 or more
-    window   global batches in a window: more of them, less padding; fewer, more chance
+    A new random order in each epoch is cut into windows of several global batches. Inside a window the samples are
+    sorted by length, and the resulting batches come in random order. Each worker orders whole windows: about 0.1 us per
+    sample of the global batch. Memory is proportional to the number of samples. Not for tail="carry", whose global
+    batches would straddle the sorted ones.
 
-    Each worker orders whole windows: about 0.1 us per sample of the global batch. Memory in proportion to the number
-    of samples. Not for tail="carry", whose global batches would straddle the sorted ones.
+    Args:
+        lengths: A length for each sample: whole numbers, 0 or more.
+        window: Global batches in a window: with more, less padding; with fewer, more randomness.
+
+    Raises:
+        DataError: The lengths or the window are invalid.
     """
 
     def __init__(self, lengths: ArrayLike, window: int = 50) -> None:
@@ -41,9 +46,9 @@ class Bucketed:
             raise DataError('Bucketed cannot fill the last global batch from another epoch: use tail="short" or "drop"')
         batch, stride = layout.global_batch_size, self.window * layout.global_batch_size
         lengths = self._lengths
-        Permutation(layout.size, seed, 0)  # raises for a seed that cannot be
+        Permutation(layout.size, seed, 0)  # raises for an invalid seed
 
-        # The one in use, and the next one, which fetching ahead has reached perhaps.
+        # The current one, and the next one, which fetching ahead may have reached.
         @lru_cache(maxsize=2)
         def samples_of(epoch: int, number: int) -> NDArray[np.int64]:
             drawn = np.arange(number * stride, min((number + 1) * stride, layout.end))
@@ -62,8 +67,8 @@ class Bucketed:
 
 
 def _shuffle_batches(samples: NDArray[np.int64], batch: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The batches of a sorted window in random order. Only the window's last one may be short; which samples are in
-    it is left to chance too, or it would be the longest of each epoch."""
+    """Return the batches of a sorted window in random order. Only the window's last one may be short. Its samples are
+    random too: otherwise they would always be the longest of each epoch."""
     full, rest = divmod(samples.size, batch)
     begin = batch * int(Permutation(full + 1, seed, epoch)(np.zeros(1, np.int64))[0])
     short = samples[begin : begin + rest]

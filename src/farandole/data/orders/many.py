@@ -1,5 +1,5 @@
-"""Many small permutations at once, one for each stratum or shard: as Permutation for each, without a loop over them.
-Pure."""
+"""Many small permutations at once, one for each stratum or shard: equal to Permutation for each, without a loop over
+them. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from farandole.data.permutation import GAMMA, ROUNDS, absorbed
 
 
 class ManyPermutations:
-    """Number i permutes [0, sizes[i]), as Permutation(sizes[i], derived_seed(seed, i), epoch) does.
+    """A set of permutations. Number i permutes [0, sizes[i]), as Permutation(sizes[i], derived_seed(seed, i), epoch)
+    does.
 
     sizes  int64, each 1..2**62
     """
@@ -22,7 +23,7 @@ class ManyPermutations:
         self._seed = seed
 
     def __call__(self, epoch: int, which: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Permutation number which[j] at places[j], for each j (int64, one dimension)."""
+        """Return the values of permutation which[j] at places[j], for each j (int64, one dimension)."""
         numbers, at = np.unique(which, return_inverse=True)
         bits, sizes = self._bits[numbers], self._sizes[numbers][at]
         keys = [tuple(key[at] for key in round_) for round_ in self._rounds(epoch, numbers, bits)]
@@ -43,7 +44,7 @@ class ManyPermutations:
     def _rounds(
         self, epoch: int, numbers: NDArray[np.int64], bits: NDArray[np.uint64]
     ) -> list[tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]]:
-        """add, multiply and shift of each round, for each of the permutations."""
+        """Return add, multiply and shift of each round, for each of the permutations."""
         state = _absorb(np.full(numbers.size, absorbed(self._seed), np.uint64), numbers.astype(np.uint64))
         state = _absorb(_absorb(np.zeros_like(state), state), np.full_like(state, epoch))
         half = (bits + np.uint64(1)) // np.uint64(2)
@@ -56,7 +57,7 @@ class ManyPermutations:
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """A seed of its own for something that is numbered."""
+    """Return a separate seed for a numbered object."""
     return absorbed(seed, number)
 
 
@@ -67,7 +68,7 @@ def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.u
 
 
 def _draw(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The next word of each stream; moves the states."""
+    """Return the next word of each stream; advances the states."""
     state += np.uint64(GAMMA)
     word = state.copy()
     finalize_words(word)

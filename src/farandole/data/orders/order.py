@@ -1,4 +1,4 @@
-"""What an order of samples is; each file beside this one has one or two. Pure."""
+"""The interface of an order of samples; each file in this folder has one or two orders. Pure."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ Lookup: TypeAlias = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
 
 
 class Order(Protocol):
-    """Which sample stands where, with random access: nothing but a cursor has to be remembered.
+    """A mapping from positions to samples, with random access: only a cursor has to be saved.
 
-    It says what the user wants, and holds no place in it; the same on all ranks.
+    It holds the user's choice and no position; it is equal on all ranks.
     """
 
     @property
     def identity(self) -> str:
-        """A short text that differs where a cursor would mean other samples; goes into the saved state."""
+        """Short text that differs where a cursor would mean other samples; a part of the saved state."""
         ...
 
     def length(self, samples: int) -> int:
-        """Positions of an epoch, for a data set with so many samples. Raises DataError when it does not fit it."""
+        """Return the number of positions of an epoch, for a data set of this size. Raises DataError when the order does
+        not fit."""
         ...
 
     def bind(self, layout: Layout, seed: int) -> Lookup:
-        """What a loader asks. Depends on (order, layout, seed) only. May take time and memory in proportion to what
-        the order was given. Raises DataError for a layout that it cannot serve."""
+        """Return the lookup function for a loader. It depends on (order, layout, seed) only. May take time and memory
+        in proportion to the order's arguments. Raises DataError for an unsuitable layout."""
         ...
 
 
 def fingerprint(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> str:
-    """Eight hexadecimal digits that tell these values from others, the same on every machine."""
+    """Return eight hexadecimal digits that tell these values from others, equal on every machine."""
     digest = hashlib.blake2b(digest_size=4)
     for array in arrays:
         digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
@@ -46,7 +47,7 @@ def fingerprint(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> str:
 
 
 def whole_numbers(what: str, values: ArrayLike) -> NDArray[np.int64]:
-    """One whole number for each of something. Raises DataError for other things, for negative ones, and for none."""
+    """Return an array of whole numbers. Raises DataError for other values, for negative ones, and for none."""
     array = np.asarray(values)
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer) or int(array.min()) < 0:
         raise DataError(

@@ -1,4 +1,4 @@
-"""ShardLocal: one shard of the data set after the other, for samples that are read fastest so. Pure."""
+"""ShardLocal: one shard of the data set after the other, for samples that are read fastest in this way. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from farandole.errors import DataError
 
 
 class ShardLocal:
-    """Each sample once per epoch: the shards in a new random order each epoch, and inside each shard its samples in
-    one of their own. All workers read from the same shard, or from two that follow each other.
+    """Each sample once per epoch, shard by shard.
 
-    shard_sizes  samples of each shard (file), in the order in which the data set counts them; none may be 0
+    The shards are in a new random order in each epoch, and inside each shard so are its samples. All workers read from
+    the same shard, or from two successive ones. Memory is proportional to the number of shards.
 
-    Memory in proportion to the number of shards.
+    Args:
+        shard_sizes: Samples of each shard (file), in the order in which the data set counts them; none may be 0.
+
+    Raises:
+        DataError: A shard is empty, or the sizes are not whole numbers.
     """
 
     def __init__(self, shard_sizes: ArrayLike) -> None:
@@ -52,5 +56,5 @@ class ShardLocal:
             place = positions - (ends[which] - sizes[shard])
             return begins[shard] + inside(epoch, shard, place)
 
-        Permutation(layout.size, seed, 0)  # raises for a seed that cannot be
+        Permutation(layout.size, seed, 0)  # raises for an invalid seed
         return look_up

@@ -1,4 +1,4 @@
-"""Shuffled, the order unless another is asked for, and Sequential. Pure."""
+"""Shuffled, the default order, and Sequential. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.data.permutation import Permutation
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A new random order each epoch: constant time and memory for any number of samples."""
+    """A new random order in each epoch: constant time and memory for any number of samples."""
 
     identity = "shuffled"
 
@@ -24,7 +24,7 @@ class Shuffled:
 
     def bind(self, layout: Layout, seed: int) -> Lookup:
         permutation_of = lru_cache(maxsize=2)(lambda epoch: Permutation(layout.size, seed, epoch))
-        permutation_of(0)  # raises for a seed that cannot be
+        permutation_of(0)  # raises for an invalid seed
 
         def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
             return permutation_of(epoch)(positions)
@@ -34,7 +34,7 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class Sequential:
-    """0, 1, 2, ... in each epoch."""
+    """The order 0, 1, 2, ... in each epoch."""
 
     identity = "sequential"
 
@@ -42,7 +42,7 @@ class Sequential:
         return samples
 
     def bind(self, layout: Layout, seed: int) -> Lookup:
-        Permutation(layout.size, seed, 0)  # raises for a seed that cannot be: random numbers follow from it too
+        Permutation(layout.size, seed, 0)  # raises for an invalid seed: random numbers depend on it, too
         return _same
 
 

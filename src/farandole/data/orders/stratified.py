@@ -1,4 +1,4 @@
-"""Stratified: every stretch of an epoch has each label in proportion. Pure."""
+"""Stratified: every section of an epoch has each label in proportion. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from farandole.errors import DataError
 
 
 class Stratified:
-    """Each sample once per epoch, so that any stretch of the order, and so each global batch, has each label as often
-    as its share of the data set says, within about one sample per label.
+    """Each sample once per epoch, with the labels evenly distributed.
 
-    labels  one for each sample: numbers or texts
+    Any section of the order, and so each global batch, has each label in proportion to its share of the data set,
+    within about one sample per label. The label at a position is the same in all epochs; its samples are in a new
+    random order in each epoch. Memory is proportional to the number of samples.
 
-    Which label stands at a position is the same in all epochs; which of its samples, is a new random order each
-    epoch. Memory in proportion to the number of samples.
+    Args:
+        labels: A label for each sample: numbers or texts.
+
+    Raises:
+        DataError: The labels are not one-dimensional, or there are none.
     """
 
     def __init__(self, labels: ArrayLike) -> None:
@@ -35,7 +39,7 @@ class Stratified:
         return samples
 
     def bind(self, layout: Layout, seed: int) -> Lookup:
-        Permutation(layout.size, seed, 0)  # raises for a seed that cannot be
+        Permutation(layout.size, seed, 0)  # raises for an invalid seed
         sizes = np.bincount(self._strata)
         begins = np.cumsum(sizes) - sizes
         samples = np.argsort(self._strata, kind="stable")  # by stratum
@@ -50,8 +54,8 @@ class Stratified:
 
 
 def _interleave(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each position, its stratum, and which of the stratum's samples stands there: the n samples of a stratum
-    stand at the fractions (i + 1/2) / n of the epoch, as nearly as the others let them."""
+    """Return the stratum of each position, and the number of the sample in it: the n samples of a stratum are at the
+    fractions (i + 1/2) / n of the epoch, as nearly as the others allow."""
     strata = np.repeat(np.arange(sizes.size), sizes)
     numbers = np.arange(strata.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     by_place = np.argsort((numbers + 0.5) / sizes[strata], kind="stable")

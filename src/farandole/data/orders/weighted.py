@@ -14,13 +14,15 @@ from farandole.errors import DataError
 
 
 class Weighted:
-    """At each position a sample drawn anew, with a chance in proportion to its weight. An epoch may have a sample
-    several times, or not at all.
+    """Samples drawn with replacement: at each position a new draw, with a probability proportional to the sample's
+    weight. An epoch may have a sample several times, or not at all.
 
-    weights            one for each sample: finite, 0 or more, not all 0
-    samples_per_epoch  how many are drawn for an epoch; as many as there are weights unless given
+    Args:
+        weights: A weight for each sample: finite, 0 or more, not all 0.
+        samples_per_epoch: Number of draws in an epoch; the number of weights unless given.
 
-    Raises DataError for other weights.
+    Raises:
+        DataError: The weights or samples_per_epoch are invalid.
     """
 
     def __init__(self, weights: ArrayLike, samples_per_epoch: int | None = None) -> None:
@@ -41,7 +43,7 @@ class Weighted:
         return self._length
 
     def bind(self, layout: Layout, seed: int) -> Lookup:
-        Permutation(layout.size, seed, 0)  # raises for a seed that cannot be
+        Permutation(layout.size, seed, 0)  # raises for an invalid seed
         keep, other = alias_table(self.weights)
 
         def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -54,14 +56,14 @@ class Weighted:
 
 
 def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Walker's table: drawing a column evenly, and then the column itself with probability keep[column], else
-    other[column], draws in proportion to the weights.
+    """Return Walker's table. Draw a column evenly, then the column itself with probability keep[column], else
+    other[column]: the result is distributed in proportion to the weights.
 
-    Columns with less than the mean are filled up from those with more, one after the other; a column with more
-    that has given too much is filled up by the next one. Who fills whom follows from the two running sums of what
-    is missing and of what is left over.
+    Columns below the mean are filled up from columns above it, one after the other; a column above the mean that has
+    given too much is filled up by the next one. The assignment follows from the two running sums of the missing and the
+    surplus amounts.
     """
-    mean = math.fsum(weights.tolist()) / weights.size  # exact, so that every machine has the same
+    mean = math.fsum(weights.tolist()) / weights.size  # exact, so that every machine computes the same
     level = weights / mean
     keep, other = np.ones_like(level), np.arange(level.size)
     low, high = np.flatnonzero(level < 1), np.flatnonzero(level >= 1)
@@ -71,7 +73,7 @@ def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
     before = np.concatenate(([0.0], missing[:-1]))
     giver = np.minimum(np.searchsorted(spare, before, side="right"), high.size - 1)
     keep[low], other[low] = level[low], high[giver]
-    # The last column with more is left with the mean, but for rounding.
+    # The last column above the mean is left with the mean, but for rounding.
     overdrawn = np.searchsorted(missing, spare[:-1], side="left")
     is_overdrawn = overdrawn < low.size
     columns = np.flatnonzero(is_overdrawn)
@@ -81,14 +83,14 @@ def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
 
 
 def _uniform(seed: int, epoch: int, words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), 53 bits each: splitmix64's stream for (seed, epoch), at these places of it."""
+    """Return numbers in [0, 1), 53 bits each: splitmix64's stream for (seed, epoch), at these positions."""
     z = np.uint64(absorbed(seed, epoch)) + (words + np.uint64(1)) * np.uint64(GAMMA)
     finalize_words(z)
     return np.asarray((z >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def finalize_words(z: NDArray[np.uint64]) -> None:
-    """permutation.finalize for each word, in place."""
+    """Apply permutation.finalize to each word, in place."""
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(multiplier)

@@ -1,1 +1,2 @@
-"""torch's DistributedDataParallel in an elastic function: the user's objects stay what they are, and become elastic."""
+"""The support of torch's DistributedDataParallel in an elastic function: the user's objects keep their identity, and
+become elastic."""

@@ -1,5 +1,5 @@
-"""Modules of a state that are a DistributedDataParallel become elastic, and the optimizers of their parameters decide
-steps. The run loops call it when an elastic function is entered."""
+"""The conversion of a state's DistributedDataParallel modules into elastic ones. The optimizers of their parameters
+then decide steps. The run loops call it when an elastic function is entered."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def adopt(
     optimizers: Iterable[torch.optim.Optimizer],
     accumulates: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Whether there is a DistributedDataParallel among the modules, or inside of them. Again for the same ones it
-    changes nothing.
+    """Make each DistributedDataParallel among the modules, or inside them, elastic. Returns whether there is one. A
+    second call for the same objects changes nothing.
 
-    accumulates  whether the loop body may run without step(), in the meantime (the loader's micro_batch_size)
+    accumulates  returns whether the loop body may run without step(), between steps (the loader's micro_batch_size)
 
-    Raises ConfigError for what cannot be made elastic, with nothing changed in that object.
+    Raises ConfigError for an object that cannot be made elastic, with nothing changed in it.
     """
     paths = [_adopted(each, accumulates) for each in _parallel(modules)]
     for optimizer in optimizers if paths else ():
@@ -48,9 +48,9 @@ def adopt(
 
 
 def adopt_modules(values: Iterable[object]) -> None:
-    """Each DistributedDataParallel over a group of ours among the values, or inside of a module among them. Without a
-    batch of a loader it takes the mean over all workers, and raises RecoverableError on a fault; its buckets are the
-    same on all workers. Raises ConfigError as adopt() does."""
+    """Make each DistributedDataParallel over a group of Farandole elastic, among the values or inside modules among
+    them. Without a batch of a loader it takes the mean over all workers, and raises RecoverableError on a fault; its
+    buckets are equal on all workers. Raises ConfigError as adopt() does."""
     for each in _parallel(values):
         if isinstance(each.process_group, FarandoleGroup):
             _adopted(each, lambda: False)
@@ -74,14 +74,14 @@ def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> D
 
 
 def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """Of the parameters that its reducer reduces."""
+    """Return the names of the parameters that the module's reducer reduces."""
     parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     named = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return {parameter: named[id(parameter)] for parameter in parameters}
 
 
 def _refuse(ddp: DistributedDataParallel) -> None:
-    """Raise ConfigError for what would not be right in an elastic function, saying why."""
+    """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function."""
     group = ddp.process_group
     if not isinstance(group, FarandoleGroup) or group.size() != world.current().placement.size:
         raise ConfigError(

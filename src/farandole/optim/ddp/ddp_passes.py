@@ -1,9 +1,9 @@
-"""One backward pass through a DistributedDataParallel: its buckets, one after the other. ddp_path.py says which pass
-counts for what.
+"""Backward passes through a DistributedDataParallel: their buckets, one after the other. ddp_path.py chooses the kind
+of each pass.
 
-The reducer hands over each bucket when it and all before it are complete, and copies what the futures hold into `.grad`
-at the end of the pass. Futures are completed here with the last bucket, after the header of the step: a fault in
-between leaves zeros, and nothing goes wrong in the reducer itself.
+The reducer passes each bucket when it and all before it are complete, and copies the results of the futures into
+`.grad` at the end of the pass. Here the futures complete with the last bucket, after the step header: a fault before
+that yields zeros, and does not disturb the reducer itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from farandole.state.global_batch import Batch
 
 class Pass(Protocol):
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """All buckets of the pass, in order. Raises what transports raise where that cannot be absorbed."""
+        """Take the buckets of the pass, in order. Raises the errors of transports that cannot be absorbed."""
         ...
 
 
 class PlainPass:
-    """No batch of a loader of ours is out, or its step is decided: the mean over all ranks, as torch does it."""
+    """A pass without an undecided batch of a Farandole loader: it takes the mean over all ranks, as torch does."""
 
     def __init__(self, hook: UserHook | None) -> None:
         self._hook = hook
@@ -47,7 +47,8 @@ class PlainPass:
 
 
 class DroppedPass:
-    """Its gradients do not count: the step is aborted, or applied already. Nothing is sent; they are zero."""
+    """A pass whose gradients do not count: the step is aborted, or applied already. Nothing is sent; the gradients are
+    zero."""
 
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         return _holding(bucket.buffer().zero_())
@@ -56,8 +57,8 @@ class DroppedPass:
 class StepPass:
     """The pass whose gradients, with those of earlier micro-batches, make the step.
 
-    factor       what this rank's weigh; 0 for a dummy batch
-    accumulated  those of earlier micro-batches
+    factor       weight of this rank's gradients; 0 for a dummy batch
+    accumulated  gradients of earlier micro-batches
     weighed      parameters, by id, whose gradients were multiplied before they came into a bucket; grows
     """
 
@@ -75,7 +76,7 @@ class StepPass:
         self._factor, self._accumulated = factor, accumulated
         self._transport = world.current().transport
         self._buckets: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
-        self._under_way: list[Future[torch.Tensor]] = []  # of the user's hook
+        self._under_way: list[Future[torch.Tensor]] = []  # futures of the user's hook
 
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         future: Future[torch.Tensor] = Future()
@@ -91,7 +92,7 @@ class StepPass:
         return future
 
     def _reduce(self, bucket: GradBucket) -> None:
-        """Ours, and with the last bucket everybody's."""
+        """Reduce a bucket, and with the last one exchange the headers."""
         world.raise_if_refused("gradients cannot be reduced")
         flat, trailer = bucket.buffer(), self._header.pack() if bucket.is_last() else b""
         if self._hook is None:
@@ -115,13 +116,13 @@ class StepPass:
             flat.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if factor and factor != 1.0 and id(parameter) not in self._weighed:
-                part.mul_(factor)  # what an earlier pass, in no_sync(), has left, and this one has not used
+                part.mul_(factor)  # left by an earlier pass in no_sync(), and not used in this one
             earlier = self._accumulated.of(parameter)
             if earlier is not None:
                 _as_in_bucket(part, parameter).add_(earlier, alpha=scale)
 
     def _land(self, hook: UserHook) -> None:
-        """What the user's hook has made of the buckets."""
+        """Wait for the results of the user's hook."""
         values = [hook.wait(each) for each in self._under_way]
         self._buckets = [(future, value) for (future, _), value in zip(self._buckets, values, strict=True)]
 
@@ -137,11 +138,11 @@ def _holding(tensor: torch.Tensor) -> Future[torch.Tensor]:
 
 
 def _as_in_bucket(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A part of a bucket, in the order in which the reducer has put the gradient there: that of memory, where the
-    parameter's is dense (channels_last). `GradBucket.gradients()` knows of no other than the usual one."""
+    """Return a bucket's part in the order of the reducer's copy: the order of the parameter's memory if it is dense
+    (channels_last). `GradBucket.gradients()` assumes the contiguous order."""
     if parameter.is_contiguous():
         return part
-    from torch._prims_common import is_non_overlapping_and_dense_or_false  # takes a while, and is rarely needed
+    from torch._prims_common import is_non_overlapping_and_dense_or_false  # a slow import, rarely needed
 
     if is_non_overlapping_and_dense_or_false(parameter):
         return part.view(-1).as_strided(parameter.shape, parameter.stride())

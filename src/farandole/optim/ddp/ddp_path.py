@@ -1,7 +1,8 @@
-"""From gradient to step with a DistributedDataParallel and a loader of ours: which backward pass counts for what.
+"""The path from gradient to step with a DistributedDataParallel and a loader of Farandole: the use of each backward
+pass.
 
-What loader_path.py is for a DistributedOptimizer. The module asks before each forward pass, the reducer inside of it
-with each bucket, and the optimizers (stepping.py) when they are called.
+It is the counterpart of loader_path.py for a DistributedOptimizer. The module calls it before each forward pass, its
+reducer with each bucket, and the optimizers (stepping.py) when they are called.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from farandole.state.global_batch import Batch
 
 
 class DdpPath:
-    """One for each DistributedDataParallel.
+    """The state of one DistributedDataParallel.
 
-    names        the parameters that its reducer reduces, and what they are called
-    accumulates  whether the loop body may run without step() (the loader's micro_batch_size)
+    names        the parameters that its reducer reduces, with their names
+    accumulates  returns whether the loop body may run without step() (the loader's micro_batch_size)
     hook         the user's
     """
 
@@ -40,35 +41,36 @@ class DdpPath:
         self.hook = hook
         self._accumulates = accumulates
         self._digest = digest(names)
-        self.batch: Batch | None = None  # the one that all of this belongs to
+        self.batch: Batch | None = None  # the batch to which the following state belongs
         self._pass: Pass = PlainPass(None)
-        self._has_stale = False  # `.grad` may hold what an aborted step has left
-        self._is_watching = False  # gradients are seen when they arrive, too
+        self._has_stale = False  # `.grad` may hold gradients of an aborted step
+        self._is_watching = False  # gradients are also seen when they arrive
         self._weights = Weights("mean")
         self._accumulated = Accumulated()
         self._owned: set[int] = set()  # parameters that optimizers step
         self.has_passed = False  # buckets were reduced since the reducer was reset
-        self._reduces = False  # the next backward pass
+        self._reduces = False  # the next backward pass reduces
         self._weighed: set[int] = set()  # parameters whose `.grad` was multiplied in this pass
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing has happened for the global batch."""
+        """Reset the state for a global batch."""
         self.is_reduced = False
         self._stepped: set[int] = set()
-        self._reduced: list[torch.Tensor | None] | None = None  # kept while loop bodies run that do not count
+        self._reduced: list[torch.Tensor | None] | None = None  # kept during loop bodies that do not count
         self._restored_in: Batch | None = None
         self._weights.forget()
         self._accumulated.forget()
 
-    # The module asks -------------------------------------------------------------------------------------
+    # Calls of the module ---------------------------------------------------------------------------------
 
     def begin_generation(self) -> None:
         if self.hook is not None:
             self.hook.begin_generation()
 
     def begin_forward(self, is_asked_to_reduce: bool) -> bool:
-        """Whether the backward pass of this forward pass reduces; not in no_sync(), if that is what was asked for."""
+        """Return whether the backward pass of this forward pass reduces; not in no_sync(), if the module asked for
+        that."""
         batch = _undecided()
         self._watch()
         self._weighed.clear()
@@ -76,12 +78,13 @@ class DdpPath:
             self._reduces = is_asked_to_reduce
         else:
             self._notice(batch)
-            # Which body is the last one is not for `no_sync()` to say, where the loader accumulates.
+            # Where the loader accumulates, `no_sync()` does not decide which loop body is the last one.
             self._reduces = batch.is_last and not batch.is_padding and (is_asked_to_reduce or self._accumulates())
         return self._reduces
 
     def _notice(self, batch: Batch) -> None:
-        """What was kept belongs to the last global batch, which was decided or aborted, if there is a new one."""
+        """Set the current batch. The state belongs to the last global batch, which was decided or aborted if there is a
+        new one."""
         last, self.batch = self.batch, batch
         if batch is last:
             return
@@ -95,10 +98,10 @@ class DdpPath:
         else:
             self._accumulated.begin_body()
 
-    # The reducer asks ------------------------------------------------------------------------------------
+    # Calls of the reducer --------------------------------------------------------------------------------
 
     def on_bucket(self, _: object, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Runs inside backward(): the communication hook of DistributedDataParallel."""
+        """Handle a bucket: the communication hook of DistributedDataParallel, which runs inside backward()."""
         if bucket.index() == 0:
             self._pass = self._begin_pass()
         future = self._pass.take(bucket)
@@ -109,7 +112,7 @@ class DdpPath:
         return future
 
     def used_before(self) -> list[int]:
-        """Places of the parameters that have gradients of earlier micro-batches."""
+        """Return the places of the parameters that have gradients of earlier micro-batches."""
         keys = self._accumulated.keys()
         return [place for place, each in enumerate(self.parameters) if id(each) in keys] if keys else []
 
@@ -138,7 +141,7 @@ class DdpPath:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Runs inside backward(), once for each parameter."""
+        """Handle a gradient. Runs inside backward(), once for each parameter."""
         batch = _undecided()
         if batch is None:
             return
@@ -154,7 +157,7 @@ class DdpPath:
             self._accumulated.take(parameter, self._weights.record(batch), may_be_dropped=step.is_shared())
 
     def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
-        """Before the reducer copies it into its bucket, while it is hot in the cache."""
+        """Multiply a gradient before the reducer copies it into its bucket, while it is in the cache."""
         factor = self._weights.record(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
         gradient = parameter.grad
         if gradient is not None and factor:  # a dummy batch's inf times 0 would be NaN: its buckets are zeroed
@@ -177,21 +180,23 @@ class DdpPath:
                 parameter.grad.copy_(gradient)
 
     def end_overlap(self, reason: str) -> None:
-        """The step ends undecided. Nothing is on its way between two calls."""
+        """Note that the step ends undecided. Between two calls no reduction is under way."""
         self._has_stale = True
 
-    # Optimizers ask --------------------------------------------------------------------------------------
+    # Calls of the optimizers -----------------------------------------------------------------------------
 
     def own(self, keys: Collection[int]) -> None:
-        """There is an optimizer of these parameters, by id."""
+        """Note that an optimizer has these parameters, by id."""
         self._owned.update(self.keys.intersection(keys))
 
     def stepped(self, keys: Collection[int]) -> None:
-        """It has applied their gradients: those of later passes do not count, once all optimizers have."""
+        """Note that the optimizer of these parameters has stepped. Later passes do not count once all optimizers
+        have."""
         self._stepped.update(keys)
 
     def begin_step(self, batch: Batch, keys: Collection[int]) -> bool:
-        """step() of an optimizer of the parameters `keys`. Whether their gradients are those of the global batch."""
+        """Begin step() of an optimizer of the parameters `keys`. Returns whether their gradients are those of the
+        global batch."""
         self._notice(batch)
         if not batch.is_last:
             self._weights.record(batch)
@@ -203,13 +208,14 @@ class DdpPath:
         return self.is_reduced
 
     def begin_zeroing(self, batch: Batch, keys: Collection[int]) -> bool:
-        """Whether zero_grad() may go on: not while the micro-batches of a global batch are being accumulated."""
+        """Return whether zero_grad() may proceed: not while the micro-batches of a global batch are being
+        accumulated."""
         self._notice(batch)
         if step.state() == "aborted" or (batch.global_batch.micro_batches == 1 and not batch.is_padding):
             return True
         if batch.is_padding:
             return False
-        if step.is_shared():  # e.g. what a generator's loss has left in the discriminator
+        if step.is_shared():  # e.g. gradients of a generator's loss in the discriminator
             self._accumulated.drop_body(keys)
             self.is_reduced = False
             return True
@@ -217,5 +223,5 @@ class DdpPath:
 
 
 def _undecided() -> Batch | None:
-    """The batch that is out, if its step is not decided."""
+    """Return the current batch, if its step is not decided."""
     return step.batch() if step.is_undecided() else None

@@ -1,9 +1,10 @@
-"""A DistributedDataParallel that follows the world: the user's object, of a class that is made of its own and ours.
+"""A DistributedDataParallel that follows the world: the user's object, with a class derived from its own and
+ElasticModule.
 
-Its reducer cuts the gradients into buckets anew after the first backward pass, in the order in which they came, by a
-collective in the next forward pass. A worker that joins would do that when all others have done it long ago, and add
-up other gradients than theirs until then. So the reducer is made once more, with buckets in the order of the
-parameters, and kept from ever doing it. That way all workers have the same buckets at all times.
+After the first backward pass, its reducer cuts the gradients into buckets anew, in the order of their arrival, by a
+collective in the next forward pass. A worker that joins would do so long after all others, and add up other gradients
+than they until then. So the reducer is created once more, with buckets in the order of the parameters, and kept from
+ever rebuilding them. All workers thus have the same buckets at all times.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _PATH = "_farandole_path"
 
 
 class ElasticModule(DistributedDataParallel):
-    """Mixed in before the user's class, by follow_world()."""
+    """The mixin of an elastic DistributedDataParallel. follow_world() puts it before the user's class."""
 
     _farandole_path: DdpPath
     _farandole_world: world.World | None
-    _farandole_group: ReducerGroup  # C++ keeps the half of it only that is C++
+    _farandole_group: ReducerGroup  # referenced here, since C++ keeps only the C++ half of it
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         is_after_training = not torch.is_grad_enabled() and not world.is_entered()
@@ -49,33 +50,33 @@ class ElasticModule(DistributedDataParallel):
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _begin_forward(self, asked: bool) -> bool:
-        """Whether the backward pass reduces."""
+        """Prepare a forward pass. Returns whether the backward pass reduces."""
         path, here = self._farandole_path, world.current()
         if self._farandole_world is not here:
             self._farandole_world = here
             path.begin_generation()
             self._reset()
-            self.require_forward_param_sync = True  # whatever it was that was aborted
+            self.require_forward_param_sync = True  # whatever operation was aborted
         if not torch.is_grad_enabled():
             return asked
         before = path.batch
         reduces = path.begin_forward(asked)
         if path.batch is not None and path.batch is not before:
-            # Workers that have joined may run more or fewer of the bodies that do not count.
+            # Newcomers may run more or fewer of the loop bodies that do not count.
             self.require_forward_param_sync = path.batch.index == 0
         if path.has_passed or not reduces:
             self._reset()
         return reduces
 
     def _reset(self) -> None:
-        """The reducer forgets the passes so far: the order of their gradients, and one that was never ended."""
+        """Reset the reducer's record of passes: the order of their gradients, and an unfinished pass."""
         self._farandole_path.has_passed = False
         self.reducer._reset_state()
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        """Buffers, in forward(). A fault aborts the step, as one in backward() does."""
+        """Broadcast buffers, in forward(). A fault aborts the step, as in backward()."""
         if step.state() == "aborted":
             return
         try:
@@ -87,7 +88,7 @@ class ElasticModule(DistributedDataParallel):
                 raise
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As torch's: once, and before the first backward pass."""
+        """Register a communication hook as torch does: once, and before the first backward pass."""
         if _PATH not in self.__dict__:
             super().register_comm_hook(state, hook)
             return
@@ -98,7 +99,7 @@ class ElasticModule(DistributedDataParallel):
         self._farandole_path.hook = UserHook(state, hook)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused in an elastic function."""
+        """Raise ConfigError in an elastic function."""
         if _PATH not in self.__dict__:
             return super().join(*args, **kwargs)
         raise ConfigError(
@@ -112,7 +113,7 @@ class ElasticModule(DistributedDataParallel):
         super()._set_static_graph()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies are of the user's class, and do not follow the world."""
+        """Reduce to the user's class: copies do not follow the world."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         for name in (_PATH, "_farandole_world", "_farandole_group"):
             state.pop(name, None)
@@ -120,7 +121,7 @@ class ElasticModule(DistributedDataParallel):
 
 
 def follow_world(ddp: DistributedDataParallel, path: DdpPath) -> None:
-    """From now on `ddp` reduces the way `path` says, with the workers that there are."""
+    """Make `ddp` reduce as `path` decides from now on, with the current workers."""
     base = type(ddp)
     ddp.__class__ = type(base.__name__, (ElasticModule, base), {"__module__": base.__module__})
     assert isinstance(ddp, ElasticModule)
@@ -130,7 +131,7 @@ def follow_world(ddp: DistributedDataParallel, path: DdpPath) -> None:
 
 
 def path_of(ddp: DistributedDataParallel) -> DdpPath | None:
-    """The one that was given to follow_world()."""
+    """Return the path that was given to follow_world()."""
     return ddp.__dict__.get(_PATH)
 
 
@@ -146,7 +147,7 @@ def _make_reducer(ddp: Any, path: DdpPath) -> None:
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     theirs = ddp.process_group, ddp.__dict__.get("_bucket_config")
-    del ddp.reducer  # which removes its hooks
+    del ddp.reducer  # this removes its hooks
     ddp.logger = None
     ddp._farandole_group = ddp.process_group = ReducerGroup(path.used_before)
     if theirs[1] is not None:
@@ -163,9 +164,9 @@ def _make_reducer(ddp: Any, path: DdpPath) -> None:
 
 
 class _FinalBuckets:
-    """The limits of a DistributedDataParallel's buckets, from the beginning: those that the user has given, else one
-    bucket for all. Buckets are reduced where they are complete, not in the background: several are only slower. torch
-    before 2.13 does not ask: there is one bucket then."""
+    """The final limits of a DistributedDataParallel's buckets, from the beginning: those that the user has given, else
+    one bucket for all. Buckets are reduced when they are complete, not in the background, so several would only be
+    slower. torch before 2.13 does not ask for limits: there is one bucket then."""
 
     def __init__(self, theirs: Any, has_one: bool) -> None:
         self._theirs, self._has_one = theirs, has_one
@@ -174,5 +175,5 @@ class _FinalBuckets:
         return getattr(self._theirs, name)
 
     def compute_bucket_size_limits(self, static_graph: bool, find_unused_parameters: bool) -> Any:
-        # Where unused parameters are looked for, buckets are never cut anew: the limits are the final ones.
+        # Where unused parameters are searched for, buckets are never cut anew: the limits are the final ones.
         return self._theirs.compute_bucket_size_limits(static_graph=False, find_unused_parameters=not self._has_one)

@@ -1,4 +1,4 @@
-"""The process group that the reducer inside of a DistributedDataParallel sees. module.py gives it one."""
+"""The process group that the reducer inside a DistributedDataParallel uses. module.py creates it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from farandole.state import step
 
 
 class ReducerGroup(FarandoleGroup):
-    """All workers. The reducer itself reduces one thing only: which parameters were used (find_unused_parameters).
+    """A group of all workers. The reducer itself reduces only one tensor: the parameters that were used
+    (find_unused_parameters).
 
-    A fault in it must not go through the reducer's C++, which would be left in the middle of a pass: it aborts the
-    step, and the pass goes on to its end, for nothing.
+    A fault in it must not pass through the reducer's C++, which would be left in the middle of a pass. It aborts the
+    step, and the pass runs to its end without effect.
 
-    used_before  places of the parameters that earlier micro-batches have used, which the reducer does not know of
+    used_before  places of the parameters that earlier micro-batches have used, unknown to the reducer
     """
 
     def __init__(self, used_before: Callable[[], Sequence[int]]) -> None:
@@ -32,7 +33,7 @@ class ReducerGroup(FarandoleGroup):
     def allreduce(
         self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = ReduceOp.SUM, timeout: Any = None
     ) -> Done:
-        """`tensors`: one, with a number for each parameter; 0: it was not used."""
+        """Reduce the one tensor of `tensors`: a number for each parameter, 0 if it was not used."""
         if step.state() == "aborted":
             return Done()
         for place in self._used_before():

@@ -1,5 +1,5 @@
-"""torch's own optimizers, of parameters that a DistributedDataParallel reduces: they decide steps, as a
-DistributedOptimizer does. adoption.py makes them."""
+"""Optimizers of torch for parameters that a DistributedDataParallel reduces: they decide steps, as a
+DistributedOptimizer does. adoption.py converts them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from farandole.optim.scaled_step import STEPPED_TWICE, as_schedulers_patch_it, c
 from farandole.state import step
 from farandole.state.global_batch import Batch, GlobalBatch
 
-_OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: they take a while to import
+_OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: their import is slow
 
 
 class SteppingOptimizer(OwnMethods):
-    """Mixed in before the user's class, by make_stepping()."""
+    """The mixin of such an optimizer. make_stepping() puts it before the user's class."""
 
     farandole_attributes = OwnMethods.farandole_attributes | {
         "_farandole_paths",
@@ -29,11 +29,11 @@ class SteppingOptimizer(OwnMethods):
 
     _farandole_paths: Sequence[DdpPath]
     _farandole_reduced: frozenset[int]  # parameters, by id
-    _farandole_global_batch: GlobalBatch | None  # the one that it has applied
+    _farandole_global_batch: GlobalBatch | None  # the global batch that was applied last
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """As torch's. With a batch of a DataLoader of Farandole: True if the step was applied, by all workers; False
-        if not: a worker was lost and the same batch comes again, or further micro-batches follow."""
+        """Step as torch does. With a batch of a DataLoader of Farandole it returns True if all workers have applied the
+        step. False: a worker was lost and the same batch comes again, or further micro-batches follow."""
         batch = step.batch()
         if batch is None:
             loss = self._apply(closure, self._gradients())
@@ -55,7 +55,7 @@ class SteppingOptimizer(OwnMethods):
         return True
 
     def _step_with(self, closure: Callable[[], Any], batch: Batch) -> Any:
-        """The optimizer runs backward passes itself; it may change parameters between them."""
+        """Step with a closure. The optimizer runs backward passes itself; it may change parameters between them."""
         refuse_closure(batch)
         if step.state() == "aborted":
             return call_dropped(closure)
@@ -72,7 +72,7 @@ class SteppingOptimizer(OwnMethods):
         self._end_step(batch)
 
     def _begin_step(self, batch: Batch) -> bool:
-        """Whether the gradients are those of the global batch."""
+        """Begin a step. Returns whether the gradients are those of the global batch."""
         if self._farandole_global_batch is batch.global_batch:
             raise StepError(STEPPED_TWICE)
         keys = self._keys()
@@ -85,11 +85,12 @@ class SteppingOptimizer(OwnMethods):
             path.stepped(self._keys())
         step.stepped(self)
 
-    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's is wrapped.
+    # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's step() is wrapped
+    # already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. It does nothing while the micro-batches of a global batch are being accumulated."""
+        """Zero the gradients as torch does, except while the micro-batches of a global batch are being accumulated."""
         batch = step.batch()
         if batch is not None and step.is_undecided() and self._farandole_global_batch is not batch.global_batch:
             keys = self._keys()
@@ -99,7 +100,7 @@ class SteppingOptimizer(OwnMethods):
         super().zero_grad(**zeroing(set_to_none))
 
     def abandon_step(self) -> None:
-        """Drop what backward passes have left since the last step."""
+        """Drop the gradients of backward passes since the last step."""
         for parameter in self._all_parameters():
             parameter.grad = None
 
@@ -107,7 +108,7 @@ class SteppingOptimizer(OwnMethods):
         return set(map(id, self._all_parameters()))
 
     def _refuse_local_gradients(self, are_reduced: bool) -> None:
-        """Workers would drift apart."""
+        """Raise StepError for gradients that are not reduced: workers would diverge."""
         if not are_reduced:
             raise StepError(
                 "optimizer.step() of a batch whose gradients were not reduced: each loop body needs a backward pass "
@@ -118,7 +119,7 @@ class SteppingOptimizer(OwnMethods):
 
 
 def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) -> None:
-    """From now on `optimizer`, the same object, decides steps. Raises ConfigError for one that cannot."""
+    """Make `optimizer`, the same object, decide steps from now on. Raises ConfigError for one that cannot."""
     if any(kind.__name__ in _OF_THEIR_OWN for kind in type(optimizer).__mro__):
         raise ConfigError(
             f"{type(optimizer).__name__} divides its work among the workers that there were when it was made, and "
@@ -141,7 +142,7 @@ def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) ->
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, reduced: frozenset[int]) -> None:
-    """Raise ConfigError for a parameter whose gradients nobody reduces: workers would drift apart."""
+    """Raise ConfigError for a parameter whose gradients are not reduced: workers would diverge."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if parameter.requires_grad and id(parameter) not in reduced:

@@ -1,5 +1,5 @@
-"""The communication hook that the user has registered with a DistributedDataParallel: it goes on reducing, between our
-weights and our header. passes.py calls it."""
+"""The user's communication hook of a DistributedDataParallel. It reduces as before, between Farandole's weights and
+step header. ddp_passes.py calls it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
 class UserHook:
-    """By the contract of such hooks it gives the mean over all ranks.
+    """A communication hook. By the contract of such hooks it returns the mean over all ranks.
 
-    What its state keeps from step to step (PowerSGD's errors) begins anew with each generation: a worker that has
-    joined has nothing of it, and all ranks must do the same.
+    State that it keeps from step to step (PowerSGD's errors) is reset in each generation: a worker that has joined has
+    none of it, and all ranks must do the same.
     """
 
     def __init__(self, state: Any, hook: Hook) -> None:
@@ -40,7 +40,8 @@ class UserHook:
         return self._hook(self._state, bucket)
 
     def wait(self, future: Future[torch.Tensor]) -> torch.Tensor:
-        """Raises RecoverableError when a worker was lost, also where it was something else on its way here."""
+        """Wait for the result of the hook. Raises RecoverableError when a worker was lost, even if another error
+        arrives here."""
         try:
             return future.wait()
         except Exception as error:
@@ -51,7 +52,7 @@ class UserHook:
 
 
 def registered_hook(ddp: DistributedDataParallel) -> UserHook | None:
-    """The one that the module has so far. Raises ConfigError for one that only C++ knows."""
+    """Return the hook that the module has so far. Raises ConfigError for a hook that only C++ knows."""
     if ddp._comm_hooks:
         hook, state = ddp._comm_hooks[-1]
         return UserHook(state, hook)
@@ -65,7 +66,8 @@ def registered_hook(ddp: DistributedDataParallel) -> UserHook | None:
 
 
 def _remember(state: Any) -> dict[str, Any]:
-    """Deep copies of what it keeps, by name. Groups are none of it, nor what cannot be copied."""
+    """Return deep copies of the attributes of a hook's state, by name, without process groups and objects that cannot
+    be copied."""
     names = [*getattr(state, "__dict__", ())]
     for kind in type(state).__mro__:
         slots = getattr(kind, "__slots__", ())
