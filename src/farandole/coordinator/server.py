@@ -239,7 +239,7 @@ class Coordinator:
         if step > self._job.steps_seen:
             self._decide(StepsSeen(step))
 
-    # Connections: unauthenticated until the token is proved and a hello received, then of an agent or a command --
+    # Connections: unauthenticated until token and hello, then an agent's or a command's --------------------
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])

@@ -172,7 +172,7 @@ class StallNoticed(Event):
 
 @dataclass(frozen=True)
 class WorkersHung(Event):
-    """These workers have made no progress since `step` while all others wait for them; they are stopped."""
+    """Workers hang: they have made no progress since `step` while all others wait for them; they are stopped."""
 
     step: int
     workers: tuple[str, ...]
@@ -222,8 +222,8 @@ class CollectiveStalled(Event):
 
 @dataclass(frozen=True)
 class StatesDiverged(Event):
-    """These workers had another state than `source` after `step` steps. `name`: the first parameter, buffer or other
-    tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
+    """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
+    buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
 
     step: int
     name: str

@@ -146,7 +146,7 @@ class Feed:
             batch = next(self._batches, _NOTHING)
         return batch
 
-    # A step of the framework ----------------------------------------------------------------------------
+    # A step of the framework -----------------------------------------------------------------------------
 
     def until_reduced(self, batch: Any, compute: Callable[[Any], ResultT]) -> ResultT:
         """Call `compute(batch)`, forward and backward, until the gradients of a whole global batch are complete: then

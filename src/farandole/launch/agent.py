@@ -295,7 +295,7 @@ class Agent:
         self._server.dismiss(worker)
         self._channel.send(SpawnFailed(worker, error))
 
-    # Timers ----------------------------------------------------------------------------------------------
+    # Timers -----------------------------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
         every_s = heartbeat_period_s(self._config.detection_budget_s)

@@ -103,7 +103,7 @@ class WorkerServer:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    # A connection is unknown until its Hello, then a worker's ----------------------------------------------
+    # A connection is unknown until its Hello, then a worker's ---------------------------------------------
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):

@@ -239,7 +239,7 @@ class CommitLoop:
             raise GenerationEnded("sync", world.current().id.number, str(error)) from error
         return None
 
-    # Requests of state and optimizer (state/loop_hooks.py) -----------------------------------------------------
+    # Requests of state and optimizer (state/loop_hooks.py) ------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return False

@@ -41,7 +41,7 @@ class CommitRecords:
     def close(self) -> None:
         self._writer.close()
 
-    # Reports of samplers (state/recording.py) ------------------------------------------------------------
+    # Reports of samplers (state/recording.py) -------------------------------------------------------------
 
     def trained(self, sampler: object, parts: Sequence[Part]) -> None:
         name = self._name(sampler)

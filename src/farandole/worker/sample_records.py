@@ -84,7 +84,7 @@ class SampleRecords:
     def close(self) -> None:
         self._writer.close()
 
-    # Reports of loader, optimizer and state (state/recording.py) ----------------------------------------
+    # Reports of loader, optimizer and state (state/recording.py) ------------------------------------------
 
     def delivered(self, batch: Batch, ids: Sequence[int]) -> None:
         if batch.index == 0:

@@ -166,7 +166,7 @@ class StepLoop:
         warm_up(job, self._state, call)
         self._is_busy = True
 
-    # Requests of the loader (data/loader_hooks.py) ------------------------------------------------------------
+    # Requests of the loader (data/loader_hooks.py) -----------------------------------------------------------
 
     def reach(self) -> None:
         """Pass a boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
@@ -374,7 +374,7 @@ class StepLoop:
         self._watch.synchronized(report)
         return report
 
-    # The job ends unfinished ----------------------------------------------------------------------------------
+    # The job ends unfinished -----------------------------------------------------------------------------
 
     def _may_end_here(self) -> bool:
         """Return whether the state is complete at the main thread's position: it is not while a step is being
@@ -388,7 +388,7 @@ class StepLoop:
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
 
-    # Requests of the optimizer (state/loop_hooks.py) ----------------------------------------------------------
+    # Requests of the optimizer (state/loop_hooks.py) -------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return self._job is not None and step.batch() is not None
