@@ -1,6 +1,6 @@
-"""The coordinator's one decision: `decide(job, input, now_s)` gives the next job and what to do. Pure.
+"""The coordinator's one decision: `decide(job, input, now_s)` returns the next job and the actions. Pure.
 
-Each theme has a file. What happens when a worker dies is worker_failure.py, then regroup.py.
+Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
 
     bootstrap.py         the time before generation 1
     regroup.py           the change from one generation to the next
@@ -19,8 +19,8 @@ Each theme has a file. What happens when a worker dies is worker_failure.py, the
     completion.py        from the first Finished to the release of all members
     shutdown.py          from the decision to end the job to the last exit
 
-An input first changes what is known (`_apply_input`); then `_settle` draws the conclusions from what is known now.
-So no rule depends on which input came last, and old, repeated or contradictory ones change nothing.
+An input first changes the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
+depends on which input came last, and old, repeated or contradictory ones change nothing.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Generation:
 class Change:
     """A regroup that was announced to the members and has not started yet.
 
-    is_planned     announced by PREPARE: the running generation goes on until a boundary. Once announced it is
+    is_planned     announced by PREPARE: the running generation continues until a boundary. Once announced it is
                    never revoked, since a member may have left the old generation already: it ends with
                    START, or with an ABORT of a higher number.
     began_s        when the first fault, or the plan, happened

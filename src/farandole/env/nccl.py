@@ -19,7 +19,7 @@ _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def prepare_for_nccl(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Set the variables that are not set. Return what is wrong with the others; empty if nothing."""
+    """Set the variables that are not set. Return the error in the others; empty if there is none."""
     for name, value in _OURS.items():
         environ.setdefault(name, value)
     for name in _BLOCKING:

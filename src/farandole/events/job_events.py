@@ -134,7 +134,8 @@ class JobEnds(Event):
 
 @dataclass(frozen=True)
 class ConnectionRefused(Event):
-    """A connection was refused: the peer did not send, or prove, what is needed to be served. The job is unharmed."""
+    """A connection was refused: the peer did not send, or prove, the data that is needed to be served. The job is
+    unharmed."""
 
     who: str
     reason: str

@@ -311,8 +311,8 @@ class Agent:
         """Wait until the coordinator may have declared this agent lost: its workers must not run then. Never returns in
         the coordinator's own process.
 
-        The time of a stall of this process counts: a host that was frozen has been replaced. The lease must look over
-        twice in a row, because messages that have arrived are read between two looks.
+        The time of a stall of this process counts: a host that was frozen has been replaced. The lease must appear over
+        at two consecutive looks, because messages that have arrived are read between two looks.
         """
         if not self._config.is_apart:
             await asyncio.get_running_loop().create_future()

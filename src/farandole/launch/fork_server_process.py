@@ -50,7 +50,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # or the first collection in a worker would copy all these pages
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what is in a buffer would be printed by every worker
+        stream.flush()  # buffered output would be printed by every worker
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         if not message:
@@ -143,7 +143,7 @@ def _work(agent: socket.socket, target: Sequence[str]) -> int:
 
 
 def _receive_place(agent: socket.socket) -> dict[str, str]:
-    """Receive standard output and error from the agent, and return the environment."""
+    """Install standard output and error from the agent, and return the environment."""
     head, descriptors, _, _ = socket.recv_fds(agent, SIZE.size, 2)
     if len(head) < SIZE.size or len(descriptors) < 2:
         os._exit(1)

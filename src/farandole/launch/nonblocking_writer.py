@@ -23,9 +23,9 @@ Target = TypeVar("Target")
 
 
 class BackgroundWriter(Generic[Target]):
-    """Calls `write(target, data)` in a thread of its own, in the order of `put`; pieces that follow each
-    other to the same target are joined. `write` must not raise. `on_dropped(bytes)` is called in that thread
-    when writing goes on after pieces had to be dropped."""
+    """Calls `write(target, data)` in a thread of its own, in the order of `put`; pieces that follow each other to the
+    same target are joined. `write` must not raise. `on_dropped(bytes)` is called in that thread when writing continues
+    after pieces had to be dropped."""
 
     def __init__(
         self,

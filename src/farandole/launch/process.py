@@ -75,7 +75,7 @@ class WorkerProcess:
         """Ask the worker to end with SIGTERM; kill its group when it still lives after `grace_s` seconds.
 
         worker_pid  the process that called init(), as reported by its Hello. It alone gets the signal: its loader
-                    processes must go on serving it until it has left, and a shell around it
+                    processes must continue to serve it until it has left, and a shell around it
                     (`bash train.sh`) would neither pass the signal on nor outlive it.
                     None: no process called init(), so there is no job to leave; all processes get it.
         """

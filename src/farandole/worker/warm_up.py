@@ -29,8 +29,8 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
     """Call the elastic function with batches without effect, and return the state to what it was.
 
     Meanwhile rank() and size() have the values of the last member of the next generation, so that this worker skips the
-    work of rank 0; every collective is local. An exception of the function is ignored here: the function raises it
-    again in a member, if the error persists.
+    work of rank 0; every collective is local. An exception of the function is ignored here: it is raised again after
+    the admission, if its cause persists.
 
     Raises:
         JobEnded: The job is over.

@@ -117,7 +117,7 @@ class Job:
     def build(self, start: Start) -> Transport:
         """Open the data connections of a generation and enter its world.
 
-        Raises PeerLost or GenerationEnded; the next order from the coordinator then says how to go on.
+        Raises PeerLost or GenerationEnded; the next order from the coordinator then determines the next action.
         """
         self._session = 0
         self._enter(start, CONNECT_TIMEOUT_S)
