@@ -18,7 +18,7 @@ class CheckpointEnv:
     every    their interval: the text of --checkpoint-every
     keep     the number of checkpoints to keep
     resume   name of the newest one when the job began; empty: it began at the beginning
-    run_id  the run id with which the job began; 0: no process has locked the place yet
+    run_id   the run id with which the job began; 0: no process has locked the place yet
     owner    the process that has locked it
     """
 

@@ -112,9 +112,9 @@ class Recovered(Event):
     first_step_ms  until a step was applied
     steps_redone, samples_redone  begun before, and repeated; under the commit rule those since the commit
     counts         the unit of progress, as in FirstStep (messages.py)
-    began_at       their number when training continued
-    lost_at        their least number when no holder of the state was left: training continued from a checkpoint. None:
-                   a worker held the state
+    began_at       progress in that unit when training continued
+    lost_at        least progress in that unit when no holder of the state was left: training continued from a
+                   checkpoint. None: a worker held the state
     """
 
     number: int

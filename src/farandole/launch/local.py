@@ -52,7 +52,7 @@ async def run_local(
 
     hosts              where workers run, in the order of their ranks: each name is a host of its own, and all of
                        them must refer to this machine. Or a repeated discovery. None: localhost, with as many slots as
-                            the job may ever need.
+                       the job may ever need.
     host, port         the address of the coordinator; port 0 lets the system choose
     extra_environment  variables of the workers in addition to those of this process
     origin             the beginning of the job's numbers; given when it writes checkpoints
