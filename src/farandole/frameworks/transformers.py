@@ -42,9 +42,8 @@ class Trainer(transformers.Trainer):
     - Where the Trainer counts the labels of a batch (`num_items_in_batch`), the loss is the mean over those of the
       global batch, however they are divided among workers; else the mean over its samples.
     - Model, optimizer, scheduler, the best metric, the attributes that callbacks export and the decision to stop are
-      the
-      same on all workers after each change. All other values of a callback, and the history of logs, are each worker's
-      own.
+      the same on all workers after each change. All other values of a callback, and the history of logs, are each
+      worker's own.
     - Every worker runs evaluations, on the whole eval_dataset.
     - Rank 0 writes checkpoints and prints; the loss that it prints is that of its local batch. When workers are lost,
       another worker may become rank 0 and does so.
