@@ -1,4 +1,4 @@
-"""Who is in a job. `decide` is the whole coordinator; sockets, processes and clocks are a shell around it."""
+"""The membership of a job. `decide` is the whole coordinator; sockets, processes and clocks are a shell around it."""
 
 from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
 from farandole.coordinator.decide import decide, next_deadline

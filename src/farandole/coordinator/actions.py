@@ -1,4 +1,4 @@
-"""What the coordinator's shell has to do: the answers of `decide`, to be carried out in this order."""
+"""The actions that `decide` returns. The coordinator's shell carries them out in this order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.messages import ToAgent
 
 @dataclass(frozen=True)
 class SendAgent:
-    """Send `message` to a connected agent. To one agent, messages must arrive in the order of the actions."""
+    """Send `message` to a connected agent. Messages to one agent must arrive in the order of the actions."""
 
     agent: str
     message: ToAgent
@@ -19,7 +19,7 @@ class SendAgent:
 
 @dataclass(frozen=True)
 class EndJob:
-    """The last action of a job. `reason` is for a person; `exit_code` is that of `farandole run`."""
+    """The last action of a job. `reason` is for people; `exit_code` is the exit code of `farandole run`."""
 
     exit_code: int
     reason: str
@@ -27,7 +27,7 @@ class EndJob:
 
 @dataclass(frozen=True)
 class Log:
-    """Something worth logging."""
+    """Log an event."""
 
     event: Event
 

@@ -1,4 +1,4 @@
-"""The coordinator's heartbeats to agents apart, and what comes back. Used by server.py."""
+"""Heartbeats between the coordinator and remote agents, and the replies to them. Used by server.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from farandole.messages import CoordinatorHeartbeat
 
 
 class AgentHeartbeats:
-    """`on_reached(agent, at_s)`: what the coordinator sent then has been heard, and the agent's answer has come."""
+    """`on_reached(agent, at_s)`: the agent has received what the coordinator sent at `at_s`, and its answer has
+    come."""
 
     def __init__(
         self, token: bytes, budget_s: float, now_s: Callable[[], float], on_reached: Callable[[str, float], None]
@@ -23,10 +24,11 @@ class AgentHeartbeats:
         self._heard_s: dict[str, float] = {}
         self._port = HeartbeatPort(token, self.hear) if budget_s < SLOW_BUDGET_S else None
         self.udp_port = 0
-        """Where datagrams are taken; 0: nowhere."""
+        """UDP port on which datagrams are received; 0: none."""
 
     async def open(self, address: Address) -> None:
-        """Take datagrams, too, where the budget asks for it and the port is free: TCP alone does on a good network."""
+        """Also receive datagrams if the budget requires it and the port is free. On a good network TCP alone
+        suffices."""
         if self._port is None:
             return
         try:
@@ -39,14 +41,15 @@ class AgentHeartbeats:
         return agent in self._heartbeats
 
     def begin(self, agent: str) -> bytes:
-        """The agent has joined. The id of its datagrams; empty where there are none."""
+        """Register an agent that has joined and return the id of its datagrams, which is empty if there are none."""
         self._heartbeats[agent] = Heartbeats(self._now_s())
         self._heard_s[agent] = self._now_s()
         return self._port.expect(agent) if self._port is not None else b""
 
     def lease_end_s(self, agent: str) -> float | None:
-        """Until when an agent that is lost now, or its guard, may let its workers go on, as far as is known: it counts
-        from a heartbeat that was answered, and none was that came later than the last one. None: it never joined."""
+        """Return when the lease of an agent that is lost now ends, as far as is known: until then the agent or its
+        guard may let its workers run. The lease counts from the last heartbeat that the agent answered. None: the agent
+        never joined."""
         heard_s = self._heard_s.get(agent)
         return None if heard_s is None else heard_s + self._budget_s
 
@@ -57,7 +60,7 @@ class AgentHeartbeats:
             self._port.forget(agent)
 
     def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None]) -> None:
-        """Send a heartbeat to each agent: with `send`, and by datagram."""
+        """Send a heartbeat to each agent, with `send` and by datagram."""
         for agent, heartbeats in self._heartbeats.items():
             sequence = heartbeats.next(self._now_s())
             send(agent, CoordinatorHeartbeat(sequence, heartbeats.heard))
@@ -65,7 +68,7 @@ class AgentHeartbeats:
                 self._port.send(agent, sequence, heartbeats.heard)
 
     def hear(self, agent: str, sequence: int, heard: int) -> None:
-        """A heartbeat came, on either way."""
+        """Record a heartbeat that came over TCP or as a datagram."""
         heartbeats = self._heartbeats.get(agent)
         if heartbeats is None:
             return

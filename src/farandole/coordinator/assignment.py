@@ -1,4 +1,4 @@
-"""Who gets which rank and neighbours. Pure; used when workers are started and generations start."""
+"""Ranks, places and neighbours of the members. Pure; used when workers are started and generations start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farandole.membership import Address, Peer, Placement
 
 
 def by_rank(survivors: Sequence[str], newcomers: Sequence[str]) -> tuple[str, ...]:
-    """Members of the next generation: survivors keep their order, newcomers come behind them.
+    """Return the members of the next generation by rank: survivors keep their order, newcomers follow them.
 
     So a survivor's rank never grows, and the source rank is never moved behind a newcomer.
     """
@@ -17,10 +17,10 @@ def by_rank(survivors: Sequence[str], newcomers: Sequence[str]) -> tuple[str, ..
 
 
 def placements(hosts: Sequence[str]) -> list[Placement]:
-    """Places of the members whose hosts are given by rank, as Horovod numbers them.
+    """Return the placements of the members whose hosts are given by rank, numbered as in Horovod.
 
-    local_rank counts the members of one host in rank order; cross_rank counts the hosts that have a member
-    with the same local_rank, in the order of those members' ranks.
+    local_rank counts the members of one host in rank order; cross_rank counts the hosts that have a member with the
+    same local_rank, in the order of those members' ranks.
     """
     seen: Counter[str] = Counter()
     peers_across: defaultdict[int, int] = defaultdict(int)
@@ -44,7 +44,7 @@ def placements(hosts: Sequence[str]) -> list[Placement]:
 
 
 def ring(members: Sequence[tuple[str, Address]]) -> list[tuple[Peer, Peer]]:
-    """Previous and next neighbour of each rank. A single member is its own neighbour."""
+    """Return the previous and the next neighbour of each rank. A single member is its own neighbour."""
     peers = [Peer(worker, rank, address) for rank, (worker, address) in enumerate(members)]
     size = len(peers)
     return [(peers[rank - 1], peers[(rank + 1) % size]) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""From the first agent to generation 1: all workers call init(), then they start together."""
+"""The bootstrap, from the first agent to generation 1: all workers call init(), then they start together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from farandole.coordinator.transition import Transition
 
 
 def advance(transition: Transition) -> None:
-    """Start generation 1 once all workers wait in init(), or find out that it cannot start."""
+    """Start generation 1 once all workers wait in init(), or detect that it cannot start."""
     job = transition.job
     waiting = [worker for worker in job.newcomers() if worker.address is not None]
     if job.plain_exits and not job.workers:
@@ -32,7 +32,8 @@ def advance(transition: Transition) -> None:
 
 
 def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:
-    """A plain script may run for hours without init(); but once one worker waits, the others must come."""
+    """Keep the deadline for the start. A plain script may run for hours without init(); but once one worker waits, the
+    others must come in time."""
     job = transition.job
     lacks_slots = (bool(job.agents) or job.offers is not None) and not _has_slots(job)
     if not (waiting or lacks_slots):
@@ -49,13 +50,13 @@ def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:
 
 
 def _has_slots(job: Job) -> bool:
-    """Whether there are slots for all workers that training begins with."""
+    """Return whether there are slots for all workers with which training begins."""
     needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
     return sum(use.is_open for use in job.slots.values()) >= needed
 
 
 def _can_never_start(job: Job) -> bool:
-    """Too many hosts are out for good."""
+    """Return whether too many hosts are banned permanently."""
     needed = job.config.num_proc if job.config.fills_slots else job.target
     return any(map(job.is_banned, job.bans)) and capacity.worker_capacity(job) < needed and not job.may_get_slots()
 

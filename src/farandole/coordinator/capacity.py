@@ -1,4 +1,4 @@
-"""Where workers could be: the slots of the hosts that may be used. Pure; slots.py fills them."""
+"""The capacity of the job: the slots of the hosts that may be used. Pure; slots.py fills them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SlotCandidate:
 def slot_candidates(job: Job) -> list[SlotCandidate]:
     """Return a candidate for each usable slot, host by host, the oldest host first.
 
-    Until the first generation they include slots of hosts that were offered and whose agents have not joined yet:
-    their place in the order is reserved.
+    Until the first generation the candidates include the slots of offered hosts whose agents have not joined yet: their
+    place in the order is reserved.
     """
     candidates = [
         SlotCandidate(agent.order, index, agent.host, Slot(agent.name, index))
@@ -48,7 +48,7 @@ def slot_candidates(job: Job) -> list[SlotCandidate]:
 
 
 def worker_capacity(job: Job) -> int:
-    """How many workers there is room for, also where no agent has joined yet."""
+    """Return for how many workers there is capacity, including hosts whose agents have not joined yet."""
     if job.offers is None:
         return len(slot_candidates(job))
     left = {agent.host for agent in job.agents.values() if agent.is_draining}
@@ -62,8 +62,8 @@ def worker_capacity(job: Job) -> int:
 
 
 def expected_placement(job: Job, worker: Worker) -> Placement:
-    """The place that a new worker will most likely get: by the order of the slots at the start, later behind the
-    members that stay."""
+    """Return the placement that a new worker will most likely get. At the start it follows the order of the slots;
+    later the newcomer comes after the members that stay."""
     if job.generation is None:
         opened = {slot for slot, use in job.slots.items() if use.is_open}
         candidates = [each for each in slot_candidates(job) if each.slot is None or each.slot in opened][

@@ -1,4 +1,5 @@
-"""Which checkpoints count: a worker asks before it publishes one, and who was cut off is not heard, or told no."""
+"""The permission to publish a checkpoint. A worker asks before it publishes one; a worker that was cut off gets no
+answer, or a refusal."""
 
 from __future__ import annotations
 
@@ -9,19 +10,20 @@ from farandole.messages import CheckpointEnded, MayPublish, PublishAnswer
 
 
 def may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> None:
-    """Answer. Whatever a living member has captured, also before the last regroup, all members have in their past:
-    the source rank was never behind it. So its generation does not matter, only that it is a member now."""
+    """Answer a worker that asks to publish. Every state that a living member has captured, also before the last
+    regroup, is in the past of all members: the source rank was never behind it. So the generation of the checkpoint
+    does not matter; the worker only has to be a member now."""
     refusal = _why_not(transition.job, worker, asked)
     if not refusal:
         transition.change(published={**transition.job.published, asked.file: asked.progress})
         if not asked.file:
-            # From now on there may be one, whether its writer lives to say so or not.
+            # From now on there may be a checkpoint, even if its writer does not live to report it.
             transition.change(has_checkpoint=transition.job.saves)
     transition.tell([worker.name], PublishAnswer(asked.name, refusal))
 
 
 def ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
-    """Tell people."""
+    """Log the result of a checkpoint."""
     if message.error:
         transition.log(CheckpointFailed(worker.name, message.step, message.error))
     else:

@@ -1,4 +1,4 @@
-"""Answers the commands of people: status, scale, drain. server.py hands it their connections."""
+"""Answers to the user's commands: status, scale, drain. server.py passes their connections to this module."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EVENTS_KEPT = 20
 
 
 class Clients:
-    """Answers from what is known now; one request after the other on each connection.
+    """Answers each request from the current job; one request after the other on each connection.
 
-    job     the job as it is now            decide  has something decided
-    now_s   the job's clock                 steps   by worker, those that it was seen to have decided
+    job     returns the current job         decide  applies an input to the job
+    now_s   the job's clock                 steps   by worker, the last seen number of decided steps
     """
 
     def __init__(
@@ -38,18 +38,18 @@ class Clients:
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
 
     def remember(self, event: Event) -> None:
-        """It is among the events of the status from now on."""
+        """Keep the event for the list of events in later answers to the status command."""
         self._events.append((self._now_s(), event.line()))
 
     def status(self) -> Status:
-        """The job now."""
+        """Return the status of the job now."""
         now_s = self._now_s()
         events = tuple(PastEvent(max(0.0, now_s - at_s), line) for at_s, line in self._events)
         return msgspec.structs.replace(describe(self._job(), now_s, self._steps()), events=events)
 
     async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
-        """Until the command hangs up, which is a ConnectionError. Raises ProtocolError when it does not speak as it
-        should."""
+        """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the
+        command violates the protocol."""
         if hello.version != PROTOCOL_VERSION:
             raise ProtocolError(f"a command of version {hello.version} dialed; this job has {PROTOCOL_VERSION}")
         while True:

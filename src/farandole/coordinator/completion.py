@@ -1,4 +1,5 @@
-"""From the first Finished on: when all members said it they are released, and their exits are awaited."""
+"""The completion of a job, from the first Finished on: when all members have sent it they are released, and their exits
+are awaited."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from farandole.messages import Finished, Released
 
 
 def finished(transition: Transition, worker: Worker, message: Finished) -> None:
-    """Count it, unless an abort or this worker's own READY overtook it: it will finish again then. One that is being
-    killed does not finish; it may have been woken by being asked for its stacks."""
+    """Count a Finished message, unless an abort or this worker's own READY overtook it: the worker will then finish
+    again. A worker that is being killed does not finish; the request for its stacks may have woken it."""
     job, number = transition.job, message.number
     is_running = job.change is None or job.change.is_planned
     if not is_running or job.is_released or not job.is_member(worker.name) or worker.killed_for:
@@ -22,7 +23,8 @@ def finished(transition: Transition, worker: Worker, message: Finished) -> None:
 
 
 def release_if_all_finished(transition: Transition) -> None:
-    """Everybody has finished in the same generation: let go, and stop those who were never admitted."""
+    """Release the members once all have finished in the same generation, and stop the workers that were never
+    admitted."""
     job, generation = transition.job, transition.job.generation
     members = job.survivors()
     if generation is None or len(members) < len(generation.members):
@@ -32,7 +34,7 @@ def release_if_all_finished(transition: Transition) -> None:
     transition.tell(generation.members, Released(generation.number))
     transition.log(TrainingFinished(generation.number, generation.members))
     shortfalls = [worker.shortfall for worker in members if worker.shortfall is not None]
-    if shortfalls:  # the same on all members, unless a script does different things on them
+    if shortfalls:  # equal on all members, unless the members run different code
         transition.log(TrainingCutShort.of(max(shortfalls, key=lambda each: (each.steps_left, each.epochs_left))))
     transition.change(is_released=True, change=None, losses=(), links=LinkTrouble())
     for worker in job.newcomers():
@@ -40,7 +42,8 @@ def release_if_all_finished(transition: Transition) -> None:
 
 
 def advance(transition: Transition) -> None:
-    """End the job once every member's process is gone, and every one that was let go, within its grace."""
+    """End the job once the process of every member is gone, and that of every released worker within its grace
+    period."""
     job = transition.job
     going = any(worker.has_left and worker.kill_at_s is not None for worker in job.workers.values())
     if job.survivors() or going:

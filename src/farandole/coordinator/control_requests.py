@@ -1,4 +1,5 @@
-"""Whether what a person asks of a job can be done, and why not. Pure; clients.py asks before anything is decided."""
+"""The judgement of the user's requests: whether one can be executed, and why not. Pure; clients.py asks before anything
+is decided."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from farandole.coordinator.job import Job
 
 
 def judge(job: Job, asked: AskScale | AskDrain | AskUndrain) -> tuple[Accepted | Declined, Input | None]:
-    """The answer, and what is to be decided: nothing when it is refused, or has been done already."""
+    """Return the answer, and the input to decide: None if the request is refused, or fulfilled already."""
     reason = _why_not_now(job)
     if reason is not None:
         return Declined(reason), None
@@ -89,7 +90,7 @@ def _is_drained(job: Job, host: str) -> bool:
 
 
 def _slots_by_host(job: Job) -> dict[str, int]:
-    """Hosts that were offered, or have an agent, and their slots."""
+    """Return the slots of the hosts that were offered or have an agent."""
     slots = {agent.host: agent.slots for agent in job.agents.values()}
     return slots | {host: offer.slots for host, offer in (job.offers or {}).items()}
 

@@ -1,6 +1,6 @@
-"""The coordinator's one decision: `decide(job, input, now_s)` gives the next job and what to do. Pure.
+"""The coordinator's one decision: `decide(job, input, now_s)` returns the next job and the actions. Pure.
 
-Each theme has a file. What happens when a worker dies is worker_failure.py, then regroup.py.
+Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
 
     bootstrap.py         the time before generation 1
     regroup.py           the change from one generation to the next
@@ -19,8 +19,8 @@ Each theme has a file. What happens when a worker dies is worker_failure.py, the
     completion.py        from the first Finished to the release of all members
     shutdown.py          from the decision to end the job to the last exit
 
-An input first changes what is known (`_apply_input`); then `_settle` draws the conclusions from what is known now.
-So no rule depends on which input came last, and old, repeated or contradictory ones change nothing.
+An input first changes the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
+depends on which input came last, and old, repeated or contradictory ones change nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from farandole.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFail
 
 
 def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
-    """The job after `input`, and what has to be done, in order. `now_s`: a monotonic clock, in seconds."""
+    """Return the job after `input`, and the actions to take, in order. `now_s`: a monotonic clock, in seconds."""
     if job.ending is not None and job.ending.is_done:
         return job, []
     transition = Transition(job, now_s)
@@ -77,7 +77,7 @@ def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
 
 
 def next_deadline(job: Job) -> float | None:
-    """When `decide` wants a Tick if nothing happens before, by the clock of `now_s`; None: never."""
+    """Return when `decide` needs a Tick if no other input comes before, by the clock of `now_s`; None: never."""
     if job.ending is not None:
         return None if job.ending.is_done else job.ending.deadline_s
     of_regroup = (
@@ -120,7 +120,7 @@ def _apply_input(transition: Transition, input: Input) -> None:
         case StepsSeen(step):
             transition.change(steps_seen=max(step, transition.job.steps_seen))
         case Tick():
-            pass  # Only the time has changed.
+            pass  # Only time has passed.
 
 
 def _agent_told(transition: Transition, agent: str, message: AgentMessage) -> None:
@@ -142,7 +142,7 @@ def _agent_told(transition: Transition, agent: str, message: AgentMessage) -> No
         case AgentLeaving(reason):
             hosts.agent_leaves(transition, agent, reason)
         case _:
-            pass  # An AgentHello comes as AgentConnected, and heartbeats are the shell's business.
+            pass  # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
 
 
 def _settle(transition: Transition) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator's sentences for people. Pure; used in log lines and in the reasons why a job ends."""
+"""Sentences of the coordinator for people. Pure; used in log lines and in the reasons why a job ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from farandole.coordinator.job import Job, Slot, Worker
 
 
 def format_exit(exit_code: int) -> str:
-    """What follows "it" when a process has ended. `exit_code`: negative for a signal, as in subprocess."""
+    """Return the predicate for a process that has ended ("it ..."). `exit_code`: negative for a signal, as in
+    subprocess."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:
@@ -20,7 +21,7 @@ def format_exit(exit_code: int) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """ "w0", "w0 and w1", "w0, w1 and w2"; "none" of nothing."""
+    """Join names for a sentence: "w0", "w0 and w1", "w0, w1 and w2"; "none" if there are no names."""
     *most, last = [*names] or ["none"]
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -30,7 +31,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def slot_name(job: Job, slot: Slot) -> str:
-    """The slot, with its host where there is more than one."""
+    """Return the name of the slot, with its host where there is more than one."""
     return f"slot {slot.index}" + (f" on {job.agents[slot.agent].host}" if len(job.agents) > 1 else "")
 
 
@@ -39,7 +40,7 @@ def worker_name(job: Job, worker: Worker) -> str:
 
 
 def why_not_refilled(job: Job) -> str:
-    """One clause for each reason why the job has fewer workers than it wants."""
+    """Return one clause for each reason why the job has fewer workers than it wants."""
     occupied = {worker.slot for worker in job.workers.values()}
     empty = [slot for slot, use in job.slots.items() if use.is_open and slot not in occupied]
     spent = [slot for slot in empty if job.slots[slot].restarts >= job.config.restarts]

@@ -1,7 +1,8 @@
-"""Whether anybody gets on, from what agents see of their workers. Pure; server.py keeps one, hang_response.py judges.
+"""Hang detection from the worker statuses that agents report. Pure; server.py keeps one detector, hang_response.py
+reacts.
 
-A step needs all members: while one of them hangs, each of the others comes to wait for it. So it is enough to watch
-for the moment from which on nothing moves anywhere.
+A step needs all members: while one of them hangs, each of the others comes to wait for it. So it is enough to detect
+the moment after which no member makes progress.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from farandole.worker_status import LONGEST_BETWEEN_S, Phase, WorkerStatus
 _FRESH_S = 1.25 * LONGEST_BETWEEN_S
 
 NOTICE_S = 60.0
-"""Without a step timeout: whoever is waited for so long is named, once in a generation."""
+"""Seconds after which, without a step timeout, the workers that block the others are named, once in a generation."""
 
 
 class HangDetector:
-    """`step_timeout_s`: how long nothing may move; None: for ever, but a person hears of it."""
+    """`step_timeout_s`: the longest time without progress of any member; None: unlimited, but a stall is reported."""
 
     def __init__(self, step_timeout_s: float | None) -> None:
         self._timeout_s = step_timeout_s
-        self._noticed: object = None  # the generation in which a person has heard of a stall
+        self._noticed: object = None  # the generation in which a stall was reported
         self._seen: dict[str, Mapping[str, WorkerStatus]] = {}  # by agent
         self._heard_s: dict[str, float] = {}
         self._state: object = None
         self._since_s = 0.0
 
     def record(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
-        """What an agent sees now of all its workers."""
+        """Record the statuses that an agent reports of all its workers."""
         self._seen[agent], self._heard_s[agent] = workers, now_s
 
     def forget(self, agent: str) -> None:
@@ -38,14 +39,15 @@ class HangDetector:
         self._heard_s.pop(agent, None)
 
     def steps(self) -> dict[str, int]:
-        """By worker: how many steps it has decided, when it was seen last."""
+        """Return, by worker, how many steps it had decided when it was last seen."""
         return {name: each.step for workers in self._seen.values() for name, each in workers.items()}
 
     def look(self, job: Job, now_s: float) -> StepsStalled | None:
-        """That nothing has moved for too long, if so; then anew after the same time. To be called every now and then.
+        """Return a StepsStalled input if no member has made progress for too long, and again after the same time. Call
+        it regularly.
 
-        Nothing is known, and so nothing is stalled, while some member is not in its elastic function yet, or has not
-        been seen lately.
+        Nothing is known, and so no stall is reported, while a member has not entered its elastic function yet, or has
+        not been seen lately.
         """
         members = job.survivors()
         if not members or job.is_released or job.ending is not None:
@@ -68,7 +70,7 @@ class HangDetector:
         own_code = (Phase.USER, Phase.OUTSIDE)
         waiting = tuple(name for name, status in statuses.items() if status.phase not in own_code)
         if self._timeout_s is None:
-            if not waiting or self._noticed == job.number:  # long steps are no stall
+            if not waiting or self._noticed == job.number:  # long steps are not a stall
                 return None
             self._noticed = job.number
         self._since_s = now_s

@@ -1,8 +1,8 @@
-"""What is done when nobody gets on any more: steps have stalled. Without --step-timeout it is said, and that is all.
+"""The response to stalled steps. Without --step-timeout a stall is only reported.
 
-some are in their own code, the others wait   those some hang: they are stopped, with the stacks of their threads
+some are in their own code, the others wait   the former hang: they are stopped, with the stacks of their threads
 all wait for each other                       a new generation with the same members, twice; then the job ends
-all are in their own code                     the job ends, with everybody's stacks: whom to spare cannot be told
+all are in their own code                     the job ends, with the stacks of all: no worker is known to be healthy
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_RETRIES = 2
 
 
 def steps_stalled(transition: Transition, input: StepsStalled) -> None:
-    """Nothing has moved for too long; unless the membership has changed meanwhile."""
+    """Respond to steps that have stalled, unless the membership has changed meanwhile."""
     job = transition.job
     if not job.is_elastic or job.is_released or job.generation is None or input.number != job.number:
         return
@@ -47,7 +47,7 @@ def steps_stalled(transition: Transition, input: StepsStalled) -> None:
 
 
 def _all_wait(transition: Transition, input: StepsStalled, how_long: str) -> None:
-    """They are in different collectives, or something between them is broken."""
+    """Respond to members that all wait: they are in different collectives, or a connection between them is broken."""
     before = transition.job.stall
     times = before.times + 1 if before is not None and before.step == input.step else 1
     transition.change(stall=Stall(input.step, times))

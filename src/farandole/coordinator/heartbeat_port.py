@@ -1,4 +1,4 @@
-"""Where the heartbeats of agents apart arrive as datagrams, and from where they are answered. Used by server.py."""
+"""The UDP port on which heartbeats of remote agents arrive and are answered. Used by server.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from farandole.heartbeat_datagram import HEARTBEAT_ID_BYTES, HeartbeatSeal, hear
 
 
 class _Ends:
-    """What is known of one agent's connection. Its address may change on the way here; the newest heartbeat tells
-    it."""
+    """The two ends of one agent's connection. Address translation may change the agent's address; the newest heartbeat
+    tells it."""
 
     def __init__(self, agent: str, seal: HeartbeatSeal) -> None:
         self.agent, self.seal = agent, seal
@@ -23,7 +23,7 @@ class _Ends:
 
 
 class HeartbeatPort(asyncio.DatagramProtocol):
-    """`on_heartbeat(agent, sequence, heard)` gets each valid heartbeat. Open from `open` to `close`."""
+    """Calls `on_heartbeat(agent, sequence, heard)` for each valid heartbeat. Open from `open` to `close`."""
 
     def __init__(self, token: bytes, on_heartbeat: Callable[[str, int, int], None]) -> None:
         self._token, self._on_heartbeat = token, on_heartbeat
@@ -32,12 +32,12 @@ class HeartbeatPort(asyncio.DatagramProtocol):
         self._by_agent: dict[str, bytes] = {}
 
     async def open(self, host: str, port: int) -> None:
-        """Raises OSError when another process has this UDP port."""
+        """Open the port. Raises OSError when another process has this UDP port."""
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=(host, port))
 
     def expect(self, agent: str) -> bytes:
-        """A new id for the connection of `agent`."""
+        """Return a new id for the connection of `agent`."""
         self.forget(agent)
         heartbeat_id = secrets.token_bytes(HEARTBEAT_ID_BYTES)
         self._by_id[heartbeat_id] = _Ends(agent, HeartbeatSeal(self._token, heartbeat_id, Role.LISTENER))
@@ -45,19 +45,19 @@ class HeartbeatPort(asyncio.DatagramProtocol):
         return heartbeat_id
 
     def forget(self, agent: str) -> None:
-        """Whatever comes from it counts no more."""
+        """Ignore all further datagrams of the agent."""
         if (heartbeat_id := self._by_agent.pop(agent, None)) is not None:
             del self._by_id[heartbeat_id]
 
     def send(self, agent: str, sequence: int, heard: int) -> None:
-        """Tell the agent, if it has been heard here; as datagrams are, perhaps in vain."""
+        """Send a heartbeat to the agent if its address is known. The datagram may be lost."""
         ends = self._by_id.get(self._by_agent.get(agent, b""))
         if ends is not None and ends.address is not None and self._transport is not None:
             with contextlib.suppress(OSError):
                 self._transport.sendto(ends.seal.seal(sequence, heard), ends.address)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the port. Idempotent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -72,4 +72,4 @@ class HeartbeatPort(asyncio.DatagramProtocol):
             self._on_heartbeat(ends.agent, sequence, heard)
 
     def error_received(self, exc: Exception) -> None:
-        """An unreachable agent is silent; that is judged elsewhere."""
+        """Ignore the error: an unreachable agent is silent, and silence is judged elsewhere."""

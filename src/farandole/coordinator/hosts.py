@@ -1,4 +1,4 @@
-"""Which hosts the job may use, as they come and go. What runs on those that go leaves at a boundary."""
+"""The hosts that the job may use. The workers of a host that is withdrawn leave at a boundary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farandole.messages import Dismissed
 
 
 def agent_connected(transition: Transition, input: AgentConnected) -> None:
-    """An agent that was lost may come back: it ended its old workers, so its slots are empty."""
+    """Add an agent. A lost agent may come back: it has ended its old workers, so its slots are empty."""
     agents, offers = transition.job.agents, transition.job.offers
     known = agents.get(input.agent)
     if (known is not None and known.is_connected) or input.slots < 0:
@@ -28,7 +28,8 @@ def agent_connected(transition: Transition, input: AgentConnected) -> None:
 
 
 def hosts_offered(transition: Transition, input: HostsOffered) -> None:
-    """Hosts keep the order in which they were first offered, so that those who stay keep the order of their ranks."""
+    """Update the offered hosts. Hosts keep the order in which they were first offered, so that the remaining hosts keep
+    the order of their ranks."""
     job = transition.job
     old, before = job.offers or {}, _slots_by_host(job)
     new = _in_order(old, input.slots, job.offered)
@@ -49,9 +50,10 @@ def hosts_offered(transition: Transition, input: HostsOffered) -> None:
 
 
 def drain(transition: Transition, host: str, reason: str) -> bool:
-    """Leave a host in good order: its members go at the next boundary, with nothing redone, and nothing is started
-    there any more. The job still wants as many workers: other hosts with free slots get them. Its agents are dismissed
-    when they are idle; one that joins again later is as good as new. False when no agent of the host is connected.
+    """Drain a host: its members leave at the next boundary, without loss of work, and no further workers are started
+    there. The job still wants as many workers: other hosts with free slots get them. The host's agents are dismissed
+    when they are idle; an agent that joins again later counts as new. Return False when no agent of the host is
+    connected.
 
     reason  what happened, as in "host b is drained: `reason`"
     """
@@ -59,8 +61,8 @@ def drain(transition: Transition, host: str, reason: str) -> bool:
 
 
 def undrain(transition: Transition, host: str) -> None:
-    """The host may be used again. Members that have not left yet stay, as far as they are wanted; where its agents have
-    gone, the launcher of a job on this machine starts others when it hears of it."""
+    """Let the job use the host again. Members that have not left yet stay if they are wanted. If the host's agents are
+    gone, the launcher of a job on this machine starts others when it receives this order."""
     drained = [agent for agent in transition.job.agents.values() if agent.host == host and agent.is_draining]
     for agent in drained:
         transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_draining=False)})
@@ -71,12 +73,12 @@ def undrain(transition: Transition, host: str) -> None:
 
 
 def agent_leaves(transition: Transition, name: str, reason: str) -> None:
-    """An agent was asked to end, as by a preemption notice: the same, for its slots alone."""
+    """Drain the slots of one agent that was asked to end, for example by a preemption notice."""
     _drain(transition, [agent for agent in transition.job.agents.values() if agent.name == name], reason)
 
 
 def dismiss_idle(transition: Transition) -> None:
-    """Agents that are drained, and those of hosts that are no longer offered, may go once no worker is left there."""
+    """Dismiss the drained agents, and the agents of hosts that are no longer offered, that have no workers left."""
     job = transition.job
     busy = {worker.slot.agent for worker in job.workers.values()}
     for agent in job.agents.values():
@@ -103,7 +105,7 @@ def _drain(transition: Transition, agents: Iterable[Agent], reason: str) -> bool
 
 
 def _slots_by_host(job: Job) -> dict[str, int]:
-    """What was offered so far; until hosts are offered, what agents offer."""
+    """Return the slots of the hosts offered so far; until hosts are offered, the slots that agents offer."""
     if job.offers is not None:
         return {host: offer.slots for host, offer in job.offers.items()}
     return {agent.host: agent.slots for agent in sorted(job.agents.values(), key=lambda agent: agent.slots)}
@@ -121,7 +123,7 @@ def _in_order(old: Mapping[str, Offer], slots_of: Mapping[str, int], offered: in
 
 
 def _withdraw(transition: Transition, host: str, left: int) -> None:
-    """Only the first `left` slots of each agent there remain."""
+    """Keep only the first `left` slots of each agent of the host."""
     job, going = transition.job, list[str]()
     for slot in [slot for slot in job.slots if job.host(slot) == host and slot.index >= left]:
         worker = slots.vacate(transition, slot, f"host {host} is no longer there")
@@ -131,7 +133,7 @@ def _withdraw(transition: Transition, host: str, left: int) -> None:
 
 
 def _take_back(transition: Transition) -> None:
-    """Members that were to leave with their host, and have not gone yet, stay when it is there again."""
+    """Keep members that were to leave with their host, and have not left yet, when the host is offered again."""
     job = transition.job
     for worker in sorted(job.survivors(), key=job.slot_order):
         agent = job.agents[worker.slot.agent]

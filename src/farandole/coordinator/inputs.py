@@ -1,4 +1,4 @@
-"""What can happen to a job: the inputs of `decide`. The coordinator's shell makes them."""
+"""The inputs of `decide`: everything that can happen to a job. The coordinator's shell creates them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class AgentConnected:
 
 @dataclass(frozen=True)
 class HostsOffered:
-    """These are the hosts that the job may use from now on, with their slots; all others have to be left.
+    """The hosts that the job may use from now on, with their slots; the workers of all other hosts must leave.
 
-    may_change  other hosts may be offered later; else these are all that there will ever be
+    may_change  other hosts may be offered later; else the offer is final
 
     Without this input the job uses whatever slots its agents offer.
     """
@@ -33,10 +33,10 @@ class HostsOffered:
 
 @dataclass(frozen=True)
 class AgentLost:
-    """The agent is gone for good, and all its workers with it.
+    """The agent is lost for good, with all its workers.
 
-    lease_end_s  until then, by the clock of `decide`, they may go on where nobody sees them; None: they are gone
-    silent_s     how long nothing was heard of it before
+    lease_end_s  until then, by the clock of `decide`, the workers may run unobserved; None: they are gone
+    silent_s     how long the agent had been silent before
     """
 
     agent: str
@@ -55,7 +55,7 @@ class AgentTold:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A person wants the job to end: first with grace, then `now`."""
+    """A request to end the job: first with grace, then `now`."""
 
     now: bool
     reason: str
@@ -63,14 +63,14 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class ScaleRequested:
-    """From now on the job should have `size` workers."""
+    """A request that the job have `size` workers from now on."""
 
     size: int
 
 
 @dataclass(frozen=True)
 class DrainRequested:
-    """The workers of the host should leave at the next boundary, and nothing be started there any more."""
+    """A request that the workers of the host leave at the next boundary, and no further workers be started there."""
 
     host: str
     reason: str
@@ -78,17 +78,17 @@ class DrainRequested:
 
 @dataclass(frozen=True)
 class UndrainRequested:
-    """The host may be used again."""
+    """A request that the host be used again."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class StepsStalled:
-    """Nothing has moved on any member for `stalled_s`; `number` was the highest announced generation all the time.
+    """No member has made progress for `stalled_s`; `number` was the highest announced generation all the time.
 
     step         decided steps
-    in_own_code  members whose main thread is in the script's code; the others wait for someone
+    in_own_code  members whose main thread is in the script's code; the others wait for a peer
     """
 
     number: int
@@ -100,15 +100,15 @@ class StepsStalled:
 
 @dataclass(frozen=True)
 class StepsSeen:
-    """So many steps (or commits, where steps are not counted) were decided when the workers were seen last. Told
-    before a loss, so that it can be said how far a job goes back that has lost its state."""
+    """The number of steps (or commits, where steps are not counted) that were decided when the workers were last seen.
+    Sent before a loss, so that a job that has lost its state can report how far it goes back."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Nothing happened, but `next_deadline` has passed."""
+    """No event, but `next_deadline` has passed."""
 
 
 Input: TypeAlias = (

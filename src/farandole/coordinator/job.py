@@ -1,4 +1,4 @@
-"""All that the coordinator knows about its job: values, and questions about them. `decide` uses them."""
+"""The coordinator's knowledge of its job: values, and queries on them. `decide` uses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farandole.messages import FirstStep
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """Room for one worker: the `index`-th of an agent."""
+    """Capacity for one worker: the `index`-th slot of an agent."""
 
     agent: str
     index: int
@@ -20,9 +20,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Agent:
-    """`order`: workers of hosts that came earlier come first. A lost agent stays known, and may come back empty.
+    """An agent. `order` ranks the workers of earlier hosts first. A lost agent stays known, and may come back empty.
 
-    is_draining  nothing is started there any more, and it is dismissed once its workers have left
+    is_draining  no further workers are started there, and the agent is dismissed once its workers have left
     """
 
     name: str
@@ -35,7 +35,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class Offer:
-    """A host that the job may use. `order` counts the hosts as they were offered; one that comes back is new."""
+    """A host that the job may use. `order` counts the hosts as they were offered; a host that comes back is new."""
 
     slots: int
     order: int
@@ -43,8 +43,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Ban:
-    """A host where workers were lost: nothing is started there until `until_s` (None: ever), unless that is over.
-    The count of failures outlives the ban."""
+    """The exclusion of a host where workers were lost: no worker is started there until `until_s` (None: ever), unless
+    `is_over`. The count of failures outlives the ban."""
 
     failures: int
     until_s: float | None
@@ -53,15 +53,15 @@ class Ban:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """How the job uses a slot.
+    """The job's use of a slot.
 
     is_open       the job wants a worker here
     restarts      how often a lost worker was replaced
-    is_given_up   a worker left it because somebody outside wanted so: not to be filled again
-    is_held_back  the last worker raised an exception, or ended well: no other one before the remaining
-                  members have shown, by being READY, that they go on without it
+    is_given_up   a worker left it on an outside request: not to be filled again
+    is_held_back  the last worker raised an exception, or exited with success: no other one before the remaining members
+                  have shown, by being READY, that they continue without it
     failures      how many workers in a row failed soon after their start
-    backoff_until_s no other one before, because of that
+    backoff_until_s no other worker before, because of these failures
     """
 
     is_open: bool = True
@@ -77,21 +77,21 @@ class Worker:
     """A worker whose process is not known to be gone.
 
     address      where its peers find it; None until it called init()
-    pid          of its process, as it said itself; 0 until then
+    pid          of its process, as the worker reported it; 0 until then
     is_elastic   its main thread entered an elastic function
     elastic_s    when it did
     ready        last generation number for which it is quiescent
     synced       last generation in which it confirmed the state; above 0 it is a holder
     finished     last generation in which its elastic function returned
-    shortfall    what it did not do then of what its loader had promised
+    shortfall    the part of its loader's promised work that it had not done then
     is_awaited   the members wait for it: its slot is new to the job
-    is_leaving   it goes at the next boundary
-    was_asked    and that because somebody asked the worker itself (SIGTERM): it cannot be taken back
-    has_left     the others go on without it: no member any more, and nothing it says counts
+    is_leaving   it leaves at the next boundary
+    was_asked    and that because the worker itself was asked (SIGTERM): it cannot be revoked
+    has_left     the others continue without it: no member any more, and its messages are ignored
     is_dying     its main thread has ended: no member any more; its slot is taken until the exit is known
     raised       last line of the exception that ends it
-    kill_at_s    a worker whose code raised, or that was let go, is killed if it still lives then
-    killed_for   why it was killed
+    kill_at_s    a worker whose code raised, or that was released, is killed if it still lives then
+    killed_for   the reason why it was killed
     """
 
     name: str
@@ -130,11 +130,11 @@ class Generation:
 class Change:
     """A regroup that was announced to the members and has not started yet.
 
-    is_planned     announced by PREPARE: the running generation goes on until a boundary. Once announced it is
-                   never taken back, since a member may have left the old generation already: it ends with
+    is_planned     announced by PREPARE: the running generation continues until a boundary. Once announced it is
+                   never revoked, since a member may have left the old generation already: it ends with
                    START, or with an ABORT of a higher number.
     began_s        when the first fault, or the plan, happened
-    reason         that, in words
+    reason         the same in words
     short_since_s  since when there have been fewer workers than min_np
     """
 
@@ -147,8 +147,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Loss:
-    """A member that was lost since the last START (after the release: that failed). `sentence` says how; of a worker
-    that is `dying` more will be said."""
+    """A member that was lost since the last START (after the release: that failed). `sentence` says how; a worker that
+    is `dying` gets a more exact one later."""
 
     sentence: str
     raised: str | None = None
@@ -157,8 +157,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class LostMember:
-    """A member that was lost, for the report of the recovery. `how` it ended follows "it", and is empty until its exit
-    is known; `noticed` says by what, `silent_s` how long it or its host had been silent by then."""
+    """A member that was lost, for the report of the recovery. `how` is the predicate of its end ("it ..."), and is
+    empty until its exit is known; `noticed` names the means of detection, `silent_s` how long the member or its host
+    had been silent by then."""
 
     worker: str
     noticed: str
@@ -171,10 +172,10 @@ class LostMember:
 class Recovery:
     """A regroup whose members have not all applied a step yet. It may have taken several generations.
 
-    number    of the newest of them
+    number    of the newest generation
     began_s   when the first fault, or the plan, happened
-    started_s when the newest was started
-    steps     by worker, of those who have applied one
+    started_s when the newest generation was started
+    steps     by worker, for the workers that have applied one
     """
 
     number: int
@@ -187,7 +188,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a member found when it tried to connect to its neighbours, and when."""
+    """The result of a member's attempts to connect to its neighbours, and its time."""
 
     at_s: float
     reachable: frozenset[str]
@@ -216,7 +217,7 @@ class LinkTrouble:
 
 @dataclass(frozen=True)
 class Stall:
-    """All members waited for each other at this step, so many times."""
+    """A stall: all members waited for each other at this step, `times` times."""
 
     step: int
     times: int
@@ -224,7 +225,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Ending:
-    """The job is over but for the exits of its last workers, which are waited for until `deadline_s`."""
+    """The end of a job: only the exits of its last workers are awaited, until `deadline_s`."""
 
     exit_code: int
     reason: str
@@ -234,35 +235,35 @@ class Ending:
 
 @dataclass(frozen=True)
 class Job:
-    """One job, as its coordinator knows it. Mappings are never changed in place.
+    """The state of one job in its coordinator. Mappings are never changed in place.
 
-    target         workers wanted: -np, less those that left, or what a person asked for later; or as many as
-                   there are slots, where the job fills them
+    target         workers wanted: -np, less those that left, or the size of a later scale command; or the number of
+                   slots, where the job fills them
     most           most workers where the job fills slots; None: any number
-    spares         workers wanted beyond that, to wait (spares.py); missing_spares: those there were no slots for
-    missing_slots  for how many of the workers wanted there was no slot, as people were told
+    spares         workers wanted beyond that, to wait (spares.py); missing_spares: those without a slot
+    missing_slots  wanted workers without a slot, as reported to the user
     offers         hosts that may be used, by name; None: all whose agents join
     may_get_hosts  other hosts may be offered, or join, later
     offered        hosts offered so far
     bans           hosts where workers were lost, by name
     resets         generations started after the first one
-    run_id         above that of every checkpoint there was when the job started
+    run_id         above that of every checkpoint that existed when the job started
     saves          the job writes checkpoints
-    has_checkpoint there is one to go on from, of an earlier job, or of this one as far as the coordinator knows
-    published      how far the newest checkpoint is that the coordinator has let pass; by path, how far each file of
-                   the script's own is (save_once)
+    has_checkpoint there is one to resume from, of an earlier job, or of this one as far as the coordinator knows
+    published      the progress of the newest checkpoint that the coordinator has permitted; by path, that of each file
+                   of the script's own (save_once)
     workers        by name, in the order in which they were started; names are never used again
     spawned        workers started so far
     number         highest generation number announced so far; numbers are never used again
     is_elastic     some worker entered an elastic function: losses are survived
-    was_synced     some worker confirmed the state: no generation starts from nothing any more
-    is_finishing   some member's elastic function returned: nobody is admitted any more
+    was_synced     some worker confirmed the state: no generation is a bootstrap any more
+    is_finishing   some member's elastic function returned: no worker is admitted any more
     is_released    all members have finished and were told so
     losses         members lost since the last START
     steps_seen     steps, or commits, decided as far as the coordinator knew at the last loss
-    lost_at        that, when the state was lost; None once it was told how far the job went back
-    lease_end_s    until then workers of hosts that were lost may go on where nobody sees them
-    lost_members   members lost of whom no recovery has been told yet
+    lost_at        steps_seen when the state was lost; None once it was reported how far the job went back
+    lease_end_s    until then workers of hosts that were lost may run unobserved
+    lost_members   lost members whose recovery has not been reported yet
     restart_deferred_until_s  replacements of lost workers are not started before, or until the survivors train again
     plain_exits    workers that exited with code 0 and never called init()
     """
@@ -309,50 +310,50 @@ class Job:
     ending: Ending | None = None
 
     def is_member(self, name: str) -> bool:
-        """Whether the worker belongs to the generation that was started last."""
+        """Return whether the worker belongs to the generation that was started last."""
         return self.generation is not None and name in self.generation.members
 
     def survivors(self) -> list[Worker]:
-        """Members of the last generation that are still with us, by rank."""
+        """Return the members of the last generation that have not been lost, by rank."""
         members = self.generation.members if self.generation else ()
         known = (self.workers.get(name) for name in members)
         return [worker for worker in known if worker is not None and not (worker.has_left or worker.is_dying)]
 
     def emergency_writer(self) -> str | None:
-        """Who writes the emergency checkpoint when the job ends: the survivor of the lowest rank that holds the state
-        and has not been asked to end for a reason of its own."""
+        """Return the worker that writes the emergency checkpoint when the job ends: the survivor of the lowest rank
+        that holds the state and was not itself asked to end."""
         fit = (w.name for w in self.survivors() if w.synced and w.raised is None and not w.killed_for)
         return next(fit, None)
 
     def candidates(self) -> list[Worker]:
-        """Workers that wait to be admitted, READY for any generation, in the order of their slots."""
+        """Return the workers that wait to be admitted, READY for any generation, in the order of their slots."""
         waiting = [worker for worker in self.newcomers() if worker.is_elastic and worker.raised is None]
         return sorted(waiting, key=self.slot_order)
 
     def awaited(self) -> list[Worker]:
-        """Newcomers that the members wait for and that are not ready to be admitted yet."""
+        """Return the newcomers that the members wait for and that are not ready to be admitted yet."""
         if self.is_finishing:
             return []
         return [w for w in self.newcomers() if w.is_awaited and not w.is_elastic and w.raised is None]
 
     def is_refill_due(self) -> bool:
-        """Whether a slot that is in backoff will get a worker again."""
+        """Return whether a slot that is in backoff will get a worker again."""
         waiting = (use for use in self.slots.values() if use.is_open and use.backoff_until_s is not None)
         return any(use.restarts < self.config.restarts and not use.is_held_back for use in waiting)
 
     def is_banned(self, host: str) -> bool:
-        """Whether nothing may be started on the host, because workers were lost there."""
+        """Return whether no worker may be started on the host, because workers were lost there."""
         return host in self.bans and not self.bans[host].is_over
 
     def may_get_slots(self) -> bool:
-        """Whether there may be more slots later, without anybody doing something to this job."""
+        """Return whether the job may get more slots later without an action of the user."""
         if self.may_get_hosts:
             return True
         cooling = [host for host, ban in self.bans.items() if not ban.is_over and ban.until_s is not None]
         return any(self.offers is None or host in self.offers for host in cooling)
 
     def newcomers(self) -> list[Worker]:
-        """Workers that are no members and may become some, however far they are."""
+        """Return the workers that are not members and may become members, at any stage of their start."""
         members = frozenset(self.generation.members if self.generation else ())
         return [
             worker
@@ -361,13 +362,13 @@ class Job:
         ]
 
     def has_finished(self, worker: Worker) -> bool:
-        """Whether a member has returned from its elastic function and waits for the others.
-        READY for a later generation takes it back."""
+        """Return whether a member has returned from its elastic function and waits for the others. READY for a later
+        generation revokes it."""
         number = self.generation.number if self.generation else 0
         return worker.finished == number > 0 and worker.ready <= number
 
     def slot_order(self, worker: Worker) -> tuple[int, int]:
-        """Sorting by this brings workers of one host together."""
+        """Return a sort key that groups the workers of one host."""
         return self.agents[worker.slot.agent].order, worker.slot.index
 
     def host_of(self, worker: Worker) -> str:
@@ -378,7 +379,7 @@ class Job:
 
 
 def new_job(config: JobConfig, job_id: str, coordinator_epoch: int = 1, origin: Origin | None = None) -> Job:
-    """A job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints."""
+    """Return a job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints."""
     target = 0 if config.fills_slots else config.num_proc
     job = Job(
         config=config,

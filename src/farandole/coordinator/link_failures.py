@@ -1,8 +1,8 @@
-"""Reports of failed connections: hints, never verdicts. An exit ends connections too, and so does an abort.
+"""Reports of failed connections, which are hints, never verdicts. An exit ends connections too, and so does an abort.
 
-If no exit explains a report, the same members regroup, which makes new connections. If that does not help
-twice in a row, a smallest set of workers that covers the reported links is stopped, always the same one for
-the same reports. At once, when probes have proved them to be broken (link_probes.py).
+If no exit explains a report, the same members regroup, which makes new connections. If that does not help twice in a
+row, a smallest set of workers that covers the reported links is stopped, always the same set for the same reports. It
+is stopped at once when probes have proved the links to be broken (link_probes.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from farandole.coordinator.transition import Transition
 from farandole.events import LinksDistrusted
 from farandole.messages import LinkBroken
 
-# Within this time an exit explains a failed connection: the kernel needs up to 150 ms to tear down the memory
-# of a worker before its exit is seen.
+# Time in seconds within which an exit explains a failed connection: the kernel needs up to 150 ms to tear down the
+# memory of a worker before its exit is seen.
 EXIT_EXPLAINS_S = 0.5
 MOST_RETRIES = 2
 
 
 def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> None:
-    """Remember a report about the running generation; an abort, or one of the two being gone, explains it.
+    """Remember a report about the running generation; an abort, or the loss of one of the two workers, explains it.
 
     A static script cannot regroup: there the failed collective raises, which ends the reporter soon enough.
     """
@@ -43,7 +43,7 @@ def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> N
 
 
 def judge(transition: Transition) -> None:
-    """Act on links that are proved to be broken, and on reports that nothing has explained in time."""
+    """Act on links that are proved to be broken, and on reports that no exit has explained in time."""
     verdict_s = transition.job.links.verdict_s
     if verdict_s is not None and transition.now_s >= verdict_s:
         _stop_for_broken(transition)
@@ -52,7 +52,7 @@ def judge(transition: Transition) -> None:
 
 
 def deadline(job: Job) -> float | None:
-    """When `judge` has something to do."""
+    """Return when `judge` has to run next."""
     trouble = job.links
     return trouble.deadline_s if trouble.verdict_s is None else trouble.verdict_s
 
@@ -67,7 +67,7 @@ def _stop_for_broken(transition: Transition) -> None:
         transition.change(links=LinkTrouble(retries=job.links.retries))  # the exits lead to a regroup for all
         _stop(transition, broken, cover, is_proved=True)
     else:
-        # All links work again; but who reported a failed connection waits for an order.
+        # All links work again; but a worker that reported a failed connection waits for an order.
         transition.change(links=replace(job.links, findings={}, asked=frozenset(), verdict_s=None))
 
 
@@ -81,7 +81,8 @@ def _stop(transition: Transition, links: Collection[tuple[str, str]], cover: Seq
 
 
 def _ending(job: Job) -> set[str]:
-    """A worker whose code raised, or that is being killed, is about to exit: that explains its links."""
+    """Return the workers whose code raised or that are being killed: they are about to exit, which explains their
+    links."""
     return {worker.name for worker in job.survivors() if worker.raised or worker.killed_for}
 
 
@@ -93,7 +94,7 @@ def _judge_hints(transition: Transition) -> None:
     if proof_s is not None and transition.now_s < proof_s:
         transition.change(
             links=replace(job.links, deadline_s=proof_s)
-        )  # the other end's word is better than a new trial
+        )  # the report of the other end is better than a new trial
         return
     if _ending(job):  # its exit leads to a regroup, and makes all others fail, one after the other
         transition.change(links=replace(job.links, deadline_s=transition.now_s + EXIT_EXPLAINS_S))
@@ -109,8 +110,8 @@ def _judge_hints(transition: Transition) -> None:
 
 
 def cover_but_one_holder(job: Job, links: Collection[tuple[str, str]]) -> list[str]:
-    """A smallest set of members that touches every link; rather those without state and of high rank. One that holds
-    the state always stays, whatever the others cost: without it the job would be lost."""
+    """Return a smallest set of members that touches every link, preferably members without state and of high rank. One
+    holder of the state always stays, at any cost in other members: without it the job would be lost."""
     members = job.survivors()
     by_worth = [worker.name for worker in sorted(members, key=lambda worker: worker.synced == 0)]
     cover = smallest_cover(links, by_worth)
@@ -126,10 +127,10 @@ def cover_but_one_holder(job: Job, links: Collection[tuple[str, str]]) -> list[s
 
 
 def smallest_cover(links: Collection[tuple[str, str]], by_worth: Sequence[str]) -> list[str]:
-    """A smallest set of workers that touches every link, rather of those that come late in `by_worth`.
+    """Return a smallest set of workers that touches every link, preferably those late in `by_worth`.
 
-    Exact for links of one ring, which form paths or a circle: whoever has one link only is spared and its
-    neighbour taken. Where all have more, the one with most links is taken.
+    Exact for links of one ring, which form paths or a circle: a worker with a single link is spared and its neighbour
+    is taken. Where all have more, the worker with the most links is taken.
     """
     worth = {name: place for place, name in enumerate(by_worth)}
     left, cover = set(links), []

@@ -1,9 +1,9 @@
 """Probes prove which links between living workers are broken; link_failures.py then stops the fewest workers.
 
-A worker that waits on a connection on which nothing moves, or that has lost one, tries to connect to its neighbours
-anew. That takes both directions and nothing but the two kernels: a peer that computes answers, a slow link does. Still,
-one worker's word proves nothing: the peer, or its host, may have died just now, which is its agent's business. A link
-is broken when the workers at both its ends live and both cannot reach the other. Pure.
+A worker whose connection makes no progress, or has failed, tries to connect to its neighbours anew. That takes both
+directions and nothing but the two kernels: a busy peer answers, and so does a slow link. Still, the report of one
+worker proves nothing: the peer, or its host, may have died just now, which its agent handles. A link is broken when the
+workers at both its ends live and neither can reach the other. Pure.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from farandole.messages import Probe, Probed
 Link = tuple[str, str]
 
 _VERDICT_PARTS = 8
-"""When a link is proved to be broken, the words of the other members are waited for, for this part of the budget: all
-bad links are to be known, so that the fewest workers go."""
+"""The part of the detection budget (1 / 8) for which the reports of the other members are awaited after a link is
+proved to be broken: all broken links must be known, so that the fewest workers are stopped."""
 
 
 def probed(transition: Transition, reporter: Worker, message: Probed) -> None:
-    """Remember what a member found in the running generation, and ask the other ends of links that seem broken."""
+    """Remember the probe results of a member of the running generation, and ask the other ends of links that seem
+    broken."""
     job = transition.job
     is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
     if job.generation is None or message.number != job.generation.number or not is_running:
@@ -41,7 +42,7 @@ def probed(transition: Transition, reporter: Worker, message: Probed) -> None:
 
 
 def broken_links(job: Job, now_s: float) -> list[Link]:
-    """Links whose ends both live and cannot reach each other, by the ranks of their workers."""
+    """Return the links whose ends both live and cannot reach each other, by the ranks of their workers."""
     fresh = _fresh(job, now_s)
     names = [worker.name for worker in job.survivors()]
     found = []
@@ -53,15 +54,15 @@ def broken_links(job: Job, now_s: float) -> list[Link]:
 
 
 def suspected_until(job: Job, now_s: float) -> float | None:
-    """Until when the other end of a link that seems broken may still confirm it; None: nobody is asked."""
+    """Return until when the other end of a link that seems broken may still confirm it; None: no worker is asked."""
     fresh = _fresh(job, now_s)
     times = [found.at_s for found in fresh.values() if found.unreachable - fresh.keys()]
     return max(times) + job.config.detection_budget_s / 2 if times else None
 
 
 def spread_to_hosts(job: Job, broken: Iterable[Link], now_s: float) -> set[Link]:
-    """The broken links, and those that no probe has tried and that go the same way from host to host: without them the
-    next generation would have the same trouble with other workers."""
+    """Return the broken links, and the untried links between the same pairs of hosts: without them the next generation
+    would have the same trouble with other workers."""
     members = job.survivors()
     host = {worker.name: job.host_of(worker) for worker in members}
     works = {
@@ -80,7 +81,7 @@ def spread_to_hosts(job: Job, broken: Iterable[Link], now_s: float) -> set[Link]
 
 
 def _set_verdict(transition: Transition, survivors: set[str]) -> None:
-    """Once a link is proved to be broken: now, if everybody has said what there is to say."""
+    """Set the time of the verdict once a link is proved to be broken: now, if all members have reported."""
     trouble = transition.job.links
     if survivors <= _fresh(transition.job, transition.now_s).keys():
         wait_s = 0.0
@@ -92,7 +93,7 @@ def _set_verdict(transition: Transition, survivors: set[str]) -> None:
 
 
 def _ask_the_other_ends(transition: Transition, finding: Finding, number: int) -> None:
-    """They may be busy with something else and not have noticed."""
+    """Ask the workers at the other ends to probe. They may be busy and may not have noticed the failure."""
     trouble, fresh = transition.job.links, _fresh(transition.job, transition.now_s)
     silent = sorted(finding.unreachable - fresh.keys() - trouble.asked)
     if silent:
@@ -101,7 +102,8 @@ def _ask_the_other_ends(transition: Transition, finding: Finding, number: int) -
 
 
 def _fresh(job: Job, now_s: float) -> dict[str, Finding]:
-    """What was found not longer ago than a detection budget: a link that was broken for a moment is not broken."""
+    """Return the results that are not older than a detection budget: a link that was broken for a moment is not
+    broken."""
     budget_s = job.config.detection_budget_s
     return {name: found for name, found in job.links.findings.items() if now_s - found.at_s <= budget_s}
 

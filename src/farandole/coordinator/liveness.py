@@ -1,4 +1,4 @@
-"""Which agents have been silent for too long, by a clock that is fair to them. Pure; used by server.py."""
+"""Detection of agents that have been silent for too long, by a clock that is fair to them. Pure; used by server.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class JobClock:
-    """Time as the job counts it: it stands still while the coordinator itself could not run.
+    """The time of the job, which stands still while the coordinator itself cannot run.
 
-    All deadlines of the job are kept in this time. So none of them runs out, and no agent is found silent,
-    because the coordinator's process was stopped or starved and left everybody's messages unread.
+    All deadlines of the job are kept in this time. So no deadline passes, and no agent is found silent, because the
+    coordinator's process was stopped or starved and left messages unread.
     """
 
     def __init__(self, read_s: Callable[[], float], tolerance_s: float) -> None:
@@ -21,12 +21,12 @@ class JobClock:
         return self._read_s() - self._stalled_s
 
     def expect_look(self, delay_s: float) -> None:
-        """The coordinator means to look again in `delay_s`."""
+        """Announce that the coordinator will look again in `delay_s`."""
         self._due_s = self._read_s() + delay_s
 
     def notice_stall(self) -> float:
-        """Seconds by which the expected look is late, when that is beyond the tolerance; else 0. From then on
-        they are not counted. To be called before anything is judged."""
+        """Return the seconds by which the expected look is late, when that is beyond the tolerance; else 0. From then
+        on they are not counted. Call it before any judgement."""
         late_s = 0.0 if self._due_s is None else self._read_s() - self._due_s
         if late_s <= self._tolerance_s:
             return 0.0
@@ -36,7 +36,7 @@ class JobClock:
 
 
 class Silence:
-    """When each agent was last heard. A verdict takes two looks: in between, the event loop has read every
+    """The time when each agent was last heard. A verdict takes two looks: in between, the event loop has read every
     socket, so a message that had arrived but was not read yet still counts."""
 
     def __init__(self, budget_s: float) -> None:
@@ -57,7 +57,7 @@ class Silence:
         self._suspects.discard(agent)
 
     def look(self, now_s: float) -> dict[str, float]:
-        """The agents whose silence has lasted for about the budget (never more, if looked at as often as
+        """Return the agents whose silence has lasted for about the budget (never more, if called as often as
         `look_every_s` says), and for how many seconds."""
         silent = {agent: now_s - heard_s for agent, heard_s in self._heard_s.items()}
         silent = {agent: silent_s for agent, silent_s in silent.items() if silent_s >= self._limit_s}

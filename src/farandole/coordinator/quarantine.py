@@ -1,4 +1,4 @@
-"""Hosts where workers are lost are out, for ever or until they have cooled down. Only with --on-failure host."""
+"""The quarantine of hosts where workers are lost, permanent or for a cooldown. Only with --on-failure host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from farandole.events import HostBlacklisted, HostCooledDown
 
 
 def take_out(transition: Transition, host: str) -> list[str]:
-    """The host is out, its slots are closed, and its workers are stopped: they are survivors no longer. Gives the
-    members among them. A host that is no longer offered is left anyway: nothing is held against it."""
+    """Ban the host, close its slots and stop its workers, which no longer count as survivors. Return the members among
+    them. A host that is no longer offered is left anyway and is not banned."""
     job = transition.job
     if job.is_banned(host) or (job.offers is not None and host not in job.offers):
         return []
@@ -32,10 +32,10 @@ def take_out(transition: Transition, host: str) -> list[str]:
 
 
 def cooldown(job: Job, host: str, failures: int) -> float | None:
-    """How long a host is out after its latest failure, in seconds; None: for ever.
+    """Return how long a host is banned after its latest failure, in seconds; None: for ever.
 
-    As in Horovod: twice the shortest time, doubled by each further failure, and up to once the shortest time
-    more, so that hosts do not come back all together; never outside the range.
+    As in Horovod: twice the shortest time, doubled by each further failure, and up to once the shortest time more, so
+    that hosts do not all come back at the same time; never outside the range.
     """
     if job.config.cooldown_range_s is None:
         return None
@@ -45,7 +45,7 @@ def cooldown(job: Job, host: str, failures: int) -> float | None:
 
 
 def let_back(transition: Transition) -> None:
-    """Hosts whose time is over may be used again."""
+    """Let the job use hosts again whose ban is over."""
     for host, ban in transition.job.bans.items():
         if not ban.is_over and ban.until_s is not None and transition.now_s >= ban.until_s:
             transition.change(bans={**transition.job.bans, host: Ban(ban.failures, ban.until_s, is_over=True)})
@@ -53,5 +53,5 @@ def let_back(transition: Transition) -> None:
 
 
 def deadline(job: Job) -> float | None:
-    """When the next host may come back."""
+    """Return when the next ban ends."""
     return min((ban.until_s for ban in job.bans.values() if ban.until_s is not None and not ban.is_over), default=None)

@@ -1,7 +1,7 @@
-"""What a regroup has cost, told when all its members have applied a step, and it is known how the lost ones ended.
+"""The cost of a regroup, reported when all its members have applied a step and the exits of the lost ones are known.
 
-The coordinator knows its own part: from the fault, or what it first heard of one, to START. The rest the members say,
-each by its own clock. When a worker really died nobody can know who was not there.
+The coordinator measures its own part: from the fault, or the first report of one, to START. The members measure the
+rest, each by its own clock. The time of a worker's actual death is unknown to all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from farandole.messages import FirstStep
 
 
 def record_lost_member(transition: Transition, member: LostMember) -> None:
-    """A member is lost; or more is known of one that was noted before."""
+    """Record that a member is lost, or more details of a member recorded before."""
     known = {each.worker: each for each in transition.job.lost_members}
     if member.worker in known:
         member = replace(known[member.worker], how=member.how, last_lines=member.last_lines)
@@ -24,7 +24,8 @@ def record_lost_member(transition: Transition, member: LostMember) -> None:
 
 
 def started(transition: Transition, change: Change) -> None:
-    """A generation that replaces another one starts. If nobody came far in that, both are one recovery."""
+    """Record that a generation starts that replaces another one. If no member had got far in that one, both are one
+    recovery."""
     recovery = Recovery(change.number, change.is_planned, change.reason, change.began_s, transition.now_s)
     before = transition.job.recovery
     if before is not None:
@@ -38,19 +39,19 @@ def started(transition: Transition, change: Change) -> None:
 
 
 def first_step(transition: Transition, worker: Worker, said: FirstStep) -> None:
-    """A member has applied the first step of a generation."""
+    """Record that a member has applied the first step of a generation."""
     recovery = transition.job.recovery
     if recovery is not None and said.number == recovery.number and transition.job.is_member(worker.name):
         transition.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: said}))
 
 
 def tell_when_over(transition: Transition) -> None:
-    """All members have applied a step, or have finished without another one."""
+    """Report the recovery once all members have applied a step, or have finished without another one."""
     job, recovery = transition.job, transition.job.recovery
     if recovery is None or (job.change is not None and not job.change.is_planned):
-        return  # Or the next fault is there already.
+        return  # Or the next fault has already happened.
     if any(not member.how for member in job.lost_members if member.worker in job.workers):
-        return  # Its exit will say how.
+        return  # Its exit code will tell how it ended.
     if not all(worker.name in recovery.steps or job.has_finished(worker) for worker in job.survivors()):
         return
     transition.change(recovery=None, lost_members=(), lost_at=None)

@@ -1,8 +1,8 @@
-"""From one generation to the next: ABORT or PREPARE, all READY, START. For all that changes who is in.
+"""The change from one generation to the next: ABORT or PREPARE, all READY, START. It serves all membership changes.
 
-A fault ends the running generation at once (`abort`). A change without a fault, somebody joins or leaves,
-waits for a boundary (`_plan`). Either way the next generation starts when every survivor has said READY for
-its number (`_try_start`), with whoever is wanted at that moment; nobody that answered is left waiting.
+A fault ends the running generation at once (`abort`). A change without a fault, such as a worker that joins or leaves,
+waits for a boundary (`_plan`). Either way the next generation starts when every survivor has sent READY for its number
+(`_try_start`), with the workers that are wanted at that moment; no worker that answered is left waiting.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, Too
 from farandole.membership import GenerationId
 from farandole.messages import Abort, Left, Prepare, Start, StartWorkers
 
-# What a planned change does to the membership, in Horovod's numbers; their sum for both.
+# The effect of a planned change on the membership, in Horovod's numbers; their sum for both.
 _REMOVED, _ADDED = 1, 2
 
 
 def abort(transition: Transition, reason: str) -> None:
-    """A fault: end the running generation, or the regroup under way, with a number that all must answer."""
+    """End the running generation after a fault, or the regroup under way, with a number that all must answer."""
     old, number = transition.job.change, transition.job.number + 1
     change = Change(number, is_planned=False, began_s=transition.now_s, reason=reason)
     if old is not None and not old.is_planned:
@@ -48,12 +48,12 @@ def end_if_hopeless(transition: Transition) -> None:
 
 
 def awaits_exits(job: Job) -> bool:
-    """Whether those are dying without whom nothing can go on: how they ended, their exits will say."""
+    """Return whether workers are dying without which the job cannot continue: their exits will tell how they ended."""
     return any(loss.dying for loss in job.losses) and (is_state_lost(job) or not job.survivors())
 
 
 def advance(transition: Transition) -> None:
-    """Plan a change if one is wanted, and start the next generation if everybody is ready for it."""
+    """Plan a change if one is wanted, and start the next generation if all its members are ready."""
     if transition.job.change is None:
         _plan(transition)
     limit = transition.job.config.reset_limit
@@ -65,11 +65,11 @@ def advance(transition: Transition) -> None:
 
 
 def wanted_members(job: Job) -> list[Worker]:
-    """Who should be in the next generation, by rank, as far as is known now."""
+    """Return the members of the next generation, by rank, as far as is known now."""
     survivors = job.survivors()
     staying = [worker for worker in survivors if not worker.is_leaving]
     if job.was_synced and not any(worker.synced for worker in staying) and _is_state_wanted(job, staying):
-        # Somebody has to hand the state over: the first holder that leaves stays until another one has it.
+        # A holder must transfer the state: the first holder that leaves stays until another one has it.
         emergency_writer = next((worker.name for worker in survivors if worker.synced), None)
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name == emergency_writer]
     if job.is_finishing and len(staying) >= job.config.min_np:
@@ -78,12 +78,12 @@ def wanted_members(job: Job) -> list[Worker]:
     if most is None:
         return [*staying, *job.candidates()]
     if len(staying) == 1 and staying[0].is_leaving:
-        most = max(most, 2)  # or there would be no room for the one that takes the state over
+        most = max(most, 2)  # else there would be no room for the worker that receives the state
     return [*staying, *spares.admitted(job, staying, most - len(staying))]
 
 
 def start(transition: Transition, members: Sequence[Worker]) -> None:
-    """START: give every member its place and its neighbours in the next generation."""
+    """Send START: give every member its place and its neighbours in the next generation."""
     job = transition.job
     change = job.change or Change(job.number + 1, is_planned=True, began_s=transition.now_s, reason="the job begins")
     number = change.number
@@ -105,27 +105,28 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
 
 
 def shortage_deadline(job: Job) -> float | None:
-    """When a job that has too few workers gives up."""
+    """Return when a job that has too few workers gives up."""
     if job.change is None or job.change.short_since_s is None:
         return None
     return job.change.short_since_s + job.config.elastic_timeout_s
 
 
 def newcomers_deadline(job: Job) -> float | None:
-    """When members that wait for newcomers go on without those that are not ready."""
+    """Return when members that wait for newcomers continue without those that are not ready."""
     if job.change is None or not job.change.is_planned or not _awaited(job):
         return None
     return job.change.began_s + job.config.start_timeout_s
 
 
 def lease_deadline(job: Job) -> float | None:
-    """When a job without survivors may begin anew."""
+    """Return when a job without survivors may begin anew."""
     return job.lease_end_s if job.change is not None and not job.survivors() else None
 
 
 def _may_go_on_elsewhere(transition: Transition) -> bool:
-    """Whether the whole old generation was lost with hosts that may only be cut off: then two would train, until the
-    lease of the lost ones is over. Members that survive keep those that are cut off from training by themselves."""
+    """Return whether the whole old generation was lost with hosts that may only be cut off. Two jobs would then train
+    until the lease of the lost workers is over. Surviving members prevent this: the workers that are cut off cannot
+    train without them."""
     job = transition.job
     if job.lease_end_s is not None and transition.now_s >= job.lease_end_s:
         transition.change(lease_end_s=None)
@@ -133,23 +134,23 @@ def _may_go_on_elsewhere(transition: Transition) -> bool:
 
 
 def _awaited(job: Job) -> list[Worker]:
-    """Newcomers that the members wait for. A spare that came before one of them has taken its place."""
+    """Return the newcomers that the members wait for. A spare that came before one of them has taken its place."""
     is_full = job.config.spares and len(wanted_members(job)) >= (spares.most_members(job) or 0)
     return [] if is_full else job.awaited()
 
 
 def _is_state_wanted(job: Job, staying: Sequence[Worker]) -> bool:
-    """Whether anybody is, or may come, to whom those that leave could hand the state over."""
+    """Return whether a worker exists, or may come, to which the leaving workers could transfer the state."""
     if staying or job.newcomers() or job.is_refill_due():
         return True
     return job.may_get_slots() and not all(worker.was_asked for worker in job.survivors())
 
 
 def _plan(transition: Transition) -> None:
-    """Announce a generation with those who came, without those who leave, at the members' next boundary. With those
-    who are expected, too, where members wait for newcomers.
+    """Announce a generation with the workers that came, without the workers that leave, at the members' next boundary.
+    It includes the expected workers, too, where members wait for newcomers.
 
-    Only members inside an elastic function agree on boundaries; those that have finished do not.
+    Only members inside an elastic function agree on boundaries; members that have finished do not.
     """
     job = transition.job
     members, wanted = job.survivors(), wanted_members(job)
@@ -178,7 +179,7 @@ def _try_start(transition: Transition, change: Change) -> None:
         if not change.is_planned:
             _record_shortage(transition, change)
         elif len(busy) < len(survivors) and all(transition.job.has_finished(worker) for worker in busy):
-            # The ready ones wait for START, the others for them to finish: only a fault resolves it.
+            # The ready ones wait for START, the others wait for them to finish: only a fault resolves it.
             abort(
                 transition, f"{formatting.listed(worker.name for worker in busy)} finished before the planned boundary"
             )
@@ -186,7 +187,7 @@ def _try_start(transition: Transition, change: Change) -> None:
     if change.is_planned and _awaited(transition.job):
         if change.short_since_s is not None:
             _record_shortage(transition, change)
-        return  # Every member waits, too; but not for ever.
+        return  # Every member waits, too; but not without limit.
     wanted = wanted_members(transition.job)
     going = _missing_from(wanted, survivors)
     transition.tell(going, Left())
@@ -205,7 +206,7 @@ def _try_start(transition: Transition, change: Change) -> None:
 
 
 def _stop_waiting_in_time(transition: Transition) -> None:
-    """Newcomers that take too long are told of, like any other, when they are ready."""
+    """Stop waiting for newcomers that take too long. They are announced like any other when they are ready."""
     deadline_s = newcomers_deadline(transition.job)
     if deadline_s is not None and transition.now_s >= deadline_s:
         for worker in _awaited(transition.job):
@@ -245,12 +246,13 @@ def _record_shortage(transition: Transition, change: Change) -> None:
 
 
 def _is_end_of_all(job: Job) -> bool:
-    """The code raised, and nobody is left whom it spared."""
+    """Return whether the code raised and no member survives."""
     return not job.survivors() and any(loss.raised for loss in job.losses)
 
 
 def _why_hopeless(job: Job) -> str | None:
-    """Why no further generation can ever start, if so. A job never silently starts again at step 0."""
+    """Return the reason why no further generation can ever start, or None. A job never silently starts again at
+    step 0."""
     survivors = job.survivors()
     raised = [loss for loss in job.losses if loss.raised]
     how = "; ".join(loss.sentence for loss in job.losses)

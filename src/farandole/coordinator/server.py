@@ -1,4 +1,4 @@
-"""The coordinator's shell: what agents say and what the clock says in, `decide`, messages to agents out.
+"""The coordinator's shell: it feeds the messages of agents and the clock to `decide`, and sends messages to agents.
 launch/local.py runs it."""
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from farandole.messages import (
 from farandole.wire import AGENT_MESSAGES, CLIENT_MESSAGES, DIALERS_MESSAGES
 
 STRANGERS_LIMIT = 512
-"""Connections that may be busy proving the token at the same time."""
+"""Connections that may prove the token at the same time."""
 
 _SHORTEST_WAIT_S = 0.001
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: the exit code for the command line, and why."""
+    """The result of a job: the exit code for the command line, and the reason."""
 
     exit_code: int
     reason: str
@@ -69,12 +69,12 @@ class Outcome:
 class Coordinator:
     """`await start()`, then `await run()`; call everything else on their event loop.
 
-    The end of an agent's connection is silence like any other: the agent is lost after the detection budget.
-    One that dials again under the same name has ended its old workers (an agent does, when its connection
-    ends) and takes its place empty.
+    The end of an agent's connection counts as silence: the agent is lost after the detection budget. An agent that
+    connects again under the same name has ended its old workers (an agent does so when its connection ends) and joins
+    without workers.
 
-    welcome    what agents apart hear first; None: they may not join
-    on_output  called with an agent and what it says of its workers' output; None: it will say nothing more
+    welcome    the first message to remote agents; None: they may not join
+    on_output  called with an agent and its message about its workers' output; None: no more will come
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Coordinator:
         self._looks = 0
         self._hang_detector = HangDetector(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
-        self._processes: dict[str, str] = {}  # of the agents that are connected or were just now
+        self._processes: dict[str, str] = {}  # of the agents that are connected or were until just now
         self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps)
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
@@ -111,7 +111,7 @@ class Coordinator:
         self._tick_timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when that cannot be, for example because the port is in use."""
+        """Listen for connections. Raises ConfigError when that fails, for example because the port is in use."""
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
         try:
@@ -127,12 +127,12 @@ class Coordinator:
 
     @property
     def address(self) -> Address:
-        """Where agents dial."""
+        """The address to which agents connect."""
         return Address(*self._server.sockets[0].getsockname()[:2])
 
     async def run(self) -> Outcome:
-        """Serve until the job has ended and its agents have hung up (they get the grace period and one
-        detection budget for that). Cancelling it hangs up on everybody."""
+        """Serve until the job has ended and its agents have closed their connections (they get the grace period and one
+        detection budget for that). Cancellation closes all connections."""
         try:
             outcome = await self._outcome
             self._server.close()
@@ -147,7 +147,7 @@ class Coordinator:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job is over; its agents have been told so."""
+        """True when the job is over; its agents have been told so."""
         return self._outcome.done()
 
     def request_stop(self, now: bool, reason: str) -> None:
@@ -155,8 +155,8 @@ class Coordinator:
         self._decide(StopRequested(now, reason))
 
     def offer(self, slots: Mapping[str, int], may_change: bool) -> None:
-        """These are the hosts, with their slots, that the job may use from now on; the others are left. Before the
-        first call it uses whatever its agents offer. `may_change`: other hosts may be offered later."""
+        """Set the hosts, with their slots, that the job may use from now on; the workers of other hosts leave. Before
+        the first call the job uses all slots that its agents offer. `may_change`: other hosts may be offered later."""
         self._decide(HostsOffered(slots, may_change))
 
     def scale(self, size: int) -> None:
@@ -191,7 +191,7 @@ class Coordinator:
             channel.send(message)
 
     def _fail(self, error: BaseException) -> None:
-        """A fault of our own ends the run, not only the connection or the timer that met it."""
+        """End the run because of an internal error, not only the connection or the timer that met it."""
         if not self._outcome.done():
             self._outcome.set_exception(error)
 
@@ -208,7 +208,7 @@ class Coordinator:
             self._on_event(CoordinatorStalled(stalled_s))
 
     def _look(self) -> None:
-        """Look for agents that went silent, and come back."""
+        """Look for agents that have become silent, and schedule the next look."""
         self._notice_stall()
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
             budget_s = self._job.config.detection_budget_s
@@ -234,12 +234,12 @@ class Coordinator:
         self._decide(AgentLost(agent, reason, lease_end_s, silent_s))
 
     def _tell_steps(self) -> None:
-        """A worker is lost: how far the job was, as far as anybody has seen."""
+        """Report the number of decided steps, as far as it is known, before a worker is lost."""
         step = max(self._hang_detector.steps().values(), default=0)
         if step > self._job.steps_seen:
             self._decide(StepsSeen(step))
 
-    # Connections: a stranger's until the token is proved and a hello said, then an agent's or a command's --
+    # Connections: unauthenticated until token and hello, then an agent's or a command's --------------------
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
@@ -272,7 +272,7 @@ class Coordinator:
         except (AuthenticationError, ProtocolError) as error:
             self._on_event(ConnectionRefused(who, str(error)))
         except ConnectionError as error:
-            if asyncio.current_task() in self._strangers:  # else an agent's silence counts, and a command is done
+            if asyncio.current_task() in self._strangers:  # an agent is judged by its silence; a command is done
                 self._on_event(ConnectionRefused(who, str(error)))
 
     async def _serve_command(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
@@ -280,7 +280,7 @@ class Coordinator:
         await self._commands.serve(channel, hello)
 
     def _introduced(self, group: set[asyncio.Task[None]]) -> None:
-        """Whose connection it is that this task serves is known now."""
+        """Move the current task to the group of its peer, which is known now."""
         task = asyncio.current_task()
         assert task is not None
         self._strangers.discard(task)
@@ -312,7 +312,7 @@ class Coordinator:
                 del self._channels[hello.agent]
 
     def _why_refused(self, hello: AgentHello) -> Refused | None:
-        """What an agent apart hears that may not join."""
+        """Return the refusal for a remote agent that may not join, or None."""
         if self._welcome is None:
             return Refused("this job takes no agents of other machines (farandole run --token-file)", is_final=True)
         if hello.slots < 1:
@@ -323,7 +323,7 @@ class Coordinator:
 
     def _hear(self, agent: str, channel: Channel[AgentMessage], message: AgentMessage) -> None:
         if self._channels.get(agent) is not channel:
-            return  # Old news: the agent was given up, or has dialed again.
+            return  # Outdated: the agent was declared lost, or has connected again.
         if isinstance(message, AgentHello):
             raise ProtocolError(f"agent {agent} said AgentHello twice")
         if agent not in self._heartbeats:

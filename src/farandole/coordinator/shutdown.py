@@ -1,4 +1,4 @@
-"""From the decision to end a job to its last worker's exit. Only exits and a second Ctrl-C matter now."""
+"""The end of a job, from the decision to its last worker's exit. Only exits and a second Ctrl-C matter now."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from farandole.messages import (
     WorkerMessage,
 )
 
-# 128 + SIGINT, as shells have it.
+# 128 + SIGINT, as in shells.
 STOPPED_EXIT_CODE = 130
 
 
 def stop_requested(transition: Transition, input: StopRequested) -> None:
-    """A person ends the job: with grace, or at once."""
+    """End the job on the user's request: with grace, or at once."""
     transition.end(STOPPED_EXIT_CODE, input.reason, grace_s=0.0 if input.now else None)
     if input.now:
         _wait_no_longer(transition)
@@ -58,7 +58,7 @@ def record(transition: Transition, input: Input) -> None:
 
 
 def advance(transition: Transition) -> None:
-    """Say that the job is over once nothing of it runs any more, or at the deadline."""
+    """End the job once none of its processes runs any more, or at the deadline."""
     ending = transition.job.ending
     if ending is None or (transition.job.workers and transition.now_s < ending.deadline_s):
         return

@@ -1,10 +1,10 @@
-"""Slots whose workers fail repeatedly stay empty for a while (backoff): a broken device must not cost the others a
-regroup every few seconds. Pure.
+"""Backoff for slots whose workers fail repeatedly: a broken device must not cost the others a regroup every few
+seconds. Pure.
 
-A healthy worker is replaced at once, however often: one that lived for HEALTHY_S inside its elastic function, or that
-held the state and was killed by SIGKILL, which no code of its own does. The first one that is not is replaced at once,
-too; from the second one in a row on its slot stays empty for FIRST_S, then for twice as long with each further one, up
-to LONGEST_S.
+A healthy worker is always replaced at once: a worker that lived for HEALTHY_S inside its elastic function, or that held
+the state and was killed by SIGKILL, which its own code never does. The first unhealthy worker is replaced at once, too.
+From the second in a row on the slot stays empty for FIRST_S, then for twice as long with each further one, up to
+LONGEST_S.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ LONGEST_S = 60.0
 
 
 def pause_s(failures: int) -> float:
-    """How long a slot stays empty after so many failures in a row."""
+    """Return how long, in seconds, a slot stays empty after this many failures in a row."""
     return 0.0 if failures < 2 else min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 2, 30))
 
 
 def worker_lost(transition: Transition, worker: Worker, exit_code: int | None) -> None:
-    """The slot's worker is gone, and nobody asked it to go. What its host did is not the slot's fault."""
+    """Count the loss of a slot's worker that was not asked to leave. A failure of the host does not count against the
+    slot."""
     job, slot = transition.job, worker.slot
     use = job.slots.get(slot)
     if use is None or not use.is_open or not job.agents[slot.agent].is_connected:
@@ -49,12 +50,12 @@ def _was_healthy(worker: Worker, exit_code: int | None, now_s: float) -> bool:
 
 
 def let_back(transition: Transition) -> None:
-    """Slots whose time is over may be filled again."""
+    """Let slots be filled again whose backoff is over."""
     for slot, use in transition.job.slots.items():
         if use.backoff_until_s is not None and transition.now_s >= use.backoff_until_s:
             transition.change_slot(slot, backoff_until_s=None)
 
 
 def deadline(job: Job) -> float | None:
-    """When the next slot may be filled again."""
+    """Return when the next slot may be filled again."""
     return min((use.backoff_until_s for use in job.slots.values() if use.backoff_until_s is not None), default=None)

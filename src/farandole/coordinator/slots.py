@@ -1,4 +1,4 @@
-"""Which slots get a worker: when hosts come, when a worker has to be replaced, when the job is scaled."""
+"""The assignment of workers to slots: when hosts come, when a worker has to be replaced, when the job is scaled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farandole.messages import Left, Spawn
 
 
 def scale_requested(transition: Transition, size: int) -> None:
-    """More: free slots are filled. Fewer: slots are closed, empty and newest ones first."""
+    """Scale the job. Up: free slots are filled. Down: slots are closed, empty and newest ones first."""
     job = transition.job
     low, high = job.config.min_np, job.config.max_np
     if job.is_released or size == (job.most if job.config.fills_slots else job.target):
@@ -26,7 +26,7 @@ def scale_requested(transition: Transition, size: int) -> None:
 
 
 def follow_hosts(transition: Transition) -> None:
-    """A job that fills slots wants as many workers as there are slots."""
+    """Set the target of a job that fills slots to the number of slots."""
     job = transition.job
     if job.config.fills_slots and not job.is_released:
         most = capacity.worker_capacity(job)
@@ -36,19 +36,19 @@ def follow_hosts(transition: Transition) -> None:
 
 
 def wants_more(job: Job) -> bool:
-    """Whether the job wants more members than it has, and has not opened slots for all it wants."""
+    """Return whether the job wants more members than it has, and has not opened slots for all of them."""
     staying = [worker for worker in job.survivors() if not worker.is_leaving]
     return len(staying) < job.target and _open(job) < spares.slots_wanted(job)
 
 
 def close(transition: Transition, slot: Slot) -> None:
-    """No worker is wanted in this slot any more; the one in it, if any, is not replaced."""
+    """Close the slot: its worker, if any, is not replaced."""
     transition.change_slot(slot, is_open=False, is_held_back=False)
 
 
 def vacate(transition: Transition, slot: Slot, reason: str) -> str | None:
-    """Close a slot that may have a worker. A member leaves at the next boundary, anybody else is stopped at once.
-    Gives the worker's name, if it is this that makes it go."""
+    """Close a slot that may have a worker. A member leaves at the next boundary; any other worker is stopped at once.
+    Return the worker's name if this call makes it leave."""
     worker = _occupants(transition.job).get(slot)
     close(transition, slot)
     if worker is None or worker.is_leaving or worker.has_left or worker.is_dying or worker.killed_for:
@@ -61,7 +61,7 @@ def vacate(transition: Transition, slot: Slot, reason: str) -> str | None:
 
 
 def let_go(transition: Transition, worker: Worker, reason: str) -> None:
-    """End a worker that is no member. One that waits to be admitted is told so, and exits by itself."""
+    """End a worker that is not a member. A worker that waits to be admitted is told so, and exits by itself."""
     grace_s = transition.job.config.grace_s
     if worker.is_elastic and worker.raised is None:
         transition.tell([worker.name], Left())
@@ -71,7 +71,7 @@ def let_go(transition: Transition, worker: Worker, reason: str) -> None:
 
 
 def release_held_back(transition: Transition) -> None:
-    """The members go on: slots whose workers raised an exception may be filled again."""
+    """Let slots be filled again whose workers raised an exception, since the members continue."""
     for slot, use in transition.job.slots.items():
         if use.is_held_back:
             transition.change_slot(slot, is_held_back=False)
@@ -79,7 +79,7 @@ def release_held_back(transition: Transition) -> None:
 
 
 def warn_of_missing(transition: Transition) -> None:
-    """Tell people, once, that there are fewer slots than workers wanted: the job waits, or goes on with fewer."""
+    """Warn, once, that there are fewer slots than workers wanted: the job waits, or continues with fewer."""
     job = transition.job
     if job.is_finishing or job.is_released or not (job.agents or job.offers):
         return
@@ -93,13 +93,13 @@ def warn_of_missing(transition: Transition) -> None:
 
 
 def restarts_left(job: Job, slot: Slot) -> int:
-    """How often the worker in this slot may still be replaced."""
+    """Return how often the worker in this slot may still be replaced."""
     use = job.slots[slot]
     return max(0, job.config.restarts - use.restarts) if use.is_open else 0
 
 
 def fill(transition: Transition) -> None:
-    """Start workers where they are wanted and nothing runs. A slot is free only once its worker is reaped."""
+    """Start workers in wanted slots that are empty. A slot is free only once its worker is reaped."""
     if transition.job.is_released:
         return
     new = [*_refill(transition), *_open_more(transition)]
@@ -125,7 +125,7 @@ def _open_more(transition: Transition) -> list[str]:
     job, new = transition.job, list[str]()
     missing, missing_members = spares.slots_wanted(job) - _open(job), job.target - _open(job)
     if missing <= 0 or (job.config.fills_slots and job.generation is not None and not job.is_elastic):
-        return new  # A script that has not entered an elastic function cannot take anybody in.
+        return new  # A script that has not entered an elastic function cannot admit workers.
     in_use = {slot for slot, use in job.slots.items() if use.is_open} | _occupants(job).keys()
     free = [each.slot for each in capacity.slot_candidates(job) if each.slot is None or each.slot not in in_use]
     waits = job.config.waits_for_newcomers and job.generation is not None
@@ -154,7 +154,7 @@ def _spawn(transition: Transition, name: str) -> None:
 
 
 def _aim_at(transition: Transition, size: int) -> None:
-    """From now on the job should have `size` workers: members beyond that go, and then those that are missed least."""
+    """Set the size of the job to `size` workers: members beyond that leave, the most dispensable ones first."""
     transition.change(target=size)
     reason = f"the job is to have {size} workers"
     staying = [worker for worker in transition.job.survivors() if not worker.is_leaving]
@@ -165,7 +165,8 @@ def _aim_at(transition: Transition, size: int) -> None:
 
 
 def _admits(job: Job) -> bool:
-    """From the first Finished on nobody is started any more, unless the job could not go on otherwise."""
+    """Return whether workers may still be started: after the first Finished none is, unless the job could not continue
+    otherwise."""
     if not job.is_finishing:
         return True
     staying = [worker for worker in job.survivors() if not worker.is_leaving]
@@ -181,7 +182,7 @@ def _open(job: Job) -> int:
 
 
 def _dispensable(job: Job) -> Sequence[Slot]:
-    """Open slots, those that are missed least first."""
+    """Return the open slots, the most dispensable ones first."""
     occupants = _occupants(job)
     ranks = {name: rank for rank, name in enumerate(job.generation.members)} if job.generation else {}
 

@@ -1,4 +1,4 @@
-"""How a job is, for people and programs: a Status of what the coordinator knows. Pure; clients.py sends it."""
+"""The status of the job, for people and programs: a Status of what the coordinator knows. Pure; clients.py sends it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ FOR_EVER = -1.0
 
 
 def describe(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyType({})) -> Status:
-    """The job at `now_s`, by the coordinator's clock. Without events, which the job does not keep.
+    """Return the status of the job at `now_s`, by the coordinator's clock. It has no events, which the job does not
+    keep.
 
-    steps  by worker: how many it has decided, as far as that is seen
+    steps  by worker: the last seen number of decided steps
     """
     generation = job.generation
     members = job.survivors()
@@ -52,7 +53,7 @@ def _state(job: Job) -> str:
 
 
 def _step(job: Job, of_members: list[int]) -> int | None:
-    """Checkpoints tell how far the job is, too."""
+    """Return the newest known step; checkpoints count, too."""
     return max((*of_members, *(progress.step for progress in job.published.values())), default=None)
 
 
@@ -77,7 +78,7 @@ def _newcomer_state(worker: Worker) -> str:
 
 
 def _hosts(job: Job, now_s: float) -> list[HostStatus]:
-    """Those offered, and those that have an agent, in the order of their ranks."""
+    """Return the offered hosts, and the hosts that have an agent, in the order of their ranks."""
     offers = job.offers or {}
     order = {agent.host: agent.order for agent in job.agents.values()} | {h: offer.order for h, offer in offers.items()}
     found = []

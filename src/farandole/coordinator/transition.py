@@ -1,4 +1,4 @@
-"""One decision in the making: the job so far, and what has to be done about it. Lives inside one `decide`."""
+"""A decision in progress: the job so far, and the actions that it requires. Exists only inside one `decide`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ REAP_S = 5.0
 
 
 class Transition:
-    """Rules read `job`, replace what changes, and append to `actions`. Nothing else is ever touched."""
+    """The changed job and the actions. Rules read `job`, replace fields, and append to `actions`; nothing else is
+    touched."""
 
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
@@ -37,7 +38,7 @@ class Transition:
         self.change(slots={**self.job.slots, slot: replace(self.job.slots[slot], **fields)})
 
     def forget(self, names: Iterable[str]) -> None:
-        """These workers' processes are gone."""
+        """Remove workers whose processes are gone."""
         gone = frozenset(names)
         self.change(workers={name: worker for name, worker in self.job.workers.items() if name not in gone})
 
@@ -45,7 +46,7 @@ class Transition:
         self.actions.append(SendAgent(agent, message))
 
     def tell(self, names: Iterable[str], message: ToWorker) -> None:
-        """Say the same to several workers, in one message for each agent."""
+        """Send the same message to several workers, in one message for each agent."""
         by_agent: defaultdict[str, list[str]] = defaultdict(list)
         for name in names:
             by_agent[self.job.workers[name].slot.agent].append(name)
@@ -53,8 +54,8 @@ class Transition:
             self.send(agent, TellWorkers(tuple(workers), message))
 
     def kill(self, name: str, grace_s: float, reason: str, dumps_stacks: bool = False) -> None:
-        """Have a worker's process ended; its exit is reported like any other, with `dumps_stacks` also where its
-        threads were."""
+        """Have a worker's process ended. Its exit is reported like any other, with `dumps_stacks` together with the
+        stacks of its threads."""
         self.send(self.job.workers[name].slot.agent, Kill(name, grace_s, reason, dumps_stacks))
         self.change_worker(name, killed_for=reason, kill_at_s=None)
 
@@ -62,7 +63,7 @@ class Transition:
         self.actions.append(Log(event))
 
     def end(self, exit_code: int, reason: str, grace_s: float | None = None, dumps_stacks: bool = False) -> None:
-        """End the job: stop what still runs; `shutdown.py` waits for the exits. The first reason counts."""
+        """End the job: stop all workers; `shutdown.py` waits for the exits. The first reason counts."""
         if self.job.ending is not None:
             return
         grace_s = self.job.config.grace_s if grace_s is None else grace_s

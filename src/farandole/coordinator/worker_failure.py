@@ -1,10 +1,10 @@
-"""What happens when a worker dies, or an agent with all its workers. Then regroup.py makes a generation.
+"""The response to the death of a worker, or of an agent with all its workers. Then regroup.py forms a generation.
 
-before generation 1   killed by a signal: replaced, or its host is out; anything else ends the job
+before generation 1   killed by a signal: replaced, or its host is banned; anything else ends the job
 a static script       exit code 0: one worker is done; anything else ends the job
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
                       others: replaced, or they had left anyway;
-                      with --on-failure host the whole host is out (quarantine.py), in the same regroup
+                      with --on-failure host the whole host is banned (quarantine.py), in the same regroup
 after the release     exit code 0: done; anything else is reported and makes the job fail
 """
 
@@ -22,8 +22,8 @@ from farandole.messages import SpawnFailed, WorkerExited
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """A worker whose process is gone. `how` follows "it"; no exit code: not started, or agent lost. `noticed` and
-    `silent_s`: as in LostMember."""
+    """A worker whose process is gone. `how` is the predicate of its end ("it ..."); no exit code: not started, or agent
+    lost. `noticed` and `silent_s`: as in LostMember."""
 
     worker: Worker
     how: str
@@ -38,7 +38,7 @@ class ExitRecord:
 
 
 def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | SpawnFailed) -> None:
-    """One process is gone and reaped."""
+    """Handle a worker whose process is gone and reaped."""
     if isinstance(message, SpawnFailed):
         gone = ExitRecord(worker, f"could not be started: {message.error}")
     else:
@@ -48,8 +48,8 @@ def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | 
 
 
 def worker_dying(transition: Transition, worker: Worker) -> None:
-    """It will do nothing any more, though its exit is not known yet: members need not wait for that. What is said of
-    the loss, and what it costs, is decided at the exit."""
+    """Handle a worker that will do nothing any more although its exit is not known yet: members need not wait for the
+    exit. The report and the cost of the loss are decided at the exit."""
     job = transition.job
     is_needed = job.is_elastic and not job.is_released and job.is_member(worker.name)
     if not is_needed or worker.has_left or worker.is_dying or job.config.on_failure == "host":
@@ -68,7 +68,7 @@ def _with_reason(worker: Worker, how: str) -> str:
 
 
 def agent_lost(transition: Transition, input: AgentLost) -> None:
-    """All workers of the agent are lost at once, in one regroup; their slots are gone with it."""
+    """Handle the loss of an agent: all its workers are lost at once, in one regroup, together with its slots."""
     agent = transition.job.agents.get(input.agent)
     if agent is None or not agent.is_connected:
         return
@@ -90,7 +90,7 @@ def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
     transition.forget(one.worker.name for one in gone)
     unexpected = []
     for one in gone:
-        # A worker that left, or that was stopped before it became a member, ends as it likes.
+        # A worker that left, or that was stopped before it became a member, may end with any exit code.
         was_member = transition.job.is_member(one.worker.name) or one.worker.is_dying
         expected = one.worker.has_left or (one.worker.killed_for and not was_member)
         if expected:
@@ -117,7 +117,8 @@ def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
         elif transition.job.is_member(one.worker.name):
             losses.append(Loss(one.sentence(transition.job), one.worker.raised))
             if one.worker.raised:
-                # If all raise the same, nobody is restarted: wait for the others to prove well (regroup.py).
+                # If all raise the same exception, none is restarted: wait until the others prove to be healthy
+                # (regroup.py).
                 transition.change_slot(one.worker.slot, is_held_back=True)
     stopped = _take_hosts_out(transition, gone)
     if losses or stopped:
@@ -127,7 +128,7 @@ def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
 
 
 def _say_how(transition: Transition, one: ExitRecord) -> None:
-    """Its loss, if it counts still, was noted when it was dying; now more is known of it."""
+    """Complete the loss, if it still counts, that was recorded when the worker was dying."""
     told = [
         replace(loss, sentence=one.sentence(transition.job), dying=None) if loss.dying == one.worker.name else loss
         for loss in transition.job.losses
@@ -136,7 +137,7 @@ def _say_how(transition: Transition, one: ExitRecord) -> None:
 
 
 def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]:
-    """One sentence for each host that is out now and had more members than those that are gone."""
+    """Ban the hosts; return one sentence for each banned host that had more members than those that are gone."""
     if transition.job.config.on_failure != "host":
         return []
     stopped = {
@@ -173,7 +174,7 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
             transition.change_slot(one.worker.slot, is_held_back=True)
             transition.change(plain_exits=(*transition.job.plain_exits, one.worker.name))
             continue
-        # What fails by itself at the start is not started again; what was killed is.
+        # A worker that fails by itself at the start is not started again; a killed worker is.
         _log_loss(transition, one, may_be_replaced=one.exit_code is not None and one.exit_code < 0)
         when = "while it waited in init() for the other workers" if called else "before it called init()"
         if one.exit_code is not None and one.exit_code >= 0:

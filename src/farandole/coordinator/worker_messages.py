@@ -1,4 +1,4 @@
-"""The messages of workers, and the changes to the job that follow from them. decide.py draws the conclusions."""
+"""The messages of workers, and the changes to the job that they cause. decide.py draws the conclusions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from farandole.messages import (
 
 
 def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> None:
-    """Apply a living worker's message. Before its Hello and after it has left, nothing counts."""
+    """Apply a living worker's message. Messages before its Hello and after it has left are ignored."""
     if worker.has_left or worker.is_dying:
         return
     if isinstance(message, Hello):
@@ -76,7 +76,7 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
 
 
 def kill_overdue(transition: Transition) -> None:
-    """A worker whose code raised ends by itself; if it does not, the others must not wait for it for ever."""
+    """Kill workers whose time to end by themselves is over: the others must not wait for them for ever."""
     for name, worker in transition.job.workers.items():
         if worker.kill_at_s is not None and transition.now_s >= worker.kill_at_s:
             what = f"it raised {worker.raised}" if worker.raised else "it was let go"
@@ -99,7 +99,7 @@ def _elastic(transition: Transition, worker: Worker) -> None:
     spares.tell_of(transition, worker)
     gone = set(transition.job.generation.members).difference(transition.job.workers)
     if gone and transition.job.change is None:
-        # They ended with code 0 while the script still looked static. The others do need them.
+        # They ended with code 0 while the script still looked static. The other workers need them.
         regroup.abort(transition, f"{', '.join(sorted(gone))} exited before the elastic function")
 
 
@@ -135,7 +135,7 @@ def _failed(transition: Transition, worker: Worker, message: Failed) -> None:
 
 
 def _leaving(transition: Transition, worker: Worker) -> None:
-    """The job shrinks by this worker. A member goes at a boundary (regroup.py), anybody else at once."""
+    """Shrink the job by this worker. A member leaves at a boundary (regroup.py), any other worker at once."""
     job = transition.job
     if worker.was_asked or worker.killed_for or job.is_released:
         return
@@ -144,7 +144,7 @@ def _leaving(transition: Transition, worker: Worker) -> None:
         return
     transition.log(WorkerLeaves(worker.name, worker.slot.index))
     slots.close(transition, worker.slot)
-    transition.change_slot(worker.slot, is_given_up=job.config.fills_slots)  # or it would be filled again at once
+    transition.change_slot(worker.slot, is_given_up=job.config.fills_slots)  # else it would be filled again at once
     if job.is_member(worker.name) or not job.spares:
         transition.change(target=max(0, job.target - 1))
     else:

@@ -1,4 +1,4 @@
-"""The only reader of os.environ: what an agent, another launcher or the user told this process."""
+"""The only reader of os.environ: the settings of an agent, another launcher or the user for this process."""
 
 from __future__ import annotations
 

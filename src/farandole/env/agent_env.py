@@ -1,4 +1,4 @@
-"""What an agent tells the worker that it starts: where to report to, and where to put things."""
+"""Variables from an agent to the worker that it starts: where to report, and where to put files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ EXIT_NOTICE = "FARANDOLE_EXIT_NOTICE"
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """What an agent tells a worker: where it listens, the worker's name and secret, its slot, and the numeric address
-    of this machine by which other workers reach it."""
+    """Settings from an agent to a worker: the agent's address, the worker's name and secret, its slot, and the numeric
+    address of this machine by which other workers reach it."""
 
     agent_address: str
     worker: str
@@ -28,7 +28,7 @@ class WorkerEnv:
 def worker_environment(
     agent_address: str, worker: str, secret: str, slot: int, data_host: str = "127.0.0.1"
 ) -> dict[str, str]:
-    """The variables that read_worker_env() reads."""
+    """Return the variables that read_worker_env() reads."""
     return {
         "FARANDOLE_AGENT": agent_address,
         "FARANDOLE_WORKER": worker,
@@ -39,7 +39,7 @@ def worker_environment(
 
 
 def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None:
-    """None when no agent started this process. Raises ConfigError when it said only a part."""
+    """Return None when no agent started this process. Raises ConfigError when only some of the variables are set."""
     names = ("FARANDOLE_AGENT", "FARANDOLE_WORKER", "FARANDOLE_SECRET", "FARANDOLE_SLOT")
     missing = [name for name in names if name not in environ]
     if len(missing) == len(names):
@@ -52,61 +52,62 @@ def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None
 
 
 def read_token(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What FARANDOLE_TOKEN tells an agent that is to join a job; workers never inherit it."""
+    """Return the token from FARANDOLE_TOKEN for an agent that is to join a job; workers never inherit it."""
     return environ.get("FARANDOLE_TOKEN") or None
 
 
 def scratch_environment(folder: str) -> dict[str, str]:
-    """The variable that read_scratch_folder() reads."""
+    """Return the variable that read_scratch_folder() reads."""
     return {"FARANDOLE_SCRATCH": folder}
 
 
 def read_scratch_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """A folder that the agent removes with the job, also when this process is killed; None without an agent."""
+    """Return the folder that the agent removes with the job, also when this process is killed; None without an
+    agent."""
     return environ.get("FARANDOLE_SCRATCH")
 
 
 def budget_environment(budget_s: float) -> dict[str, str]:
-    """The variable that read_detection_budget_s() reads."""
+    """Return the variable that read_detection_budget_s() reads."""
     return {"FARANDOLE_DETECTION_BUDGET": f"{budget_s:g}"}
 
 
 def read_detection_budget_s(environ: Mapping[str, str] = os.environ) -> float:
-    """How long something silent may stay unnoticed in this job, in seconds."""
+    """Return the detection budget of this job, in seconds."""
     return seconds(environ, "FARANDOLE_DETECTION_BUDGET", JobConfig.detection_budget_s)
 
 
 def page_environment(path: str) -> dict[str, str]:
-    """The variable that read_page() reads."""
+    """Return the variable that read_page() reads."""
     return {"FARANDOLE_PAGE": path} if path else {}
 
 
 def read_page(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The memory in which this worker says where it is; None: nobody wants to know."""
+    """Return the path of this worker's status page; None if there is none."""
     return environ.get("FARANDOLE_PAGE") or None
 
 
 def read_exit_notice(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the agent may know of this process's death before its memory is freed: unless FARANDOLE_EXIT_NOTICE is
-    0, off or false."""
+    """Return whether the agent may learn of this process's death before its memory is freed: unless
+    FARANDOLE_EXIT_NOTICE is 0, off or false."""
     return environ.get(EXIT_NOTICE, "").lower() not in ("0", "off", "false")
 
 
 def sample_ledger_environment(folder: str) -> dict[str, str]:
-    """The variable that read_sample_ledger() reads."""
+    """Return the variable that read_sample_ledger() reads."""
     return {"FARANDOLE_SAMPLE_LEDGER": folder}
 
 
 def read_sample_ledger(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The folder in which workers write down what they train; None: nobody asked for that."""
+    """Return the folder in which workers record the samples that they train; None if it was not requested."""
     return environ.get("FARANDOLE_SAMPLE_LEDGER") or None
 
 
 def transport_environment(transport: str) -> dict[str, str]:
-    """The variable that read_transport() reads."""
+    """Return the variable that read_transport() reads."""
     return {"FARANDOLE_TRANSPORT": transport}
 
 
 def read_transport(environ: Mapping[str, str] = os.environ) -> str:
-    """How tensors shall travel between workers: one of transport_choice.CHOICES, or a word that is none."""
+    """Return the way in which tensors travel between workers: one of transport_choice.CHOICES, or an invalid word."""
     return environ.get("FARANDOLE_TRANSPORT") or "auto"

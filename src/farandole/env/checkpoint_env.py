@@ -1,4 +1,4 @@
-"""What a worker is told of checkpoints: by our launcher, or by a person where there is none of ours."""
+"""Checkpoint settings of a worker: from our launcher, or from the user where there is none of ours."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from farandole.errors import ConfigError
 
 @dataclass(frozen=True)
 class CheckpointEnv:
-    """What is to be written where.
+    """The checkpoints of a job.
 
-    folder   where they are, or an address
-    every    how often: the text of --checkpoint-every
-    keep     how many of them
+    folder   their folder, or an address
+    every    their interval: the text of --checkpoint-every
+    keep     the number of checkpoints to keep
     resume   name of the newest one when the job began; empty: it began at the beginning
-    run_id  that the job began with; 0: nobody has taken the place yet
-    owner    who has taken it
+    run_id   the run id with which the job began; 0: no process has locked the place yet
+    owner    the process that has locked it
     """
 
     folder: str
@@ -31,7 +31,7 @@ class CheckpointEnv:
 
 
 def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
-    """The variables that read_checkpoint_env() reads."""
+    """Return the variables that read_checkpoint_env() reads."""
     return {
         "FARANDOLE_CHECKPOINT": settings.folder,
         "FARANDOLE_CHECKPOINT_EVERY": settings.every,
@@ -43,7 +43,7 @@ def checkpoint_environment(settings: CheckpointEnv) -> dict[str, str]:
 
 
 def read_checkpoint_env(environ: Mapping[str, str] = os.environ) -> CheckpointEnv | None:
-    """None when the job writes no checkpoints. Raises ConfigError for numbers that cannot be meant."""
+    """Return None when the job writes no checkpoints. Raises ConfigError for numbers that make no sense."""
     if not environ.get("FARANDOLE_CHECKPOINT"):
         return None
     default = CheckpointEnv(environ["FARANDOLE_CHECKPOINT"])

@@ -1,6 +1,6 @@
-"""Numbers, amounts and switches out of an environment, with errors that name the variable. Pure.
+"""Numbers, amounts and switches from an environment, with errors that name the variable. Pure.
 
-All raise ConfigError for a value that cannot be meant. A variable that is empty counts as not set.
+All raise ConfigError for a value that makes no sense. A variable that is empty counts as not set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from farandole.errors import ConfigError
 
 
 def whole_number(environ: Mapping[str, str], name: str) -> int:
-    """Of a variable that must be there."""
+    """Return the whole number in a required variable."""
     try:
         return int(environ[name])
     except ValueError:
@@ -19,7 +19,7 @@ def whole_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def amount(environ: Mapping[str, str], name: str, default: int) -> int:
-    """A whole number that is not negative, or `default`."""
+    """Return a whole number that is not negative, or `default`."""
     number = whole_number(environ, name) if environ.get(name) else default
     if number < 0:
         raise ConfigError(f"{name} must not be negative, got {number}")
@@ -27,7 +27,7 @@ def amount(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    """A number of seconds, not negative and not infinite, or `default`."""
+    """Return a number of seconds, not negative and not infinite, or `default`."""
     text = environ.get(name) or str(default)
     try:
         value = float(text)
@@ -39,7 +39,7 @@ def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 def is_set(environ: Mapping[str, str], name: str) -> bool:
-    """False by default. Numbers are what Horovod reads here; words are what people write."""
+    """Return the value of a switch; False by default. Horovod reads numbers here; users also write words."""
     text = environ.get(name, "").strip().lower()
     if text in ("", "0", "false", "no", "off"):
         return False

@@ -1,4 +1,4 @@
-"""What a user tells workers of how gradients travel."""
+"""The user's settings of the gradients' reduction for the workers."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ BUCKET_MB = "FARANDOLE_BUCKET_MB"
 
 
 def read_bucket_mb(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Least size of a bucket of gradients, in megabytes, as it was written; None: it is chosen."""
+    """Return the least size of a bucket of gradients, in megabytes, as it was written; None: it is chosen
+    automatically."""
     return environ.get(BUCKET_MB) or None

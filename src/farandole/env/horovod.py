@@ -1,4 +1,4 @@
-"""HOROVOD_ variables: what a user sets with them, and what Horovod tells a worker by them."""
+"""HOROVOD_ variables: the user's settings, and the values that Horovod passes to a worker."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from farandole.env.env_values import amount, is_set, seconds, whole_number
 from farandole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from farandole.membership import Placement  # with what --help should not wait for
+    from farandole.membership import Placement  # an import for which --help should not wait
 
 
 @dataclass(frozen=True)
 class HorovodSettings:
-    """What a user sets with HOROVOD_ variables, in Horovod's defaults.
+    """The user's settings in HOROVOD_ variables, with Horovod's defaults.
 
-    timeline              file that the timeline is written to; None: none, or not yet
+    timeline              file of the timeline; None: none, or not yet
     timeline_is_armed     start_timeline() may be called later (also when a file is given)
     mark_cycles           the timeline shows each round of negotiation
     stall_check           warn of operations that some ranks have not submitted
-    stall_warning_s       after so many seconds
-    stall_shutdown_s      and end them with an error after so many; None: never
+    stall_warning_s       seconds until the warning
+    stall_shutdown_s      seconds until they end with an error; None: never
     dynamic_process_sets  process sets may be added after init()
-    fusion_bytes          so many bytes of small tensors are reduced as one
-    cache_capacity        so many negotiated operations are remembered; 0: none
-    log_level             "trace", "debug", "info", "warning", "error" or "fatal"; None: as the script has it
+    fusion_bytes          bytes of small tensors that are reduced together
+    cache_capacity        number of negotiated operations that are cached; 0: none
+    log_level             "trace", "debug", "info", "warning", "error" or "fatal"; None: as set by the script
     """
 
     timeline: str | None = None
@@ -43,8 +43,8 @@ class HorovodSettings:
 
 
 def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
-    """The user's HOROVOD_ settings, as they are now: scripts set them in os.environ just before init(). A variable
-    that is empty counts as not set. Raises ConfigError for a value that cannot be meant."""
+    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init(). An empty variable
+    counts as not set. Raises ConfigError for a value that makes no sense."""
     environ = os.environ if environ is None else environ
     default = HorovodSettings()
     timeline = environ.get("HOROVOD_TIMELINE") or None
@@ -67,12 +67,13 @@ def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSe
 
 
 def read_start_timeout_s(default: float, environ: Mapping[str, str] | None = None) -> float:
-    """HOROVOD_START_TIMEOUT: what the launcher waits for all workers' init(), unless --start-timeout says so."""
+    """Return HOROVOD_START_TIMEOUT: the launcher's time limit in seconds for all workers' init(), unless
+    --start-timeout is given."""
     return seconds(os.environ if environ is None else environ, "HOROVOD_START_TIMEOUT", default)
 
 
 def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> dict[str, str]:
-    """What Horovod tells a worker when it starts it: the place that it will most likely get, the name that its
+    """Return the variables that Horovod sets for a worker: the place that it will most likely get, the name that its
     host was given, and whether workers may come and go."""
     return {
         "HOROVOD_RANK": str(placement.rank),
@@ -87,8 +88,8 @@ def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> di
 
 
 def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """The rank and size that a process was started with, by our own launcher or through MPI; (0, 1) without one.
-    Raises RuntimeError when only one of the two was said."""
+    """Return the rank and size with which a process was started, by our own launcher or through MPI; (0, 1) without
+    one. Raises RuntimeError when only one of the two is set."""
     environ = os.environ if environ is None else environ
     for prefix in ("HOROVOD_", "OMPI_COMM_WORLD_", "PMI_"):
         said = [name for name in (prefix + "RANK", prefix + "SIZE") if name in environ]

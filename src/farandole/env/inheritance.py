@@ -1,4 +1,4 @@
-"""This process's whole environment: what its children get of it, and what it has for a while."""
+"""The whole environment of this process: the part that its children get, and temporary changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.env.gradients import BUCKET_MB
 
 
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """This process's environment for its children, without what an outer job said to it."""
+    """Return this process's environment for its children, without the variables of an outer job."""
     return {
         name: value
         for name, value in environ.items()
@@ -20,9 +20,9 @@ def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def carried_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What of it goes with a job to other machines: not what belongs to this one (paths of programs, devices, the
-    session), nor what looks like a secret, because connections are authentic but not encrypted. The other machine's
-    own values stand there."""
+    """Return the part of it that goes with a job to other machines: without the values of this machine (paths of
+    programs, devices, the session), and without values that look like a secret, because connections are authentic but
+    not encrypted. The other machine's own values take their place."""
     return {
         name: value
         for name, value in inherited_environment(environ).items()
@@ -34,7 +34,7 @@ def carried_environment(environ: Mapping[str, str] = os.environ) -> dict[str, st
 
 @contextlib.contextmanager
 def changed_environment(**variables: str | None) -> Iterator[None]:
-    """Inside, this process's environment has these variables too, except those whose value is None."""
+    """Add these variables to this process's environment inside the block, except those whose value is None."""
     new = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
@@ -49,25 +49,25 @@ def changed_environment(**variables: str | None) -> Iterator[None]:
 
 
 def replace_environment(variables: Mapping[str, str]) -> None:
-    """From now on this process has this environment, and no other."""
+    """Replace the whole environment of this process."""
     os.environ.clear()
     os.environ.update(variables)
 
 
 def differs_for_all(some: Mapping[str, str], others: Mapping[str, str]) -> bool:
-    """Whether two environments differ by more than what is said to one worker alone."""
+    """Return whether two environments differ by more than the variables of a single worker."""
     return any(some.get(name) != others.get(name) for name in {*some, *others} if not name.startswith(_FOR_ONE))
 
 
 _PREFIX = "FARANDOLE_"
 
-# Read in init() at the earliest; everything else may be read by a library when it is loaded.
+# Read in init() at the earliest; any other variable may be read by a library when it is loaded.
 _FOR_ONE = (_PREFIX, "HOROVOD_")
 
-# What a user, not an outer job, says to workers.
+# Variables for workers from a user, not from an outer job.
 _FOR_WORKERS = frozenset({BUCKET_MB, EXIT_NOTICE})
 
-# What tells a process its place in one job of Horovod; not for the workers of another one.
+# The place of a process in one job of Horovod; not for the workers of another one.
 _HOROVOD_PLACE = frozenset(
     "HOROVOD_" + name
     for name in (

@@ -1,4 +1,4 @@
-"""What torchrun, mpirun and srun tell a process of a job of fixed size."""
+"""Variables from torchrun, mpirun and srun to a process of a job of fixed size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from farandole.errors import ConfigError
 
 @dataclass(frozen=True)
 class FixedEnv:
-    """What torchrun, mpirun or srun tell a process of a job of fixed size."""
+    """The place of a process in a job of fixed size, from torchrun, mpirun or srun."""
 
     launcher: str
     rank: int
@@ -30,7 +30,7 @@ class FixedEnv:
 
 
 def read_fixed_env(environ: Mapping[str, str] = os.environ) -> FixedEnv | None:
-    """None when none of torchrun, mpirun and srun started this process. Raises ConfigError for variables that
+    """Return None when none of torchrun, mpirun and srun started this process. Raises ConfigError for variables that
     are missing, are not numbers, or contradict each other."""
     for launcher, names in _LAUNCHERS.items():
         if all(name in environ for name in names.marks):
@@ -39,12 +39,12 @@ def read_fixed_env(environ: Mapping[str, str] = os.environ) -> FixedEnv | None:
 
 
 def uses_agent_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun's agent serves the store at MASTER_ADDR:MASTER_PORT already."""
+    """Return whether torchrun's agent serves the store at MASTER_ADDR:MASTER_PORT already."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:
-    """How often torchrun has started all workers anew: its store keeps what the earlier ones said."""
+    """Return how often torchrun has restarted all workers: its store keeps the entries of the earlier ones."""
     return whole_number(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0
 
 
@@ -52,7 +52,7 @@ def restart_count(environ: Mapping[str, str] = os.environ) -> int:
 class _Names:
     """The variables of one launcher.
 
-    marks               what only this launcher's processes have; all of it
+    marks               variables that only this launcher's processes have, all of them
     local_size          of this host, as a number; or, of all hosts, as Slurm writes it: "2(x3),1"
     host, hosts         this host's place among the hosts and their number, where the launcher tells
     job                 tells jobs on one machine apart where no port is given
@@ -68,8 +68,8 @@ class _Names:
     job: tuple[str, ...] = ()
 
 
-# In the order in which they are tried. A launcher may itself run under Slurm: Hydra starts its own helpers with
-# srun, and then the SLURM_ variables of a worker are those of the helper.
+# In the order of the attempts. A launcher may itself run under Slurm: Hydra starts its own helpers with srun, and then
+# the SLURM_ variables of a worker are those of the helper.
 _LAUNCHERS = {
     "torchrun": _Names(
         marks=("RANK", "WORLD_SIZE", "MASTER_PORT"),
@@ -147,7 +147,8 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
 
 
 def _local_size(environ: Mapping[str, str], name: str, host: int) -> int:
-    """How many workers host number `host` has, from "4" (all hosts, or this one) or from "2(x3),1" (each host)."""
+    """Return the number of workers of host number `host`, from "4" (all hosts, or this one) or from "2(x3),1" (each
+    host)."""
     sizes: list[int] = []
     for part in environ[name].split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -162,7 +163,7 @@ def _local_size(environ: Mapping[str, str], name: str, host: int) -> int:
 
 
 def _master_port(environ: Mapping[str, str], launcher: str, names: _Names, is_one_host: bool) -> int:
-    """MASTER_PORT, or one that all ranks of a job arrive at and other jobs, most likely, do not."""
+    """Return MASTER_PORT, or a port that all ranks of a job compute and other jobs, most likely, do not."""
     if "MASTER_PORT" in environ:
         port = whole_number(environ, "MASTER_PORT")
         if not 0 < port < 65536:
@@ -171,14 +172,14 @@ def _master_port(environ: Mapping[str, str], launcher: str, names: _Names, is_on
     identity = ".".join(environ[name] for name in names.job if name in environ)
     if not identity and not is_one_host:
         raise ConfigError(f"several hosts under {launcher}: set MASTER_PORT to a free port of the host of rank 0")
-    # Below the ports that the kernel gives to whoever asks for any.
+    # Below the ports that the kernel assigns automatically.
     return 20_000 + zlib.crc32((identity or str(_launcher_pid())).encode()) % 12_000
 
 
 def _launcher_pid() -> int:
-    """The process that started all ranks of this host. Hydra makes each rank the leader of a session; a script
+    """Return the process that started all ranks of this host. Hydra makes each rank the leader of a session; a script
     around the training then is the leader, and this process its child."""
     leader = os.getsid(0)
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
-    return os.getppid()  # No /proc: then only without such a script.
+    return os.getppid()  # No /proc: correct only without such a script.

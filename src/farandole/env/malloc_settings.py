@@ -1,4 +1,4 @@
-"""Whether somebody has said how this process's memory is to be managed."""
+"""The test whether the user has configured this process's memory allocation."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD
 
 
 def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
-    """Those that the C library reads."""
+    """Return whether a setting of the C library's malloc is in the environment."""
     return any(name in environ for name in _SETTINGS) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")

@@ -1,4 +1,4 @@
-"""Variables that torch reads when a process makes a process group of NCCL's."""
+"""Variables that torch reads when a process creates an NCCL process group."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from collections.abc import MutableMapping
 
 _OURS = {
-    # A failed communicator is ours to deal with: otherwise torch ends the process.
+    # Farandole handles a failed communicator: otherwise torch ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Neither is the process to end because NCCL's abort takes long, nor is a store to be asked by threads of torch's
-    # that may outlive Python.
+    # The process must not end because NCCL's abort takes long, and threads of torch that may outlive Python must not
+    # access a store.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # For a communicator that is being made, in seconds; 30 minutes otherwise.
+    # Seconds for the creation of a communicator; 30 minutes otherwise.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
 }
 
@@ -19,7 +19,7 @@ _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def prepare_for_nccl(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Set those that are not set. Returns what is wrong with the ones that are; empty if nothing."""
+    """Set the variables that are not set. Return the error in the others; empty if there is none."""
     for name, value in _OURS.items():
         environ.setdefault(name, value)
     for name in _BLOCKING:

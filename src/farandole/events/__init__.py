@@ -1,4 +1,4 @@
-"""Everything worth logging, one frozen dataclass per kind: for log, status page, metrics and tests alike."""
+"""The events of a job, one frozen dataclass per kind: for log, status page, metrics and tests alike."""
 
 from __future__ import annotations
 

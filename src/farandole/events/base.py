@@ -1,4 +1,4 @@
-"""What all events have in common."""
+"""The base of all events."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ Field: TypeAlias = str | int | float | bool | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. `level` says how loud, `line()` says it to a person, `fields()` to a program."""
+    """Base of all events. `level` is the log level, `line()` the text for people, `fields()` the values for
+    programs."""
 
     level: ClassVar[Level] = "info"
 
     def line(self) -> str:
-        """One sentence without a full stop, for the log."""
+        """Return one sentence without a full stop, for the log."""
         raise NotImplementedError
 
     def fields(self) -> dict[str, Field]:
-        """The event's name and values, ready for JSON."""
+        """Return the event's name and values, ready for JSON."""
         return {"event": type(self).__name__, **asdict(self)}
 
 
 def count(number: int, noun: str) -> str:
-    """`1 slot`, `2 slots`."""
+    """Format a count: `1 slot`, `2 slots`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

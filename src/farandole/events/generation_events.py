@@ -1,4 +1,4 @@
-"""Generations: why a new one comes, how it starts, and what that took."""
+"""Events of generations: why a new one comes, how it starts, and its cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farandole.events.base import Event, Level, count
 
 @dataclass(frozen=True)
 class RegroupBegan(Event):
-    """A fault ended the running generation; `number` is the one that comes next."""
+    """A fault ended the running generation; `number` is the next one."""
 
     number: int
     reason: str
@@ -35,7 +35,7 @@ class ChangePlanned(Event):
 
 @dataclass(frozen=True)
 class TooFewWorkers(Event):
-    """Survivors wait, ready to go on, until enough others have come."""
+    """Survivors are ready, and wait until enough other workers have come."""
 
     number: int
     present: int
@@ -52,7 +52,8 @@ class TooFewWorkers(Event):
 
 @dataclass(frozen=True)
 class GenerationStarted(Event):
-    """`workers` by rank. `regroup_s`: from the fault or the plan to START; 0 for the first generation."""
+    """A generation started. `workers` by rank. `regroup_s`: from the fault or the plan to START; 0 for the first
+    generation."""
 
     number: int
     workers: tuple[str, ...]
@@ -67,7 +68,8 @@ class GenerationStarted(Event):
 
 @dataclass(frozen=True)
 class TransportChosen(Event):
-    """`way` says how, to a person; generations that follow have the same unless they say so."""
+    """The transport of a generation was chosen. `way` describes it for people; later generations have the same unless a
+    new event reports another."""
 
     number: int
     way: str
@@ -78,8 +80,8 @@ class TransportChosen(Event):
 
 @dataclass(frozen=True)
 class LinksDistrusted(Event):
-    """Connections between living workers kept failing, or were proved to be broken; these workers are stopped to get
-    rid of them."""
+    """Connections between living workers kept failing, or were proved to be broken; these workers are stopped to remove
+    them."""
 
     number: int
     links: tuple[str, ...]
@@ -97,21 +99,22 @@ class LinksDistrusted(Event):
 
 @dataclass(frozen=True)
 class Recovered(Event):
-    """All members have applied a step again, after a fault or a planned change; what that took. Milliseconds, one
-    after the other; those after START are of `slowest`, the member that took longest.
+    """All members have applied a step again, after a fault or a planned change; the event has the durations.
+    Milliseconds, one after the other; those after START are of `slowest`, the member that took longest.
 
     lost           members that were lost, and how they ended; `last_lines` of their stderr
-    noticed        by what the coordinator knew. When a worker really died nobody knows: the time begins with that
-    silent_ms      for how long a host had been silent by then
-    ready_ms       until all members were quiescent and START was said
-    connected_ms   until the data connections stood
-    synced_ms      until the state was everybody's
+    noticed        the sign by which the coordinator noticed it. A worker's actual time of death is unknown: the time
+                   begins here
+    silent_ms      the time for which a host had been silent by then
+    ready_ms       until all members were quiescent and START was sent
+    connected_ms   until the data connections existed
+    synced_ms      until all members had the state
     first_step_ms  until a step was applied
-    steps_redone, samples_redone  begun before, and done again; under the commit rule those since the commit
-    counts         what progress is counted in, as in FirstStep (messages.py)
-    began_at       so many of them there were when training went on
-    lost_at        no worker that held the state was left, and so many there were at least: training went on from a
-                   checkpoint. None: somebody held it
+    steps_redone, samples_redone  begun before, and repeated; under the commit rule those since the commit
+    counts         the unit of progress, as in FirstStep (messages.py)
+    began_at       progress in that unit when training continued
+    lost_at        least progress in that unit when no holder of the state was left: training continued from a
+                   checkpoint. None: a worker held the state
     """
 
     number: int
@@ -149,7 +152,7 @@ class Recovered(Event):
 
     def _how_far_back(self) -> str:
         if self.lost_at is not None:
-            # Steps are seen now and then only: the last that was seen may be older than the checkpoint.
+            # Steps are observed only now and then: the last observed one may be older than the checkpoint.
             lost_at = f" from {self.counts} {self.lost_at} or later" if self.lost_at > self.began_at else ""
             return f"went back{lost_at} to the checkpoint at {self.counts} {self.began_at}"
         redone = count(self.steps_redone, "step")

@@ -1,4 +1,4 @@
-"""Hosts, and the agents on them: they come, go, fail and are left out."""
+"""Events of hosts, and the agents on them: they come, go, fail and are excluded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AgentWasLost(Event):
 
 @dataclass(frozen=True)
 class AgentServes(Event):
-    """Said by an agent of another machine: it has joined the job."""
+    """An agent of another machine reports that it has joined the job."""
 
     job: str
     slots: int
@@ -43,7 +43,7 @@ class AgentServes(Event):
 
 @dataclass(frozen=True)
 class CoresShared(Event):
-    """The workers of this host compute with so many threads each, since nobody has said how many."""
+    """The workers of this host compute with this number of threads each, since the user has not set one."""
 
     workers: int
     cores: int
@@ -59,7 +59,7 @@ class CoresShared(Event):
 
 @dataclass(frozen=True)
 class AgentWaits(Event):
-    """Said by an agent that cannot join yet."""
+    """An agent reports that it cannot join yet."""
 
     why: str
     retry_s: float
@@ -71,7 +71,7 @@ class AgentWaits(Event):
 
 @dataclass(frozen=True)
 class AgentRejoins(Event):
-    """Said by an agent that lost its coordinator. Its workers are gone, and it offers its slots again."""
+    """An agent that lost its coordinator reports that its workers are gone, and that it offers its slots again."""
 
     coordinator: str
     reason: str
@@ -109,7 +109,7 @@ class CoordinatorLost(Event):
 
 @dataclass(frozen=True)
 class HostAdded(Event):
-    """`slots` is the number of all its slots; `old_slots` what it offered before, 0 for a new host."""
+    """A host was added. `slots` is the number of all its slots; `old_slots` its previous offer, 0 for a new host."""
 
     host: str
     slots: int
@@ -123,7 +123,8 @@ class HostAdded(Event):
 
 @dataclass(frozen=True)
 class HostRemoved(Event):
-    """`slots` are left of it: 0 when the whole host is to be left. `workers` go at the next boundary."""
+    """A host, or a part of it, was withdrawn. `slots` are left: 0 for the whole host. `workers` leave at the next
+    boundary."""
 
     host: str
     slots: int
@@ -137,7 +138,8 @@ class HostRemoved(Event):
 
 @dataclass(frozen=True)
 class HostDrained(Event):
-    """Nothing is started on the host any more, because of `reason`. `workers` go at the next boundary."""
+    """A host is drained because of `reason`: no further workers are started there. `workers` leave at the next
+    boundary."""
 
     host: str
     reason: str
@@ -157,7 +159,7 @@ class HostUndrained(Event):
 
 @dataclass(frozen=True)
 class HostRefused(Event):
-    """Host discovery named a host that cannot be used; the job goes on with the others."""
+    """Host discovery named a host that cannot be used; the job continues with the others."""
 
     host: str
     reason: str
@@ -169,7 +171,7 @@ class HostRefused(Event):
 
 @dataclass(frozen=True)
 class HostDiscoveryFailed(Event):
-    """Which hosts are there could not be found out; the job keeps those that it knows."""
+    """Host discovery failed; the job keeps the hosts that it knows."""
 
     reason: str
     level: ClassVar[Level] = "warning"
@@ -180,8 +182,8 @@ class HostDiscoveryFailed(Event):
 
 @dataclass(frozen=True)
 class HostBlacklisted(Event):
-    """A worker was lost there: nothing is started on the host any more, for `cooldown_s` or for ever (None).
-    `workers` were stopped for it."""
+    """A worker was lost on the host: no further workers are started there, for `cooldown_s` or for ever (None).
+    `workers` were stopped because of it."""
 
     host: str
     failures: int

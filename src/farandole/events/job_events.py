@@ -1,4 +1,4 @@
-"""The job as a whole: its size, its checkpoints, its end, and who may talk to it."""
+"""Events of the job as a whole: its size, its checkpoints, its end, and its connections."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class TrainingFinished(Event):
 class TrainingCutShort(Event):
     """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
 
-    The script may have wanted that (`break`, early stopping) or not: nobody but its author can tell. Fields as in
-    Shortfall (membership.py).
+    The script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
+    (membership.py).
     """
 
     epochs: int
@@ -70,7 +70,8 @@ class TrainingCutShort(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """The state after `step` decided steps is in the folder `name`, and `worker` took so long to write it."""
+    """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
+    this time."""
 
     worker: str
     step: int
@@ -83,7 +84,8 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """Training goes on; earlier checkpoints are untouched, and the next one is tried at its time."""
+    """A checkpoint failed. Training continues; earlier checkpoints are untouched, and the next one is tried at its
+    time."""
 
     worker: str
     step: int
@@ -96,7 +98,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class StateLost(Event):
-    """No worker that held the state is left. Newcomers go on from the newest checkpoint, in `run_id`."""
+    """No worker that held the state is left. Newcomers continue from the newest checkpoint, in `run_id`."""
 
     run_id: int
     reason: str
@@ -108,7 +110,7 @@ class StateLost(Event):
 
 @dataclass(frozen=True)
 class StopAsked(Event):
-    """A signal asked for the end of the job. `grace_s`: how long workers may take."""
+    """A signal requested the end of the job. `grace_s`: the time that workers may take."""
 
     signal: str
     grace_s: float
@@ -132,7 +134,8 @@ class JobEnds(Event):
 
 @dataclass(frozen=True)
 class ConnectionRefused(Event):
-    """Somebody connected and did not say, or prove, what is needed to be served. The job is unharmed."""
+    """A connection was refused: the peer did not send, or prove, the data that is needed to be served. The job is
+    unharmed."""
 
     who: str
     reason: str
@@ -144,7 +147,7 @@ class ConnectionRefused(Event):
 
 @dataclass(frozen=True)
 class JobNotAnnounced(Event):
-    """Commands such as `farandole status` will not find the job. It runs all the same."""
+    """Commands such as `farandole status` will not find the job. It still runs."""
 
     reason: str
     level: ClassVar[Level] = "warning"
@@ -155,7 +158,7 @@ class JobNotAnnounced(Event):
 
 @dataclass(frozen=True)
 class CoordinatorStalled(Event):
-    """The coordinator could not run for a while; its deadlines are put off by as much."""
+    """The coordinator could not run for a while; its deadlines are extended by that time."""
 
     stalled_s: float
     level: ClassVar[Level] = "warning"

@@ -1,4 +1,4 @@
-"""Workers, from their start to their end."""
+"""Events of workers, from their start to their end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farandole.events.base import Event, Level, count
 
 @dataclass(frozen=True)
 class WorkerSpawned(Event):
-    """`restart` is 0 for the first worker of a slot."""
+    """A worker was started. `restart` is 0 for the first worker of a slot."""
 
     worker: str
     slot: int
@@ -25,7 +25,7 @@ class WorkerSpawned(Event):
 
 @dataclass(frozen=True)
 class ForkServerReady(Event):
-    """From now on workers are forked by this process."""
+    """The fork server is ready: workers are forked by this process from now on."""
 
     pid: int
 
@@ -35,7 +35,7 @@ class ForkServerReady(Event):
 
 @dataclass(frozen=True)
 class ForkServerLost(Event):
-    """Workers are started in the plain way until there is another one."""
+    """The fork server was lost: workers are started in the plain way until there is another one."""
 
     reason: str
     level: ClassVar[Level] = "warning"
@@ -46,7 +46,7 @@ class ForkServerLost(Event):
 
 @dataclass(frozen=True)
 class SpareWaits(Event):
-    """A worker has come as far as its elastic function, and is admitted when a member is lost."""
+    """A worker waits at its elastic function, and is admitted when a member is lost."""
 
     worker: str
     slot: int
@@ -58,7 +58,7 @@ class SpareWaits(Event):
 
 @dataclass(frozen=True)
 class SparesMissing(Event):
-    """There are no slots for some of the spares that were asked for."""
+    """The job has no slots for some of the requested spares."""
 
     spares: int
     missing: int
@@ -71,8 +71,8 @@ class SparesMissing(Event):
 
 @dataclass(frozen=True)
 class SlotsMissing(Event):
-    """The hosts have fewer slots than the job wants workers. `ends_in_s`: until the start is given up; None once there
-    is a generation, where those that are there go on."""
+    """The hosts have fewer slots than the job wants workers. `ends_in_s`: time until the start is abandoned; None once
+    there is a generation, whose workers continue."""
 
     missing: int
     wanted: int
@@ -87,7 +87,8 @@ class SlotsMissing(Event):
 
 @dataclass(frozen=True)
 class SlotBackoff(Event):
-    """`failures` workers in a row failed soon after their start: no other one is started there for `pause_s`."""
+    """A slot's workers fail repeatedly: `failures` in a row failed soon after their start, so no other one is started
+    there for `pause_s`."""
 
     slot: int
     host: str
@@ -104,8 +105,8 @@ class SlotBackoff(Event):
 
 @dataclass(frozen=True)
 class WorkerLost(Event):
-    """`last_lines` is the end of the worker's stderr, as far as its agent had it. `restarts_left` of its slot; None
-    where no budget counts, because a lost worker costs its host."""
+    """A worker was lost. `last_lines` is the end of its stderr, as far as its agent had it. `restarts_left` of its
+    slot; None where no budget counts, because a lost worker costs its host."""
 
     worker: str
     slot: int
@@ -121,7 +122,7 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True)
 class WorkerEnded(Event):
-    """The end of a worker that nobody waits for: it finished, or it left, or it was not needed."""
+    """The end of a worker that the job does not need any more: it finished, or it left, or it was not needed."""
 
     worker: str
     slot: int
@@ -153,7 +154,7 @@ class UserCodeFailed(Event):
 
 @dataclass(frozen=True)
 class StallNoticed(Event):
-    """Nothing has moved for long, and there is no step timeout: nothing is done about it."""
+    """No member has made progress for long, and there is no step timeout: the stall is only reported."""
 
     step: int
     in_own_code: tuple[str, ...]
@@ -171,7 +172,7 @@ class StallNoticed(Event):
 
 @dataclass(frozen=True)
 class WorkersHung(Event):
-    """These have come no further since `step` while all others wait for them; they are stopped."""
+    """Workers hang: they have made no progress since `step` while all others wait for them; they are stopped."""
 
     step: int
     workers: tuple[str, ...]
@@ -185,7 +186,7 @@ class WorkersHung(Event):
 
 @dataclass(frozen=True)
 class WorkerStacks(Event):
-    """Where the threads of a worker were that was stopped for coming no further."""
+    """The stacks of the threads of a worker that was stopped for making no progress."""
 
     worker: str
     stacks: str
@@ -196,7 +197,8 @@ class WorkerStacks(Event):
 
 
 def _main_first(stacks: str) -> str:
-    """People look for the script first. faulthandler writes the newest thread first, and so the main thread last."""
+    """Move the main thread to the front, since readers look for the script first. faulthandler writes the newest thread
+    first, and so the main thread last."""
     *others, main = stacks.rstrip().split("\n\n")
     _, *frames = main.split("\n")
     return "\n\n".join(["\n".join(["The main thread (most recent call first):", *frames]), *others])
@@ -204,7 +206,7 @@ def _main_first(stacks: str) -> str:
 
 @dataclass(frozen=True)
 class CollectiveStalled(Event):
-    """All members wait for each other since `step`: something between them is broken, or they do different things."""
+    """All members wait for each other since `step`: a connection between them is broken, or they run different code."""
 
     step: int
     workers: tuple[str, ...]
@@ -220,8 +222,8 @@ class CollectiveStalled(Event):
 
 @dataclass(frozen=True)
 class StatesDiverged(Event):
-    """These workers had another state than `source` after `step` steps. `name`: the first parameter, buffer or other
-    tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
+    """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
+    buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
 
     step: int
     name: str
@@ -240,7 +242,7 @@ class StatesDiverged(Event):
 
 @dataclass(frozen=True)
 class StoppedWorkerKilled(Event):
-    """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed for it."""
+    """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed because of it."""
 
     worker: str
     budget_s: float

@@ -1,1 +1,1 @@
-"""Trainers that own the training loop, made elastic: `frameworks.lightning` and `frameworks.transformers`."""
+"""Elastic versions of trainers that own the training loop: `frameworks.lightning` and `frameworks.transformers`."""

@@ -1,8 +1,8 @@
-"""What a framework that owns the training loop is fed with: one batch for each decided step, and nothing to repeat.
+"""The data feed of a framework that owns the training loop: one batch for each decided step, without repetitions.
 
-A framework believes in one process, and in an optimizer that steps whenever it is told to. So a batch that comes again
-after a fault, and the further micro-batches of a global batch, are trained inside of the step that the framework is in.
-Where that cannot be (the framework would count wrongly), its loop is left and entered anew where training is.
+A framework assumes one process, and an optimizer that steps at each call. So a batch that is repeated after a fault,
+and the further micro-batches of a global batch, are trained inside the framework's current step. Where that is
+impossible (the framework would count wrongly), its loop is left and entered anew at the current position.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _NOTHING = object()
 
 
 class Again(BaseException):
-    """Leave the framework's loop, and enter it anew where training is. No Exception: no framework may handle it."""
+    """Leave the framework's loop, and enter it anew at the current position. Not an Exception: no framework may handle
+    it."""
 
 
 class Feed:
-    """A framework iterates over it, once per epoch, in place of the loader.
+    """The iterable of a framework, once per epoch, in place of the loader.
 
-    The first pass begins where training is, in the middle of an epoch for a worker that joins there; len() is that of a
-    whole epoch. Raises ConfigError for a loader that is not an elastic.DataLoader, or whose epochs differ in length.
+    The first pass begins at the current position, in the middle of an epoch for a worker that joins there; len() is
+    that of a whole epoch. Raises ConfigError for a loader that is not an elastic.DataLoader, or whose epochs differ in
+    length.
     """
 
     def __init__(self, loader: object) -> None:
@@ -59,12 +61,12 @@ class Feed:
         enter: Callable[[bool], ResultT],
         is_stopped: Callable[[], bool],
     ) -> ResultT:
-        """Run the framework's loop, by `enter`, as an elastic function. Its value.
+        """Run the framework's loop, by `enter`, as an elastic function, and return its value.
 
-        steps       optimizer steps that the framework has promised; infinite or below 0: it did not say how many
-        enter       starts at `place()`; called again when the loop was left on the way. Its argument is whether there
-                    is anything left to train
-        is_stopped  whether the framework has decided to train no more; part of `state`
+        steps       optimizer steps that the framework has promised; infinite or below 0: unknown
+        enter       starts at `place()`; called again when the loop was left early. Its argument is whether there is
+                    anything left to train
+        is_stopped  returns whether the framework has decided to stop; part of `state`
         """
         self._state, self._epochs = state, epochs
 
@@ -76,7 +78,7 @@ class Feed:
                 except Again:
                     continue
                 if self.loader.fraction >= 1.0:
-                    self._fetch()  # the end of the last epoch: all workers come here
+                    self._fetch()  # the end of the last epoch: all workers arrive here
                 self.loader.record.promise_by_trainer(None if is_stopped() else self._left_of(steps))
                 return result
 
@@ -84,13 +86,14 @@ class Feed:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Where training is: the epoch, global batches trained in it, steps decided since the start of the job."""
+        """The position of the training: the epoch, global batches trained in it, steps decided since the start of the
+        job."""
         assert self._state is not None
         size = int(self.loader.state_dict()["global_batch_size"])
         return self.loader.epoch, -(-self.loader.cursor // size), self._state.step
 
     def _left_of(self, steps: float) -> Shortfall | None:
-        """What the framework has promised and not done."""
+        """Return the part of the framework's promised steps that is not done."""
         assert self._state is not None
         if not self._state.step < steps < math.inf:
             return None
@@ -100,11 +103,12 @@ class Feed:
 
     @property
     def dataset(self) -> Any:
-        """Frameworks look at its length."""
+        """The loader's dataset. Frameworks look at its length."""
         return self.loader.dataset
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's. Lightning warns of loaders without one, when it begins in the middle of an epoch."""
+        """Return the loader's state. Lightning warns of loaders without one, when it begins in the middle of an
+        epoch."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -122,8 +126,8 @@ class Feed:
             self._ahead = self._next()
 
     def _fetch(self) -> bool:
-        """Have the next batch ready, of this epoch or, where all workers are through with it, of the next one. False:
-        there is none."""
+        """Fetch the next batch, of this epoch or, where all workers have finished it, of the next one. False: there is
+        none."""
         if self._ahead is not _NOTHING:
             return True
         if self._numbers is None:
@@ -136,17 +140,17 @@ class Feed:
         return False
 
     def _next(self) -> Any:
-        """The next batch. Not the one that is handed out once more behind an epoch: a framework would count it."""
+        """Return the next batch. Skips the one that is handed out again after an epoch: a framework would count it."""
         batch = next(self._batches, _NOTHING)
         while batch is not _NOTHING and step.is_rehearsal() and self.loader.is_over:
             batch = next(self._batches, _NOTHING)
         return batch
 
-    # One step of the framework's -------------------------------------------------------------------------
+    # A step of the framework -----------------------------------------------------------------------------
 
     def until_reduced(self, batch: Any, compute: Callable[[Any], ResultT]) -> ResultT:
-        """`compute(batch)`, forward and backward, until the gradients of a whole global batch are here: then the next
-        step() applies them on all workers. The value of the last call.
+        """Call `compute(batch)`, forward and backward, until the gradients of a whole global batch are complete: then
+        the next step() applies them on all workers. Return the value of the last call.
 
         Raises Again when the step turns out to be decided already, by workers that were ahead of this one.
         """
@@ -154,9 +158,9 @@ class Feed:
         decided = self._state.step
         while True:
             optimizer = self._state.optimizer
-            optimizer.zero_grad()  # what an aborted step has left; nothing while micro-batches are being added up
+            optimizer.zero_grad()  # the rest of an aborted step; nothing while micro-batches are being added up
             result = compute(batch)
-            optimizer.synchronize()  # also what no parameter had a gradient for: a fault must show here, not in step()
+            optimizer.synchronize()  # also parameters without a gradient: a fault must show here, not in step()
             if step.state() == "reduced":
                 return result
             optimizer.step()  # of a micro-batch, or of a step that was aborted: it applies nothing

@@ -1,6 +1,6 @@
 """A Trainer of Lightning whose fit() is elastic. Scripts use it in place of lightning.Trainer.
 
-It relies on Lightning's loops, which are no public interface: pyproject.toml says which versions were tested.
+It relies on Lightning's loops, which are not a public interface: pyproject.toml lists the tested versions.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ _OURS = {
 
 
 class Trainer(pl.Trainer):
-    """lightning.Trainer for `farandole run`: `fit(model, elastic.DataLoader(...))` goes on when workers come and go.
+    """A lightning.Trainer for `farandole run`: `fit(model, elastic.DataLoader(...))` continues when workers come and
+    go.
 
         fd.init()
         trainer = farandole.frameworks.lightning.Trainer(max_epochs=5)
         trainer.fit(module, fd.elastic.DataLoader(dataset, global_batch_size=64), validation_loader)
 
-    - A batch of Lightning's is a step: hooks, global_step and schedulers see each one once, however often it had to be
-      done again, and however many micro-batches it has.
-    - The module, the optimizer, schedulers, the state_dict() of callbacks and whether to stop are the same on all
-      workers after each change. What else the module or a callback keeps is each worker's own.
-    - A validation is done by every worker, on what its loader gives: with torch's DataLoader on everything, alike.
+    - A batch of Lightning's is a step: hooks, global_step and schedulers see each one once, however often it was
+      repeated, and however many micro-batches it has.
+    - The module, the optimizer, schedulers, the state_dict() of callbacks and the decision to stop are the same on all
+      workers after each change. All other values of the module or a callback are each worker's own.
+    - Every worker runs a validation, on the batches of its loader: with torch's DataLoader on all samples, alike.
     - `self.log(..., sync_dist=True)` gives the mean of the workers' values. When a worker is lost in it, or in another
-      collective of the module's, the step is done again; behind the last batch of an epoch, hooks that were not called
-      yet are left out.
-    - Rank 0 writes checkpoints and logs. The rank changes when workers are lost, and then another one does.
+      collective of the module's, the step is repeated; after the last batch of an epoch, hooks that were not called
+      yet are skipped.
+    - Rank 0 writes checkpoints and logs. When workers are lost, another worker may become rank 0 and does so.
     - A worker that joins sees on_train_start, and no on_train_epoch_start of an epoch in which it joins; so does, now
       and then, a survivor of a fault.
 
-    Raises ConfigError for what is not supported: several optimizers or manual optimization, `dataloader_iter`,
-    ckpt_path= (`farandole run --checkpoint`), another loader, and the arguments in _OURS. NotInitialized before init().
+    Raises:
+        ConfigError: An unsupported feature is used: several optimizers or manual optimization, `dataloader_iter`,
+            ckpt_path= (`farandole run --checkpoint`), another loader, and the arguments in _OURS.
+        NotInitialized: init() was not called before.
     """
 
     fit_loop: Any
@@ -78,7 +81,7 @@ class Trainer(pl.Trainer):
         self.fit_loop = ElasticFitLoop.like(self.fit_loop)
 
     def fit(self, *args: Any, ckpt_path: Any = None, **kwargs: Any) -> None:
-        """As Lightning's, but for ckpt_path."""
+        """Run Lightning's fit() without ckpt_path."""
         if ckpt_path is not None:
             raise ConfigError(
                 "fit(ckpt_path=...) would begin elsewhere than the loader: use `farandole run --checkpoint DIR`, or "
@@ -88,7 +91,7 @@ class Trainer(pl.Trainer):
 
 
 class _StepWithoutClosure(Precision):
-    """Forward and backward before the optimizer's step, not inside of it: they may have to be done again."""
+    """Runs forward and backward before the optimizer's step, not inside it: they may have to be repeated."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         result = self._wrap_closure(model, optimizer, closure)

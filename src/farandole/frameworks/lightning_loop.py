@@ -1,4 +1,4 @@
-"""Lightning's fit loop inside of an elastic function: it begins where training is. The Trainer uses it."""
+"""Lightning's fit loop inside an elastic function: it begins at the current position. The Trainer uses it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from farandole.frameworks.feed import Feed
 
 
 class ElasticFitLoop(_FitLoop):
-    """Its counters follow from the loader and the step counter of the state, whenever it begins."""
+    """A fit loop whose counters follow from the loader and the step counter of the state, whenever it begins."""
 
     @classmethod
     def like(cls, loop: _FitLoop) -> ElasticFitLoop:
-        """In place of a Trainer's own."""
+        """Return an elastic loop in place of a Trainer's own."""
         ours = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
         ours.epoch_loop = loop.epoch_loop
         return ours
 
     def run(self) -> None:
-        """All of the training, elastic."""
+        """Run the whole training as an elastic function."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        # Now, while it is nobody's business: Lightning counts all workers' batches when it first sees a loader.
+        # Now, outside the elastic function: Lightning counts all workers' batches when it first sees a loader.
         self.setup_data()
         feed = self._feed()
         if self.epoch_loop._should_check_val_epoch():
@@ -59,7 +59,7 @@ class ElasticFitLoop(_FitLoop):
         super().setup_data()
 
     def _feed(self) -> Feed:
-        """Made of the loader that was given to fit(), and put into its place."""
+        """Return the feed, made of the loader that was given to fit(), and put into its place."""
         if is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
             raise ConfigError("training_step(dataloader_iter) is not supported: take a batch")
         source = self._data_source
@@ -71,14 +71,14 @@ class ElasticFitLoop(_FitLoop):
     def _enter(self, feed: Feed, is_left: bool) -> None:
         if not is_left:
             return
-        self.trainer.training = True  # an error may have left it validating
+        self.trainer.training = True  # an error may have left it in validation
         self.trainer.strategy.take_rank()
         iter(self._data_fetcher)
         self._begin_at(*feed.place)
         super().run()
 
     def _begin_at(self, epoch: int, batches: int, steps: int) -> None:
-        """As if so much were done."""
+        """Set Lightning's counters to this position."""
         is_inside = batches > 0
         progress = self.epoch_loop.batch_progress
         optimizer = self.epoch_loop.automatic_optimization.optim_progress.optimizer
@@ -89,11 +89,11 @@ class ElasticFitLoop(_FitLoop):
             _count(counted.total, step, step)
         progress.is_last_batch = False
         self.epoch_loop._batches_that_stepped = steps
-        _Loop.restarting.fset(self, is_inside)  # its own adds to it
+        _Loop.restarting.fset(self, is_inside)  # Lightning's own setter adds to it
 
 
 class _Callbacks:
-    """What Lightning's callbacks say they have to keep, and whether one of them wants to stop: the same everywhere."""
+    """The state of Lightning's callbacks, and whether one of them requests a stop: the same on all workers."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -110,7 +110,7 @@ class _Callbacks:
 
 
 def _count(tracker: Any, begun: int, done: int) -> None:
-    """A tracker has two to four of these."""
+    """Set the counts of a tracker, which has two to four of these."""
     for name, number in (("ready", begun), ("started", begun), ("processed", done), ("completed", done)):
         if hasattr(tracker, name):
             setattr(tracker, name, number)

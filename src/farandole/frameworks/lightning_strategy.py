@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 class FarandoleStrategy(Strategy):
-    """Gradients are reduced by DistributedOptimizer. Inside of fit() only what is asked for is a collective: metrics
-    with sync_dist=True, and whether to stop. Barriers and broadcasts, which guard files there, are not: rank 0 alone
-    writes files."""
+    """A strategy whose gradients are reduced by DistributedOptimizer. Inside fit() only explicit requests are
+    collectives: metrics with sync_dist=True, and the decision to stop. Barriers and broadcasts, which guard files in
+    Lightning, are not: rank 0 alone writes files."""
 
     optimizers: Any
     strategy_name = "farandole"
-    is_distributed = True  # else Lightning leaves out sync_dist
+    is_distributed = True  # else Lightning skips sync_dist
 
     def __init__(self) -> None:
         super().__init__()
-        self.feed: Feed | None = None  # while training
-        self._repeated: list[Any] = []  # the batch in place of the one that Lightning has, if there is one
+        self.feed: Feed | None = None  # during training
+        self._repeated: list[Any] = []  # the batch in place of Lightning's, if there is one
         self.take_rank()
 
     def take_rank(self) -> None:
-        """Lightning keeps the rank in global variables, for who may print and write."""
+        """Copy the rank to the global variables with which Lightning decides which process may print and write."""
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
 
-    # Who and where ---------------------------------------------------------------------------------------
+    # Placement -------------------------------------------------------------------------------------------
 
     @property
     def global_rank(self) -> int:
@@ -72,7 +72,7 @@ class FarandoleStrategy(Strategy):
     # The step --------------------------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As Lightning's; the optimizer is wrapped."""
+        """Set up the optimizer as Lightning does, and wrap it."""
         super().setup_optimizers(trainer)
         module = self.lightning_module
         if len(self.optimizers) != 1 or not module.automatic_optimization:
@@ -81,11 +81,11 @@ class FarandoleStrategy(Strategy):
                 f"{module.automatic_optimization}; Farandole's Trainer takes one optimizer and automatic optimization"
             )
         plain = self.optimizers[0]
-        plain._opt_called = True  # schedulers watch it for having stepped; ours steps in its place
+        plain._opt_called = True  # schedulers check that it has stepped; ours steps in its place
         self.optimizers = [DistributedOptimizer(plain)]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Forward and backward until the gradients of a global batch are complete; then the step."""
+        """Run forward and backward until the gradients of a global batch are complete; then the step."""
         assert self.feed is not None
         first = object()
 
@@ -101,7 +101,7 @@ class FarandoleStrategy(Strategy):
         return super().training_step(batch, *args, **kwargs)
 
     def _on_device(self, batch: Any) -> Any:
-        """What Lightning does with a batch that it has fetched."""
+        """Return a batch after Lightning's transfer of a fetched batch."""
         batch = self.precision_plugin.convert_input(batch)
         batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.batch_to_device(batch, dataloader_idx=0)
@@ -109,7 +109,7 @@ class FarandoleStrategy(Strategy):
     # Collectives -----------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or the sum of all workers' values; float64 for whole numbers."""
+        """Return the mean or the sum of all workers' values; float64 for whole numbers."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         name = str(reduce_op or "mean").lower()
@@ -119,16 +119,16 @@ class FarandoleStrategy(Strategy):
         return reduced * self.world_size if name == "sum" else reduced
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all workers say so; or any."""
+        """Return whether all workers decide so; or any."""
         return not any_worker(not decision) if all else any_worker(decision)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Not supported: what would be done with it would depend on the number of workers. Raises ConfigError."""
+        """Raise ConfigError: not supported, since the use of the result would depend on the number of workers."""
         raise ConfigError("all_gather() of a LightningModule is not supported; use farandole.allgather()")
 
     def barrier(self, name: str | None = None) -> None:
         pass
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Of the files' names before training; its own to each worker inside of fit()."""
+        """Broadcast the names of files before training; inside fit() return each worker's own object."""
         return obj if loop_hooks.is_elastic() or self.world_size == 1 else broadcast_object(obj, src)

@@ -1,6 +1,6 @@
 """A Trainer of Hugging Face's transformers whose train() is elastic. Scripts use it in place of transformers.Trainer.
 
-It overrides methods that are no public interface: pyproject.toml says which versions were tested.
+It overrides methods that are not a public interface: pyproject.toml lists the tested versions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_ARGUMENT = {
 
 
 class Trainer(transformers.Trainer):
-    """transformers.Trainer for `farandole run`: train() goes on when workers come and go.
+    """A transformers.Trainer for `farandole run`: train() continues when workers come and go.
 
         fd.init()
         loader = fd.elastic.DataLoader(dataset, global_batch_size=64, collate_fn=transformers.default_data_collator)
@@ -38,19 +38,22 @@ class Trainer(transformers.Trainer):
         trainer.train()
 
     - A step of the Trainer's is one of Farandole's: callbacks, global_step and the scheduler see each one once, however
-      often it had to be done again, and however many micro-batches it has.
+      often it was repeated, and however many micro-batches it has.
     - Where the Trainer counts the labels of a batch (`num_items_in_batch`), the loss is the mean over those of the
-      global batch, whoever has how many; else the mean over its samples.
-    - Model, optimizer, scheduler, the best metric, the attributes that callbacks export and whether to stop are the
-      same on all workers after each change. What else a callback keeps, and the history of logs, is each worker's own.
-    - Evaluations are done by every worker, on the whole eval_dataset.
-    - Rank 0 writes checkpoints and prints; the loss that it prints is that of its share. The rank changes when workers
-      are lost, and then another one does.
+      global batch, however they are divided among workers; else the mean over its samples.
+    - Model, optimizer, scheduler, the best metric, the attributes that callbacks export and the decision to stop are
+      the same on all workers after each change. All other values of a callback, and the history of logs, are each
+      worker's own.
+    - Every worker runs evaluations, on the whole eval_dataset.
+    - Rank 0 writes checkpoints and prints; the loss that it prints is that of its local batch. When workers are lost,
+      another worker may become rank 0 and does so.
     - A worker that joins sees on_train_begin; so does, now and then, a survivor of a fault.
-    - The loader makes the batches: per_device_train_batch_size, dataloader_*, group_by_length mean nothing.
+    - The loader makes the batches: per_device_train_batch_size, dataloader_*, group_by_length have no effect.
 
-    Raises ConfigError for what is not supported: see _refuse(); train(resume_from_checkpoint=),
-    hyperparameter_search(). NotInitialized before init().
+    Raises:
+        ConfigError: An unsupported feature is used: see _refuse(); train(resume_from_checkpoint=),
+            hyperparameter_search().
+        NotInitialized: init() was not called before.
     """
 
     optimizer: Any
@@ -64,13 +67,13 @@ class Trainer(transformers.Trainer):
         self._feed = Feed(train_loader)
         super().__init__(model=model, args=args, **kwargs)
         if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
-            self.add_callback(PrinterCallback)  # a bar cannot begin in the middle, where another worker prints
+            self.add_callback(PrinterCallback)  # a progress bar cannot begin in the middle, where another worker prints
         self.callback_handler.callbacks.insert(0, _EpochOfTheLoader(self._feed))
 
     # Training --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
-        """As transformers', but for resume_from_checkpoint and trial."""
+        """Run transformers' train() without resume_from_checkpoint and trial."""
         if resume_from_checkpoint:
             raise ConfigError(
                 "train(resume_from_checkpoint=...) would begin elsewhere than the loader: use `farandole run "
@@ -81,11 +84,11 @@ class Trainer(transformers.Trainer):
         return super().train(**kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """All of the training, elastic; transformers' loop may begin several times in it."""
+        """Run the whole training as an elastic function; transformers' loop may begin several times in it."""
         epochs, *_, max_steps = self.set_initial_training_values(self.args, self._feed)
         self.create_optimizer()
         self.create_scheduler(max_steps)
-        self._created_lr_scheduler = False  # else it would be made anew
+        self._created_lr_scheduler = False  # else it would be recreated
         progress = _Progress(self)
         state: Any = TorchState(
             model=self.model,
@@ -104,7 +107,7 @@ class Trainer(transformers.Trainer):
         return self._feed.train(state, epochs, max_steps, enter, lambda: progress.is_stopped)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Where training is, not where a checkpoint was."""
+        """Set the training state to the current position, not to that of a checkpoint."""
         progress = _Progress(self)
         kept = progress.state_dict()
         super()._init_training_state(*args, **kwargs)
@@ -113,7 +116,7 @@ class Trainer(transformers.Trainer):
         return self._begin_at, 0
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Forward and backward, until the gradients of a global batch are complete."""
+        """Run forward and backward, until the gradients of a global batch are complete."""
         one_step = super().training_step
 
         def compute(batch: Any) -> Any:
@@ -125,12 +128,12 @@ class Trainer(transformers.Trainer):
         return self._feed.until_reduced(inputs, compute)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'; it is wrapped."""
+        """Create the optimizer as transformers does, and wrap it."""
         if self.optimizer is None:
             super().create_optimizer(*args, **kwargs)
         if not isinstance(self.optimizer, (WrappedOptimizer, AcceleratedOptimizer)):
             self._plain = self.optimizer
-            self._plain._opt_called = True  # a scheduler watches it for having stepped; ours steps in its place
+            self._plain._opt_called = True  # a scheduler checks that it has stepped; ours steps in its place
             self.optimizer = DistributedOptimizer(self._plain)
         return self.optimizer
 
@@ -152,7 +155,7 @@ class Trainer(transformers.Trainer):
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As transformers', by rank 0."""
+        """Save the model as transformers does, on rank 0 only."""
         if self.is_world_process_zero():
             super().save_model(*args, **kwargs)
 
@@ -162,7 +165,7 @@ class Trainer(transformers.Trainer):
 
 
 class _Progress:
-    """What the Trainer and its callbacks have to keep beside the counters, which follow from the loader."""
+    """The state of the Trainer and its callbacks beside the counters, which follow from the loader."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -194,7 +197,7 @@ _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
 
 class _EpochOfTheLoader(transformers.TrainerCallback):
-    """The Trainer counts batches from where it began, which may have been the middle of an epoch."""
+    """Corrects the Trainer's epoch: it counts batches from its start, which may have been the middle of an epoch."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -205,7 +208,7 @@ class _EpochOfTheLoader(transformers.TrainerCallback):
 
 
 def _refuse(args: transformers.TrainingArguments) -> None:
-    """Raise ConfigError for arguments that cannot be followed."""
+    """Raise ConfigError for arguments that are not supported."""
     refused = [
         (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps", "use DataLoader(micro_batch_size=...)"),
         (args.fp16 or args.bf16, "fp16 and bf16", "32-bit precision is what was tested"),

@@ -1,4 +1,5 @@
-"""Where the alias `horovod` lies, and when it must not be used. The command line and the alias itself ask here."""
+"""The location of the alias `horovod`, and the case in which it must not be used. Called by the command line and the
+alias itself."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from farandole.errors import ConfigError
 
 
 def alias_path() -> Path:
-    """The folder that, on PYTHONPATH, makes `import horovod` mean Farandole."""
+    """Return the folder that, on PYTHONPATH, makes `import horovod` mean Farandole."""
     return Path(__file__).parent / "alias"
 
 
 def refuse_beside_real_horovod() -> None:
-    """Raises ConfigError when Horovod itself is installed: the alias would hide it."""
+    """Raise ConfigError when Horovod itself is installed: the alias would hide it."""
     try:
         real = metadata.distribution("horovod")
     except metadata.PackageNotFoundError:

@@ -1,5 +1,5 @@
-"""The agent of one host: spawns workers when told to, says when they have ended, and carries messages between
-them and the coordinator. launch/local.py runs it."""
+"""The agent of one host: it spawns workers on request, reports when they have ended, and carries messages between them
+and the coordinator. launch/local.py runs it."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ from farandole.wire import TO_AGENT
 from farandole.worker_status import LONGEST_BETWEEN_S, WorkerStatus
 
 STATUS_EVERY_S = 0.5
-"""What is seen of the workers is told at most so often."""
+"""Shortest time in seconds between two reports of the worker statuses."""
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What an agent has to know.
+    """The configuration of an agent.
 
-    slots               workers that this host has room for
-    command             what each worker runs
-    environment         what a worker's environment begins with; the agent adds what init() needs
-    is_elastic          workers may come and go without ending the job, and are told so as by Horovod
+    slots               workers for which this host has capacity
+    command             the command of each worker
+    environment         the base of a worker's environment; the agent adds the variables of init()
+    is_elastic          workers may come and go without ending the job, and are told so as in Horovod
     detection_budget_s  how long a worker may be stopped, and the coordinator silent; the agent sends ten heartbeats in
                         it
     grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
-    is_apart            the agent is no part of the coordinator's process: it can lose it, and be replaced meanwhile
+    is_apart            the agent is not part of the coordinator's process: it can lose it, and be replaced meanwhile
     heartbeat_id, heartbeat_port  of its heartbeats as datagrams; 0: there are none
     fork_server         whether workers may be forked by a process that has imported torch
     """
@@ -98,7 +98,7 @@ class AgentConfig:
 
 
 class EndOfService(enum.Enum):
-    """Why an agent's service is over."""
+    """The reason why an agent's service is over."""
 
     JOB_ENDED = "the job has ended"
     LEFT = "the job goes on without this host"
@@ -108,7 +108,7 @@ class EndOfService(enum.Enum):
 
 @dataclass(frozen=True)
 class Service:
-    """What came of it. `exit_code` is the job's, 0 when that goes on."""
+    """The result of a service. `exit_code` is the job's, 0 when the job continues."""
 
     end: EndOfService
     reason: str
@@ -116,9 +116,9 @@ class Service:
 
 
 class Agent:
-    """Made and run on one event loop: `await run()`. When that returns or raises, no worker is left.
+    """The agent. Create and run it on one event loop: `await run()`. When that returns or raises, no worker is left.
 
-    channel  that of an agent which was welcomed already; None: it dials, as a part of the coordinator's process
+    channel  that of an agent that was welcomed already; None: it connects, as a part of the coordinator's process
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Agent:
             sink,
             self._on_exit,
             self._on_spawn_failed,
-            # Who is stopped cannot see that its time is over; its guard does.
+            # A stopped agent cannot enforce its own lease, so the guard process does.
             silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
         )
         self._pages = StatusPages(self._on_exit_notice)
@@ -148,7 +148,7 @@ class Agent:
         self._dumps: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Service:
-        """Serve the job until it has ended, goes on without this host, or has no coordinator any more. Raises what
+        """Serve the job until it has ended, continues without this host, or has no coordinator any more. Raises what
         `connect` raises."""
         config = self._config
         self._channel = await self._dial() if self._joined is None else self._joined
@@ -164,8 +164,8 @@ class Agent:
         )
         grace_s = config.grace_s
         try:
-            # The later ones end only by a fault of our own, which must not be silent: without its heartbeats an agent
-            # is given up, and without the watch a worker that is stopped holds up the others.
+            # The later ones end only by an internal error, which must not be silent: without its heartbeats an agent is
+            # declared lost, and without the watch a stopped worker blocks the others.
             ends = (obedience, self._processes.broken, watch, heartbeats, statuses)
             await asyncio.wait((*ends, lease), return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
@@ -173,8 +173,8 @@ class Agent:
                     end.result()
             service = obedience.result() if obedience.done() else lease.result()
             if config.is_apart and service.end is EndOfService.LOST:
-                grace_s = 0.0  # the others may go on without them by now
-                self._channel.abort()  # their exits are no faults of theirs
+                grace_s = 0.0  # the others may continue without them by now
+                self._channel.abort()  # their exits are not failures of theirs
             return service
         finally:
             lease.cancel()
@@ -200,15 +200,16 @@ class Agent:
         self._processes.kill_all(grace_s=0.0)
 
     def leave(self, reason: str) -> None:
-        """Have the job leave this host: workers go at their next boundary, and then the agent. After the grace what is
-        left is killed."""
+        """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
+        after the grace period."""
         self._channel.send(AgentLeaving(reason))
         asyncio.get_running_loop().call_later(self._config.grace_s, self.kill_workers)
 
     # From the coordinator ---------------------------------------------------------------------------------
 
     async def _obey(self) -> Service:
-        """Do what the coordinator says until it needs nothing more. Then the workers hear it, and have their grace."""
+        """Execute the coordinator's orders until it needs nothing more. Then the workers are told, and have their grace
+        period."""
         try:
             while not isinstance(order := await self._channel.receive(), JobEnded | Dismissed):
                 self._do(order)
@@ -231,7 +232,7 @@ class Agent:
             self._start_workers(order)
         elif isinstance(order, Spawn):
             secret = self._server.expect(order.worker)
-            # Where this machine is reached by the coordinator, other workers reach it, too.
+            # Other workers reach this machine at the address at which the coordinator reaches it.
             data_host = self._channel.own_host
             added = worker_environment(self._server.address, order.worker, secret, order.slot, data_host)
             added |= scratch_environment(str(self._processes.scratch))
@@ -276,8 +277,8 @@ class Agent:
         self._on_event(ConnectionRefused(who, reason))
 
     def _on_exit_notice(self, worker: str) -> None:
-        """Its main thread has ended, or so it seems. If so, the process goes no matter what, and its group is killed
-        first: what else runs in it must not go on. The exit follows when the kernel has freed its memory."""
+        """Handle a worker whose main thread has apparently ended. If so, the process ends in any case, and its group is
+        killed first: its other processes must not continue. The exit follows when the kernel has freed its memory."""
         if self._processes.end_if_dying(worker):
             self._server.read_rest(worker)
             self._channel.send(WorkerDying(worker))
@@ -286,7 +287,7 @@ class Agent:
         page = self._pages.get(worker)
         stacks = page.stacks() if page is not None else ""
         self._pages.remove(worker)
-        self._server.dismiss(worker)  # first what it said last: Finished must not arrive after the exit
+        self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
         self._channel.send(WorkerExited(worker, exit_code, last_lines, stacks))
 
     def _on_spawn_failed(self, worker: str, error: str) -> None:
@@ -294,7 +295,7 @@ class Agent:
         self._server.dismiss(worker)
         self._channel.send(SpawnFailed(worker, error))
 
-    # With the time ----------------------------------------------------------------------------------------
+    # Timers -----------------------------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
         every_s = heartbeat_period_s(self._config.detection_budget_s)
@@ -307,11 +308,11 @@ class Agent:
             await asyncio.sleep(every_s)
 
     async def _hold_lease(self) -> Service:
-        """Until the coordinator may have given this agent up, for all that it knows: its workers must not go on then.
-        For ever in the coordinator's own process.
+        """Wait until the coordinator may have declared this agent lost: its workers must not run then. Never returns in
+        the coordinator's own process.
 
-        The time of a stall of its own counts: a host that was frozen has been replaced. Twice in a row it has to look
-        so, because between two looks what has arrived is read.
+        The time of a stall of this process counts: a host that was frozen has been replaced. The lease must appear over
+        at two consecutive looks, because messages that have arrived are read between two looks.
         """
         if not self._config.is_apart:
             await asyncio.get_running_loop().create_future()
@@ -326,8 +327,8 @@ class Agent:
         return service
 
     async def _look_at_processes(self) -> None:
-        """Know the workers' loader processes. And kill a worker that is stopped: it would hold up the others for
-        ever. While the job ends it has its grace instead."""
+        """Record the workers' loader processes, and kill a worker that is stopped: it would block the others for ever.
+        While the job ends it has its grace period instead."""
         budget_s = self._config.detection_budget_s
         every_s = budget_s / 20
         watch = StoppedWatch(limit_s=budget_s - 2 * every_s)
@@ -339,7 +340,8 @@ class Agent:
                 self._processes.kill(worker, grace_s=0.0)
 
     async def _send_statuses(self) -> None:
-        """Tell the coordinator where the workers are, also those that hold the interpreter's lock or are stopped."""
+        """Send the statuses of the workers to the coordinator, including workers that hold the interpreter's lock or
+        are stopped."""
         told: dict[str, WorkerStatus] = {}
         told_s = now_s()
         while True:

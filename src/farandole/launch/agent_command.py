@@ -1,4 +1,4 @@
-"""`farandole agent --join HOST:PORT`: the workers of another machine's job, here. Used by cli.py."""
+"""`farandole agent --join HOST:PORT`: runs workers of another machine's job on this one. Used by cli.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CANNOT_JOIN = 1
 
 
 def agent_command(arguments: Sequence[str]) -> int:
-    """The exit code. Raises SystemExit as argparse does."""
+    """Run the command and return the exit code. Raises SystemExit as argparse does."""
     parser = agent_parser()
     given = parser.parse_args(arguments)
     try:
@@ -44,7 +44,7 @@ def agent_command(arguments: Sequence[str]) -> int:
 
 
 def agent_parser() -> argparse.ArgumentParser:
-    """The parser of its options."""
+    """Return the parser of its options."""
     parser = Parser(
         prog="farandole agent",
         usage="farandole agent --join HOST:PORT [--slots N] [--token-file FILE] [options]",
@@ -98,7 +98,7 @@ def _options(given: argparse.Namespace) -> JoinOptions:
         raise ConfigError("the job's token is needed: --token-file FILE, a copy of the one of `farandole run`")
     folder = None if given.folder is None else os.path.abspath(given.folder)
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.X_OK)):
-        # Seen before the job counts on this agent.
+        # Detected before the job counts on this agent.
         raise ConfigError(f"--folder {given.folder}: there is no such folder here, or it cannot be entered")
     return JoinOptions(address, token, host.name, host.slots, given.retry, folder, given.grace)
 

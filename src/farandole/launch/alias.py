@@ -1,4 +1,4 @@
-"""How `import horovod.torch` in the workers comes to find Farandole. Used by arguments.py."""
+"""The import path through which `import horovod.torch` in the workers finds Farandole. Used by arguments.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 
 def alias_environment() -> dict[str, str]:
-    """What the workers' environment needs for it, beside what they inherit: nothing where the alias is installed.
-    Raises ConfigError where Horovod itself is."""
-    from importlib.metadata import PackageNotFoundError, distribution  # here: few command lines need all this
+    """Return the variables that the workers' environment needs for it, beside the inherited ones: none where the alias
+    is installed. Raises ConfigError where Horovod itself is."""
+    from importlib.metadata import PackageNotFoundError, distribution  # here: few command lines need it
 
     from farandole.env import inherited_environment
     from farandole.horovod import alias_path, refuse_beside_real_horovod

@@ -1,5 +1,5 @@
-"""What can be asked of `farandole run` and `horovodrun`: options, checked, and a command, untouched. Used by
-cli.py."""
+"""The arguments of `farandole run` and `horovodrun`: options, which are checked, and a command, which is left as it is.
+Used by cli.py."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_
 
 @dataclass(frozen=True)
 class Program:
-    """By which name the command line was called.
+    """The name by which the command line was called.
 
-    is_horovodrun  what was not said is as under Horovod: jobs are elastic only when asked for, a worker that
-                   was lost takes its host out, and scripts find `horovod`
+    is_horovodrun  defaults are Horovod's: jobs are elastic only on request, the loss of a worker bans its host, and
+                   scripts find `horovod`
     """
 
     name: str = "farandole run"
@@ -45,15 +45,15 @@ HOROVODRUN = Program("horovodrun", is_horovodrun=True)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One job, checked as far as its words allow.
+    """The options of a job, checked as far as the arguments alone allow.
 
     hosts             where workers run; None: on this machine, or where the discovery script says
-    discovery_script  a command that prints the hosts; slots_per_host: of those it gives no number for
-    environment       what the workers' environment has beside what they inherit
-    events            the file that every event is added to, as JSON
+    discovery_script  a command that prints the hosts; slots_per_host: of hosts without a number
+    environment       additional variables of the workers' environment
+    events            the file to which every event is appended, as JSON
     checkpoint        where and how often the state is written; None: nowhere
-    joining           who else may offer slots; None: nobody
-    notes             what was asked for and has no effect, one sentence each
+    joining           the other agents that may offer slots; None: none
+    notes             the given options that have no effect, one sentence each
     loudness          the name of a report.Loudness
     fork_server       whether workers may be forked by a process that has imported torch
     """
@@ -77,8 +77,8 @@ class RunOptions:
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
-    """What the arguments behind the program's name ask for. From the first word on that is no option of ours,
-    they are the user's and are not looked into. Raises SystemExit when they cannot work."""
+    """Parse the arguments after the program's name. From the first word on that is not one of our options, they are the
+    user's command and are not parsed. Raises SystemExit when they cannot work."""
     parser, words = run_parser(program.name)
     ours, command = split_command(arguments, words)
     options = parser.parse_args(ours)
@@ -89,8 +89,8 @@ def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> Run
 
 
 def split_command(arguments: Sequence[str], words: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Our options, and the user's command: it begins at the first word that is neither an option nor the
-    value of one, or behind `--`. `words`: how many of the next words are an option's values; 0 where not said."""
+    """Split our options from the user's command: it begins at the first word that is neither an option nor the value of
+    one, or after `--`. `words`: how many of the next words are an option's values; 0 if absent."""
     index = 0
     while index < len(arguments) and arguments[index].startswith("-"):
         if arguments[index] == "--":
@@ -143,7 +143,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
 
 
 def _in_vain(options: argparse.Namespace) -> list[str]:
-    """Options of ours that change nothing without another one."""
+    """Return our options that have no effect without another one."""
     notes = []
     schedule = [(options.checkpoint_every, "--checkpoint-every"), (options.checkpoint_keep, "--checkpoint-keep")]
     given = [flag for value, flag in schedule if value not in CHECKPOINT_DEFAULTS]
@@ -170,7 +170,8 @@ def _without_fork_server(command: Sequence[str]) -> list[str]:
 
 
 def _ledger_environment(folder: Path, may_go_on: bool) -> dict[str, str]:
-    """may_go_on: the job may be one that goes on from a checkpoint, and so may its ledger."""
+    """Prepare the ledger folder. `may_go_on`: the job may resume from a checkpoint, and its ledger may continue,
+    too."""
     from farandole.launch.ledger_folder import ready_ledger_folder
 
     return sample_ledger_environment(str(ready_ledger_folder(folder, may_hold_records=may_go_on)))
@@ -190,7 +191,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
     if follows_horovod:
         fewest = num_proc
         if not is_elastic:
-            most, restarts = num_proc, 0  # who is lost ends the job
+            most, restarts = num_proc, 0  # the loss of a worker ends the job
             if options.spares:
                 raise ConfigError(
                     f"--spares {options.spares} needs a job that may go on when workers are lost: "
@@ -220,7 +221,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
 
 
 def _asks_for_elasticity(options: argparse.Namespace) -> bool:
-    """As Horovod sees it."""
+    """Return whether the options ask for elasticity, by Horovod's rules."""
     return options.host_discovery_script is not None or options.min_num_proc is not None
 
 
@@ -246,8 +247,8 @@ def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:
-    """Horovod's settings by name, from the configuration file and, before it, from flags; and what of all that
-    was asked for has no effect."""
+    """Return Horovod's settings by name, from flags and, with lower priority, from the configuration file; and the
+    given ones that have no effect."""
     given: dict[str, Given] = {}
     reasons = unused_options(options)
     notes: list[str] = []

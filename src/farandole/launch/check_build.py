@@ -1,4 +1,4 @@
-"""What `--check-build` says: frameworks, controllers and tensor operations that are available here. Used by
+"""The output of `--check-build`: frameworks, controllers and tensor operations that are available here. Used by
 run_parser.py."""
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _LAUNCHERS = ("torchrun", "mpirun", "srun")
 
 
 def describe_build() -> str:
-    """The whole answer. Imports torch in a process of its own, which takes about a second."""
+    """Return the whole output. Imports torch in a separate process, which takes about a second."""
     return format_build(_ask_torch(), {name: _find(name) for name in _LAUNCHERS})
 
 
 def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
-    """`torch`: what worker/capabilities.py tells, or why it could not. `launchers`: where they were found."""
+    """Format the output. `torch`: the report of worker/capabilities.py, or why there is none. `launchers`: their
+    paths."""
     said: Mapping[str, object] = {} if isinstance(torch, str) else torch
     version = f" {said['torch']}" if said else f": {torch}"
     devices = ", ".join(["CPU", *(name for key, name in _DEVICES if said.get(key))])

@@ -1,4 +1,4 @@
-"""The place of a job's checkpoints, from the side of the launcher: taken for as long as the job runs, and kept up to
+"""The place of a job's checkpoints, from the side of the launcher: locked for as long as the job runs, and kept up to
 date. Used by cli.py and in_thread.py."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a job begins. Without checkpoints: anew, and nothing is written down.
+    """The beginning of a job. Without checkpoints it begins anew, and nothing is recorded.
 
-    origin       where its numbers begin
-    environment  what its workers have to know
-    notes        what a person has to know
-    watch        to be told of all events
+    origin       the beginning of its numbers
+    environment  additional variables of its workers
+    notes        notes for the user
+    watch        called with all events
     """
 
     origin: Origin | None = None
@@ -36,7 +36,7 @@ class Beginning:
 
 @contextlib.contextmanager
 def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
-    """Take the place for as long as the job runs. Raises what begin() raises."""
+    """Lock the place for as long as the job runs. Raises what begin() raises."""
     if settings is None:
         yield Beginning()
         return
@@ -50,9 +50,10 @@ def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
 
 
 class _Counting:
-    """Writes down each generation and each run id. A disk that is full must not end the job: the manifests count, too.
+    """Records each generation and each run id. A full disk must not end the job: the manifests count, too.
 
-    In a folder, at once. For an object store, which may take seconds, in a thread of its own, the newest numbers only.
+    In a folder it writes at once. For an object store, which may take seconds, it writes in a thread, the newest
+    numbers only.
     """
 
     def __init__(self, lock: JobLock, origin: Origin) -> None:
@@ -79,7 +80,7 @@ class _Counting:
             self._write()
 
     def close(self) -> None:
-        """What is known is written down first, if that takes no longer than a store should."""
+        """Write the pending numbers, if that takes no longer than the time limit of a store, and stop."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

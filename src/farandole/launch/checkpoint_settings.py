@@ -1,4 +1,4 @@
-"""What a person asks of checkpoints, checked. Used by arguments.py and run_function.py; it loads nothing heavy."""
+"""The user's settings of checkpoints, checked. Used by arguments.py and run_function.py; it loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.errors import ConfigError
 
 
 def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> CheckpointEnv | None:
-    """What a person has asked for, checked; None for no checkpoints. Raises ConfigError."""
+    """Return the user's settings, checked; None for no checkpoints. Raises ConfigError."""
     parse_every(every)
     if keep < 1:
         raise ConfigError(f"--checkpoint-keep must be at least 1, got {keep}")

@@ -1,4 +1,4 @@
-"""What a started process is to whoever watches it, and the plain way to start one. Used by process.py."""
+"""The interface of a started process, and the plain way to start one. Used by process.py."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Child(Protocol):
     stderr: IO[bytes]
 
     def wait(self) -> int:
-        """Reap it: the exit code as subprocess gives it. Blocks until it has exited."""
+        """Reap the process and return the exit code as subprocess gives it. Blocks until it has exited."""
         ...
 
 
 def worker_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """A worker's environment: `env`, and PYTHONUNBUFFERED=1 unless it says otherwise, because the last words of a
-    killed worker are the ones that matter."""
+    """Return a worker's environment: `env`, and PYTHONUNBUFFERED=1 unless it is set otherwise, because the last output
+    of a killed worker matters most."""
     return {"PYTHONUNBUFFERED": "1", **env}
 
 

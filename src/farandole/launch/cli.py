@@ -26,7 +26,7 @@ INTERRUPTED = 130  # what a shell makes of SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of `farandole` with these arguments (sys.argv's unless given). Raises SystemExit after
+    """Run `farandole` with these arguments (sys.argv's unless given) and return the exit code. Raises SystemExit after
     --help, --version and usage errors, as argparse does."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "run":
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_program(arguments: Sequence[str] | None, program: Program) -> int:
-    """The exit code of the job that these arguments (sys.argv's unless given) ask for. Raises SystemExit as main
+    """Run the job of these arguments (sys.argv's unless given) and return its exit code. Raises SystemExit as main
     does."""
     try:
         return _run(parse_run(sys.argv[1:] if arguments is None else arguments, program))

@@ -15,25 +15,26 @@ from farandole.messages import PROTOCOL_VERSION
 from farandole.wire import TO_CLIENT
 
 ANSWER_S = 10.0
-"""How long a coordinator may take to answer; it is busy for milliseconds at most."""
+"""Seconds within which a coordinator must answer; it is busy for milliseconds at most."""
 
 _LOOK_S = 0.1
 
 
 class NoAnswer(FatalError):
-    """The coordinator does not answer, or no longer."""
+    """The coordinator does not answer, or does not any more."""
 
 
 class Client:
-    """Made by `dial`, to be closed. Every call raises NoAnswer when there is none, and AuthenticationError or
-    ProtocolError when whoever listens there does not know the token, or speaks otherwise."""
+    """A connection made by `dial`, to be closed. Every call raises NoAnswer when there is no answer, and
+    AuthenticationError or ProtocolError when the process that listens there does not know the token, or violates the
+    protocol."""
 
     def __init__(self, channel: Channel[ToClient]) -> None:
         self._channel = channel
 
     @classmethod
     async def dial(cls, address: Address, token: bytes, job: str | None) -> Client:
-        """Connected, with both ends' proof of the token."""
+        """Connect, with a proof of the token by both ends."""
         try:
             channel = await connect(address.host, address.port, token, job, TO_CLIENT)
         except OSError as error:
@@ -42,7 +43,7 @@ class Client:
         return cls(channel)
 
     async def ask(self, request: ClientMessage) -> ToClient:
-        """The answer to one request."""
+        """Return the answer to one request."""
         self._channel.send(request)
         try:
             return await within(ANSWER_S, self._channel.receive())
@@ -58,7 +59,8 @@ class Client:
         return answer
 
     async def wait_until(self, condition: Callable[[Status], bool], timeout_s: float) -> Status:
-        """The first status that fulfils it. Raises NoAnswer after `timeout_s` seconds, or when the job ends."""
+        """Return the first status that fulfils the condition. Raises NoAnswer after `timeout_s` seconds, or when the
+        job ends."""
         deadline_s = now_s() + timeout_s
         while not condition(status := await self.status()):
             if now_s() >= deadline_s:

@@ -1,4 +1,4 @@
-"""Whether the command of `farandole run` can work, before anything is started. Used by cli.py."""
+"""The check, before any process is started, whether the command of `farandole run` can work. Used by cli.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def checked(command: Sequence[str]) -> list[str]:
-    """The command to run in each worker: as it stands, except that a script that cannot be executed is given
-    to this Python (`train.py` becomes `python train.py`). Raises ConfigError when it cannot be found."""
+    """Return the command to run in each worker, unchanged, except that a script that is not executable is run by this
+    Python (`train.py` becomes `python train.py`). Raises ConfigError when it cannot be found."""
     if not command:
         raise ConfigError("nothing to run; for example: farandole run -np 3 python train.py")
     program = command[0]
@@ -32,7 +32,7 @@ def checked(command: Sequence[str]) -> list[str]:
 
 
 def python_script(arguments: Sequence[str]) -> str | None:
-    """The script among a Python interpreter's arguments; None for `-m module`, `-c code` and stdin."""
+    """Return the script among a Python interpreter's arguments; None for `-m module`, `-c code` and stdin."""
     rest = iter(arguments)
     for argument in rest:
         if argument in _OPTIONS_WITH_VALUE:
@@ -47,7 +47,7 @@ def python_script(arguments: Sequence[str]) -> str | None:
 
 
 def _gives_code(argument: str) -> bool:
-    """Whether an m or c is among these one-letter options, as in -um; in -Wonce it belongs to a value."""
+    """Return whether an m or c is among these one-letter options, as in -um; in -Wonce it belongs to a value."""
     return re.match(r"-[^WXmc]*[mc]", argument) is not None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from farandole.errors import ConfigError
 from farandole.launch.horovod_settings import Given, Setting, Value, by_key, check
 
-# Written the other way around in a file: key in the file -> (the setting's key, whether to turn it around).
+# Settings that a file expresses the other way around: key in the file -> (the setting's key, whether to invert it).
 _OTHER_WORDS = {
     ("stall_check", "enabled"): ("stall_check", "disabled"),
     ("logging", "hide_timestamp"): ("logging", "with_timestamp"),
@@ -18,11 +18,11 @@ _OTHER_WORDS = {
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file said.
+    """The contents of a file.
 
     settings    by name; all of the right type, and checked
-    controller  "gloo" or "mpi"; empty when not said
-    unknown     keys that mean nothing, such as "params.colour"; Horovod passes over them too
+    controller  "gloo" or "mpi"; empty when not given
+    unknown     unknown keys, such as "params.colour"; Horovod ignores them too
     """
 
     settings: Mapping[str, Given]
@@ -31,7 +31,8 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """Raises ConfigError that names the file, the key and the value for what cannot be read or cannot work."""
+    """Read a file. Raises ConfigError that names the file, the key and the value if it cannot be read or cannot
+    work."""
     settings: dict[str, Given] = {}
     unknown: list[str] = []
     controller = ""
@@ -59,7 +60,7 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def _sections(path: Path) -> dict[str, object]:
-    import yaml  # here, because few command lines need it
+    import yaml  # here: few command lines need it
 
     try:
         content = yaml.safe_load(path.read_text())
@@ -91,7 +92,7 @@ def _typed(setting: Setting, value: object, label: str, is_negated: bool) -> Val
         return value != is_negated
     if kind is str and isinstance(value, str):
         return value
-    # bool is an int to Python, but nobody means 1 by it.
+    # bool is an int in Python, but a user does not mean 1 by it.
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if kind is int and isinstance(value, int) and not isinstance(value, bool):

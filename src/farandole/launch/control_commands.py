@@ -1,4 +1,4 @@
-"""`farandole status`, `jobs`, `scale`, `drain` and `undrain`: asking a job that runs. Used by cli.py."""
+"""`farandole status`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job. Used by cli.py."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DONE, NOT_DONE = 0, 1
 
 
 class Contact(NamedTuple):
-    """How to reach a job: where its coordinator listens, its token, and its id; None: whatever job is there. `name` is
-    what it is called in an answer."""
+    """The contact of a job: the address of its coordinator, its token, and its id; None: any job there. `name` is the
+    job's name in an answer."""
 
     address: Address
     token: bytes
@@ -40,8 +40,8 @@ class Contact(NamedTuple):
 
 
 def control_command(command: str, arguments: Sequence[str]) -> int:
-    """DONE; NOT_DONE when the job refused, does not answer, or was waited for in vain; USAGE_ERROR where it is not
-    clear which job is meant. Raises SystemExit as argparse does."""
+    """Run a command. Return DONE; NOT_DONE when the job refused, does not answer, or did not finish in time;
+    USAGE_ERROR where it is not clear which job is meant. Raises SystemExit as argparse does."""
     options = control_parser(command).parse_args(arguments)
     try:
         if command == "jobs":
@@ -79,7 +79,8 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
 
 
 def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, Callable[[Status], bool] | None]:
-    """What is said to the coordinator, and how its status shows that it is done, where that takes a while."""
+    """Return the message to the coordinator, and the condition on its status that shows completion, where that takes a
+    while."""
     if command == "scale":
         return AskScale(options.size), partial(is_scaled, size=options.size)
     if command == "drain":
@@ -88,7 +89,7 @@ def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, 
 
 
 def _chosen(options: argparse.Namespace) -> Contact:
-    """The job that is meant. Raises ConfigError when that is not clear."""
+    """Return the chosen job. Raises ConfigError when the choice is not clear."""
     if options.address or options.token_file:
         if options.job:
             raise ConfigError("--job chooses among the jobs of this machine; leave it out with --address")

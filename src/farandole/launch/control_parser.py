@@ -19,7 +19,7 @@ WAIT_S = 600.0
 
 
 def control_parser(command: str) -> argparse.ArgumentParser:
-    """The parser of one of COMMANDS."""
+    """Return the parser of one of COMMANDS."""
     parser = Parser(prog=f"farandole {command}", description=f"{COMMANDS[command].capitalize()}.", allow_abbrev=False)
     if command == "scale":
         parser.add_argument("size", type=int, metavar="N", help="workers that the job should have")

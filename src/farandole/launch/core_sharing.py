@@ -1,8 +1,8 @@
-"""Each worker computes with its share of the host's cores. Without that, torch starts as many threads in every worker
-as the host has cores, and they wait for each other's cores: four workers on 2 cores took several times as long. Used by
-local.py and joining.py.
+"""The division of a host's cores among its workers. Without it, torch starts as many threads in every worker as the
+host has cores, and they wait for each other's cores: four workers on 2 cores took several times as long. Used by
+local.py and remote_agent.py.
 
-The share follows from the slots, not from the workers that run at the moment: a pool of threads keeps its size, and
+The part of each worker follows from the slots, not from the running workers: a pool of threads keeps its size, and
 workers that are added later (`--max-np`, `farandole scale`, a discovery script) must find their cores free.
 """
 
@@ -14,13 +14,13 @@ from farandole.config import JobConfig
 from farandole.cores import affinity_cores, usable_cores
 from farandole.events import CoresShared, Event
 
-_THREADS = "OMP_NUM_THREADS"  # heard by OpenMP, and by MKL and OpenBLAS where they have no variable of their own
-_OF_THE_USER = (_THREADS, "MKL_NUM_THREADS")  # what torch's pool of threads looks at: ATen/ParallelOpenMP.cpp
+_THREADS = "OMP_NUM_THREADS"  # read by OpenMP, and by MKL and OpenBLAS where they have no variable of their own
+_OF_THE_USER = (_THREADS, "MKL_NUM_THREADS")  # read by torch's thread pool: ATen/ParallelOpenMP.cpp
 
 
 def share_cores(environment: Mapping[str, str], workers: int, on_event: Callable[[Event], None]) -> dict[str, str]:
     """Return the environment for `workers` workers of this host: `environment`, and OMP_NUM_THREADS unless the user has
-    said how many threads there are to be.
+    set the number of threads.
 
     Args:
         environment: the workers' environment, including the user's part of it.
@@ -36,12 +36,12 @@ def share_cores(environment: Mapping[str, str], workers: int, on_event: Callable
 
 
 def threads_of_each(workers: int, usable: int, seen: int) -> int | None:
-    """Return how many threads each worker computes with; None where that is torch's affair, which counts hyperthreads
-    apart: one worker has all the cores.
+    """Return the number of threads of each worker; None where torch decides, which counts hyperthreads separately: one
+    worker has all the cores.
 
     Args:
         usable: cores that the workers may use together.
-        seen: cores as torch counts them, which knows nothing of CPU quotas.
+        seen: cores as counted by torch, which ignores CPU quotas.
     """
     threads = max(1, usable // workers)
     return threads if threads < seen else None

@@ -1,10 +1,10 @@
-"""Enough descriptors for a job, from its start to its last regroup. Used by local.py and agent_command.py.
+"""The descriptors that a job needs, from its start to its last regroup. Used by local.py and agent_command.py.
 
-A launcher has some 11 descriptors, and 6 for each of its workers: two pipes, the connection, two for the page where the
-worker is seen, and one that tells of its exit. A lost worker's go before its replacement's come, but for pipes that a
-process which escaped from the worker holds open for a moment. A worker has some 20 of its own, however many workers
-there are, and a few more while one generation ends and the next one begins. Limits below hold for the height of a
-regroup, so that a job which starts does not fail later for want of descriptors.
+A launcher has some 11 descriptors, and 6 for each of its workers: two pipes, the connection, two for its status page,
+and one that signals its exit. A lost worker's descriptors are closed before its replacement's are opened, except pipes
+that a process that escaped from the worker holds open for a moment. A worker has some 20 of its own, however many
+workers there are, and a few more while one generation ends and the next one begins. The limits below hold for the peak
+of a regroup, so that a job that starts does not fail later for lack of descriptors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OF_A_WORKER = 128  # which inherits the limit: most of it for the script's file
 
 
 def descriptors_needed(workers: int) -> int:
-    """Return the limit of descriptors that a launcher of `workers` workers, and each of them, can work with."""
+    """Return the limit of descriptors that a launcher of `workers` workers, and each of them, needs."""
     return max(_OF_A_WORKER, _OF_THE_LAUNCHER + _FOR_EACH_WORKER * workers)
 
 

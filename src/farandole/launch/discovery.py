@@ -1,4 +1,4 @@
-"""Which hosts a job may use, asked again and again: they come and go. local.py asks, the coordinator follows."""
+"""The discovery of a job's hosts, repeated because they come and go. local.py runs it, the coordinator follows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _REPORTED_CHARACTERS = 500  # of what a failed script wrote to stderr
 
 
 class DiscoveryFailed(FarandoleError):
-    """The hosts could not be found out this time. What was known before still holds."""
+    """The hosts could not be determined this time. The previous list remains valid."""
 
 
 class HostDiscovery(Protocol):
-    """`find` gives the hosts that are there now; it raises DiscoveryFailed and never blocks the event loop.
-    It is asked again `period_s` seconds after each answer."""
+    """`find` returns the current hosts; it raises DiscoveryFailed and never blocks the event loop. It is called again
+    `period_s` seconds after each answer."""
 
     period_s: float
 
@@ -33,10 +33,10 @@ class HostDiscovery(Protocol):
 
 
 class ScriptDiscovery:
-    """Runs a command (in a shell, as Horovod does) whose output names a host in each line: `host` or
-    `host:slots`. Nothing at all means that no host is there now.
+    """Runs a command (in a shell, as Horovod does) whose output names a host in each line: `host` or `host:slots`.
+    Empty output means that no host is available now.
 
-    default_slots  of hosts without a number
+    default_slots  slots of hosts without a number
     time_limit_s   a run that takes longer is killed, and counts as failed
     """
 
@@ -54,7 +54,7 @@ class ScriptDiscovery:
         self._command, self._default_slots, self._time_limit_s = command, default_slots, time_limit_s
 
     async def find(self) -> tuple[HostSlots, ...]:
-        """Run it once. Raises DiscoveryFailed when it fails, takes too long or writes anything but hosts."""
+        """Run the command once. Raises DiscoveryFailed when it fails, takes too long or writes anything but hosts."""
         text = await self._run()
         hosts: dict[str, HostSlots] = {}
         for line in filter(None, map(str.strip, text.splitlines())):
@@ -76,7 +76,7 @@ class ScriptDiscovery:
             )
         )
         try:
-            process = await to_its_end(starting)  # cancelled in the middle of it, asyncio may wait for ever
+            process = await to_its_end(starting)  # if it is cancelled midway, asyncio may wait for ever
         except OSError as error:
             raise self._failed(f"could not be started: {error}") from None
         except asyncio.CancelledError:
@@ -88,7 +88,7 @@ class ScriptDiscovery:
         except TimeoutError:
             await _end(process)
             raise self._failed(f"did not end within {self._time_limit_s:g} s and was killed") from None
-        except BaseException:  # nobody wants to know any more
+        except BaseException:  # the result is not wanted any more
             await _end(process)
             raise
         if process.returncode != 0:
@@ -101,10 +101,10 @@ class ScriptDiscovery:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill all that runs of it. The shell may be gone, and what it left in the background hold its output open: the
-    group's number stays taken by that."""
+    """Kill all processes of the command. The shell may be gone while its background processes hold its output open:
+    they keep the group's number in use."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    # asyncio closes the pipes only when they end, which a process that has left the group can put off for ever.
+    # asyncio closes the pipes only at their end, which a process that has left the group can delay for ever.
     process._transport.close()  # type: ignore[attr-defined]
     await process.wait()

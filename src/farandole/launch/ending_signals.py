@@ -1,4 +1,4 @@
-"""The signals that ask a launcher to end: Ctrl-C, SIGTERM, and the hang-up of its terminal. Used by local.py and
+"""The signals that end a launcher: Ctrl-C, SIGTERM, and the hang-up of its terminal. Used by local.py and
 agent_command.py."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def ending_signals(on_signal: Callable[[signal.Signals, bool], None]) -> Iterator[None]:
-    """Inside, `on_signal(number, is_urgent)` is called on the running event loop for each SIGINT, SIGTERM and SIGHUP.
-    To be entered in the main thread.
+    """Call `on_signal(number, is_urgent)` on the running event loop for each SIGINT, SIGTERM and SIGHUP inside the
+    block. Enter it in the main thread.
 
-    Urgent is the second Ctrl-C or SIGTERM. A SIGHUP is as good as the first one and never the second: the kernel and
-    the shell both send it when a terminal closes, and systemd sends it right after SIGTERM (SendSIGHUP= in
+    The second Ctrl-C or SIGTERM is urgent. A SIGHUP counts as the first one and never as the second: the kernel and the
+    shell both send it when a terminal closes, and systemd sends it right after SIGTERM (SendSIGHUP= in
     systemd.kill(5)). Where it is ignored already, as under nohup, it stays so.
     """
     was_asked = False

@@ -1,4 +1,4 @@
-"""`--events FILE`: everything that happens to a job, one JSON object a line. Used by cli.py."""
+"""`--events FILE`: all events of a job, one JSON object a line. Used by cli.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from farandole.launch.nonblocking_writer import BackgroundWriter
 
 
 class EventFile:
-    """Lines are added to the end of the file, each as soon as it can be. What cannot be written is left out: a full
-    disk ends no training. `on_trouble(sentence)` is called for the first such line; from any thread.
+    """Appends lines to the file, each as soon as possible. A line that cannot be written is dropped: a full disk does
+    not end the training. `on_trouble(sentence)` is called for the first such line; from any thread.
 
     Beside the event's own fields a line has `time`, seconds since 1970, `clock_s`, on the machine's monotonic clock,
     and `level`. Raises ConfigError when the file cannot be opened for writing.
@@ -25,7 +25,7 @@ class EventFile:
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         self._path, self._on_trouble = path, on_trouble
         try:
-            # Not to wait for somebody who reads from a pipe: nobody may ever come.
+            # Do not wait for a reader of a pipe: there may never be one.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
             self._descriptor = os.open(path, flags, 0o666)
         except OSError as error:
@@ -45,12 +45,12 @@ class EventFile:
         self.close()
 
     def on_event(self, event: Event) -> None:
-        """Never waits."""
+        """Append the event. Never waits."""
         stamps = {"time": round(wall_time_s(), 6), "clock_s": round(now_s(), 6), "level": event.level}
         self._writer.put("", json.dumps({**stamps, **event.fields()}).encode() + b"\n")
 
     def close(self) -> None:
-        """Write what is left; waits for that, but not for ever."""
+        """Write the remaining lines; waits for that with a time limit."""
         if self._writer.close():
             os.close(self._descriptor)
 
@@ -59,7 +59,7 @@ class EventFile:
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-                self._is_torn = True  # a line may be there in part
+                self._is_torn = True  # a part of a line may have been written
         except OSError as error:
             self._complain(f"{error.strerror}")
         else:

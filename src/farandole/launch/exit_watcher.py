@@ -1,5 +1,5 @@
-"""One thread that knows of the beginning of the end of workers, by the mutexes that their main threads hold. Used by
-status_pages.py; exit_notice.py says what that is good for."""
+"""The thread that detects the beginning of a worker's exit, by the mutexes that the main threads hold. Used by
+status_pages.py; exit_notice.py explains the use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SLICE_S = 1.0
 
 
 class ExitWatcher:
-    """`on_mark(worker)` is called in the thread, once for each worker whose mutex is found marked. At most MOST_WORDS
-    workers are watched at a time; of more, some are not."""
+    """Calls `on_mark(worker)` in the thread, once for each worker whose mutex is found marked. At most MOST_WORDS
+    workers are watched at a time; any further ones are not."""
 
     def __init__(self, on_mark: Callable[[str], None]) -> None:
         self._on_mark = on_mark
         self._lock = threading.Lock()
         self._words: dict[str, memoryview] = {}
-        self._changes = ctypes.c_uint32(0)  # counts changes of what is watched: the thread looks anew
+        self._changes = ctypes.c_uint32(0)  # counts changes of the watched words: the thread looks anew
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="farandole-deaths", daemon=True)
 
@@ -29,19 +29,19 @@ class ExitWatcher:
         self._thread.start()
 
     def watch(self, worker: str, memory: mmap.mmap, offset: int) -> None:
-        """The worker's mutex, to be locked by it at any time, is here."""
+        """Watch the worker's mutex at this place, which the worker may lock at any time."""
         with self._lock:
             self._words[worker] = memoryview(memory)[offset:][:4].cast("I")
         self._look_anew()
 
     def forget(self, worker: str) -> None:
-        """Its process is gone."""
+        """Stop watching a worker whose process is gone."""
         with self._lock:
             self._words.pop(worker, None)
         self._look_anew()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop the thread. Idempotent."""
         self._is_over = True
         self._look_anew()
 

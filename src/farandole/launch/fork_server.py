@@ -1,8 +1,9 @@
 """The agent's handle on its fork server, a process that has imported torch and becomes a worker within milliseconds.
 Used by spawner.py.
 
-A server that fails, is killed or does not answer is given up, and never harms a worker: those it has made are
-children of the agent, and one that was under way ends by itself unless the agent has given it its place.
+A server that fails, is killed or does not answer is abandoned, and never harms a worker: the workers that it has forked
+are children of the agent, and a worker that was being forked ends by itself unless the agent has sent it its
+environment.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from farandole.launch.python_command import PythonCommand
 from farandole.launch.subreaper import adopting_orphans, reap_group
 
 _SCRIPT = Path(__file__).with_name("fork_server_process.py")
-_FORK_S = 4.0  # milliseconds, unless the machine does much else
+_FORK_S = 4.0  # milliseconds, unless the machine is busy
 _STOP_S = 1.0
 
 
 class ForkServer:
-    """Made and used on one event loop: `start()`, then `fork()` while `is_ready`, `stop()` once that has ended.
+    """The fork server of an agent, used on one event loop: `start()`, then `fork()` while `is_ready`, and `stop()`
+    after start() has ended.
 
-    on_end(reason)  the server is of no use any more, though nobody stopped it
+    on_end(reason)  the server cannot be used any more, though it was not stopped
     """
 
     def __init__(self, command: PythonCommand, environment: Mapping[str, str], on_end: Callable[[str], None]) -> None:
@@ -41,28 +43,28 @@ class ForkServer:
         self._loop = asyncio.get_running_loop()
         self.is_ready = False
         self.settled: asyncio.Future[None] = self._loop.create_future()
-        """Done once it is ready, or will never be."""
+        """Completed once the server is ready, or will never be."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_open = False
-        self._dropped: list[int] = []  # processes that were forked and got no place
+        self._dropped: list[int] = []  # processes that were forked and abandoned
 
     @property
     def is_started(self) -> bool:
-        """Whether there is a process to stop."""
+        """True when there is a process to stop."""
         return self._process is not None
 
     @property
     def pid(self) -> int:
-        """Of the server, and of its process group."""
+        """The process id of the server, and of its process group."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
     async def start(self, nice: int) -> None:
-        """Start to import; `nice` says how much that yields to others. Raises OSError. Not to be cancelled."""
+        """Start to import; `nice` sets the priority of that. Raises OSError. Must not be cancelled."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # Not on the loop's thread, which has heartbeats to send: where cores are scarce, a program takes long to
-            # begin.
+            # start.
             self._process = await asyncio.to_thread(self._begin, theirs.fileno(), nice)
         except OSError:
             self._channel.close()
@@ -77,7 +79,7 @@ class ForkServer:
     def _begin(self, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
         command = self._command
         words = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
-        with adopting_orphans():  # before Linux 4.11 it goes by how this process was when it made its child
+        with adopting_orphans():  # before Linux 4.11 the state of this process at the creation of its child counts
             return subprocess.Popen(
                 [command.python, *command.options, *words],
                 env=self.environment,
@@ -89,12 +91,12 @@ class ForkServer:
             )
 
     async def fork(self, environment: Mapping[str, str]) -> Child | None:
-        """A new worker with this environment; None when the server had to be given up."""
+        """Return a new worker with this environment; None when the server had to be abandoned."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         worker = _Forked()
         try:
-            with adopting_orphans():  # it says its number when this process is its parent
+            with adopting_orphans():  # it sends its number when this process is its parent
                 socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
                 theirs.close()
                 await within(_FORK_S, self._give_place(ours, worker, environment))
@@ -110,12 +112,12 @@ class ForkServer:
         return worker
 
     async def stop(self) -> None:
-        """End the server. What it has made lives on. Idempotent."""
+        """End the server. The workers that it has forked live on. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
         self._hang_up()
-        process.kill()  # it is in no middle of anything
+        process.kill()  # it is idle, so no work is interrupted
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
         for group in (process.pid, *self._dropped):
@@ -131,7 +133,8 @@ class ForkServer:
         await self._loop.sock_sendall(connection, place)
 
     def _drop(self, pid: int) -> None:
-        """Without a place it ends by itself; but the last byte of it may just have arrived."""
+        """Abandon a forked process. Without an environment it ends by itself; but the last byte of it may just have
+        arrived."""
         if pid:
             self._dropped.append(pid)
             with contextlib.suppress(ProcessLookupError):
@@ -184,7 +187,7 @@ class _Forked:
         return os.waitstatus_to_exitcode(status)
 
     def close_writing_ends(self) -> None:
-        """Of the pipes: only the worker holds them then."""
+        """Close the writing ends of the pipes: only the worker holds them then."""
         for descriptor in self.writing_ends:
             os.close(descriptor)
         self.writing_ends = []

@@ -1,12 +1,12 @@
-"""What the fork server runs, as a script of its own, under the options of the workers' Python: it imports what every
-worker imports, and then becomes a worker as often as its agent wants one. Started by fork_server.py.
+"""The program of the fork server, a separate script under the options of the workers' Python: it imports the modules
+that every worker imports, and then forks a worker whenever its agent requests one. Started by fork_server.py.
 
-Its arguments: the number of the descriptor on which it listens, how much it yields to others while it imports (a nice
-value), its agent's process, and what to run: a script, or "-m" and a module, with arguments.
+Its arguments: the number of the descriptor on which it listens, the nice value of its imports, its agent's process id,
+and the target: a script, or "-m" and a module, with arguments.
 
-The agent sends one end of a new connection for each worker. The worker says its process number there and gets its
+The agent sends one end of a new connection for each worker. The worker sends its process id there and receives its
 environment and the writing ends of its output. It is forked twice, so that the agent, and not the server, is its
-parent: who kills the server loses no worker and no exit code.
+parent: if the server is killed, no worker and no exit code is lost.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import threading
 import types
 from collections.abc import Mapping, Sequence
 
-# torch's optimizers need the last one, and it takes longer than all the others.
+# torch's optimizers need the last one, which takes longer than all the others.
 PRELOADED = ("torch", "farandole", "farandole.elastic", "torch._dynamo")
 SIZE = struct.Struct("!I")
 
 _LOOKS = 50  # a millisecond apart
-_ADOPTED_S = 2.0  # the agent is the parent of an orphan at once; this bounds what goes wrong
+_ADOPTED_S = 2.0  # the agent is the parent of an orphan at once; this bounds the wait in case of an error
 _was_interrupted = False
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # or the first collection in a worker would copy all these pages
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what is in a buffer would be printed by every worker
+        stream.flush()  # buffered output would be printed by every worker
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         if not message:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _stand_in_place_of(target: Sequence[str]) -> None:
-    """Have sys.argv and sys.path as the workers have them: modules beside the script are found, ours are not."""
+    """Set sys.argv and sys.path as in the workers: modules beside the script are found, ours are not."""
     is_module = target[0] == "-m"
     sys.orig_argv = [sys.orig_argv[0], *_options_of(sys.orig_argv), *target]
     sys.argv = ["-m", *target[2:]] if is_module else list(target)
@@ -70,20 +70,21 @@ def _stand_in_place_of(target: Sequence[str]) -> None:
 
 
 def _options_of(words: Sequence[str]) -> list[str]:
-    """Those of the interpreter, which stand before this file's name."""
+    """Return the options of the interpreter, which stand before this file's name."""
     ours = words.index(__file__) if __file__ in words else 1
     return list(words[1:ours])
 
 
 def _import_all(nice: int, channel: socket.socket) -> str:
-    """Import in a thread, since a thread's nice value goes with it. "" or why no worker can be forked here."""
+    """Import in a thread, since a thread's nice value ends with it. Return "", or the reason why no worker can be
+    forked here."""
     problems: list[str] = []
     thread = threading.Thread(target=_import_in_thread, args=(nice, problems), daemon=True)
     thread.start()
-    poll = select.poll()  # which takes any descriptor, unlike select(): it has the number that it had in the agent
+    poll = select.poll()  # poll takes any descriptor, unlike select(): this one has the number that it had in the agent
     poll.register(channel, select.POLLIN)
     while thread.is_alive():
-        if poll.poll(50):  # nothing is asked of a server that is not ready: the agent is gone
+        if poll.poll(50):  # a server that is not ready gets no requests: the agent is gone
             os._exit(0)
     thread.join()
     if problems:
@@ -130,7 +131,7 @@ def _is_worker(connection: int, agent: int) -> bool:
 
 
 def _work(agent: socket.socket, target: Sequence[str]) -> int:
-    """Be a worker: the exit code. Raises SystemExit as the script does."""
+    """Be a worker and return the exit code. Raises SystemExit as the script does."""
     try:
         agent.sendall(SIZE.pack(os.getpid()))
         variables = _receive_place(agent)
@@ -142,7 +143,7 @@ def _work(agent: socket.socket, target: Sequence[str]) -> int:
 
 
 def _receive_place(agent: socket.socket) -> dict[str, str]:
-    """Standard output and error become what the agent sends; the environment is the result."""
+    """Install standard output and error from the agent, and return the environment."""
     head, descriptors, _, _ = socket.recv_fds(agent, SIZE.size, 2)
     if len(head) < SIZE.size or len(descriptors) < 2:
         os._exit(1)
@@ -154,18 +155,18 @@ def _receive_place(agent: socket.socket) -> dict[str, str]:
     while len(data) < size:
         more = agent.recv(size - len(data))
         if not more:
-            os._exit(1)  # the agent has given this worker up
+            os._exit(1)  # the agent has abandoned this worker
         data += more
     variables: dict[str, str] = json.loads(data)
     return variables
 
 
 def _begin_anew(variables: Mapping[str, str]) -> None:
-    """Nothing that should be this process's own is the server's."""
+    """Replace the server's state that must be this process's own."""
     from farandole.env import replace_environment
 
     replace_environment(variables)
-    # Python's own generator of random numbers sees to itself at a fork.
+    # Python's own random number generator is reseeded at a fork.
     sys.modules["torch"].default_generator.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
@@ -174,7 +175,7 @@ def _begin_anew(variables: Mapping[str, str]) -> None:
 
 
 def _run(target: Sequence[str]) -> int:
-    """Run it as `__main__`, and say how it failed as Python does."""
+    """Run the target as `__main__`, and report a failure as Python does."""
     main, error = _new_main(), None
     try:
         if target[0] == "-m":
@@ -189,12 +190,12 @@ def _run(target: Sequence[str]) -> int:
         error = caught
     if error is None:
         return 0
-    _show(error)  # here no exception is being handled any more, which hooks can see
+    _show(error)  # no exception is being handled any more here, which hooks can see
     return 1
 
 
 def _new_main() -> types.ModuleType:
-    """A `__main__` in which nothing has run yet."""
+    """Return a `__main__` in which no code has run yet."""
     fresh = types.ModuleType("__main__")
     fresh.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = fresh
@@ -215,7 +216,7 @@ def _run_script(main: types.ModuleType, script: str) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """As the interpreter does."""
+    """Show an exception as the interpreter does."""
     global _was_interrupted
     _forget_own_frames(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
@@ -239,7 +240,7 @@ def _forget_own_frames(error: BaseException) -> None:
 
 
 def _end_as_interrupted() -> None:
-    """A Python that ends with KeyboardInterrupt is killed by SIGINT, for whoever waits for it."""
+    """End by SIGINT, as a Python that ends with KeyboardInterrupt does, for the process that waits for it."""
     if _was_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,7 +1,7 @@
 """The output of workers on its way to the coordinator, which shows it. Used by agents of other machines.
 
-Lines are collected for a moment, so that a message carries many. What the connection does not take is dropped and
-counted: neither the workers nor the agent's own messages wait for it.
+Lines are collected for a moment, so that a message carries many. Lines that the connection does not take are dropped
+and counted: neither the workers nor the agent's own messages wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Stream = Literal["stdout", "stderr"]
 
 
 class Line(Protocol):
-    """What is needed of a Channel."""
+    """The part of a Channel that is needed here."""
 
     @property
     def unsent_bytes(self) -> int: ...
@@ -30,7 +30,7 @@ class Line(Protocol):
 
 
 class ForwardedOutput:
-    """A Sink. Made and used on one event loop."""
+    """A Sink, used on one event loop."""
 
     def __init__(self, channel: Line) -> None:
         self._channel = channel
@@ -43,7 +43,7 @@ class ForwardedOutput:
         self._channel.send(WorkerRanked(worker, rank, is_expected=True))
 
     def placed(self, worker: str, rank: int) -> None:
-        self.flush()  # what was said before keeps its label
+        self.flush()  # earlier lines keep their label
         self._channel.send(WorkerRanked(worker, rank, is_expected=False))
 
     def line(self, worker: str, stream: str, data: bytes) -> None:
@@ -63,12 +63,12 @@ class ForwardedOutput:
         self._channel.send(WorkerSilent(worker))
 
     def stop(self) -> None:
-        """The connection is over, and what was not sent is lost with it. Idempotent."""
+        """Stop sending. Lines that were not sent are lost with the connection. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 
     def flush(self) -> None:
-        """Send what was collected."""
+        """Send the collected lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
-"""No worker outlives its agent: a small process that kills the workers' groups when the agent is gone, also
-after a kill -9 of the agent, and removes what they leave on disk. Used by agent.py.
+"""The guard ensures that no worker outlives its agent: a small process that kills the workers' groups when the agent is
+gone, also after a kill -9 of the agent, and removes the files that they leave on disk. Used by agent.py.
 
-PR_SET_PDEATHSIG would do less: it reaches a worker but not its loader processes, and fires when the thread
-that started the worker ends.
+PR_SET_PDEATHSIG would do less: it reaches a worker but not its loader processes, and fires when the thread that started
+the worker ends.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _STOP_S = 1.0
 class Guard:
     """The agent's handle on its guard process. The calls do not block.
 
-    Should somebody kill the guard, the next call starts another one, which watches the same groups.
+    If the guard is killed, the next call starts another one, which watches the same groups.
 
     scratch          a folder that it removes as well when the agent is gone
-    silence_limit_s  it also kills the groups when it was told nothing for so long: the agent is stopped
+    silence_limit_s  it also kills the groups when it received nothing for this time: the agent is stopped
     """
 
     def __init__(self, scratch: Path, silence_limit_s: float | None = None) -> None:
@@ -46,7 +46,7 @@ class Guard:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd="/",
-            start_new_session=True,  # Ctrl-C at the agent's terminal is not for the guard
+            start_new_session=True,  # Ctrl-C at the agent's terminal must not reach the guard
         )
 
     def watch(self, pgid: int) -> None:
@@ -55,20 +55,20 @@ class Guard:
         self._say(f"watch {pgid}\n")
 
     def heartbeat(self) -> None:
-        """The agent is not stopped. Nothing to be told where silence has no limit."""
+        """Tell the guard that the agent is not stopped. Does nothing where silence has no limit."""
         process = self._process
         if self._silence_limit_s is None or process is None or process.stdin is None:
             return
-        if can_write(process.stdin, within_s=0):  # else the guard itself is stopped: nobody waits for it
+        if can_write(process.stdin, within_s=0):  # else the guard itself is stopped: do not wait for it
             self._say("heartbeat\n")
 
     def release(self, pgid: int) -> None:
-        """Forget this process group; to be called when it was killed, before its number can be used again."""
+        """Forget this process group; call it when the group was killed, before its number can be used again."""
         self._watched.discard(pgid)
         self._say(f"release {pgid}\n")
 
     def stop(self) -> None:
-        """End the guard; nothing is killed. Idempotent."""
+        """End the guard; no process is killed. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -94,5 +94,5 @@ class Guard:
         assert self._process is not None
         assert self._process.stdin is not None
         watched = "".join(f"watch {pgid}\n" for pgid in sorted(self._watched))
-        with contextlib.suppress(BrokenPipeError):  # killed again already: the next call sees to it
+        with contextlib.suppress(BrokenPipeError):  # killed again already: the next call handles it
             self._process.stdin.write(watched.encode())

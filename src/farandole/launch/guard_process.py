@@ -1,9 +1,9 @@
-"""What the guard process runs, as a script of its own: only the standard library, no package around it.
+"""The program of the guard process, a separate script: only the standard library, no package around it.
 
 Its arguments: the folder of the job's scratch files, and how many seconds of silence mean that the parent is stopped
-(none: it may be silent). Its parent holds the other end of stdin and says "watch GROUP", "release GROUP", "heartbeat"
+(none: it may be silent). Its parent holds the other end of stdin and writes "watch GROUP", "release GROUP", "heartbeat"
 or "stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
-groups are killed, and what they may leave on disk is removed. Started by guard.py.
+groups are killed, and the files that they may leave on disk are removed. Started by guard.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# Until the kernel has ended them, killed processes might still finish what they were just creating.
+# Until the kernel has ended them, killed processes might still finish the creation of a file.
 _KILLED_S = 0.2
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Watch:
-    """The process groups that are watched, and whether the parent has said farewell."""
+    """The watched process groups, and whether the parent has sent "stop"."""
 
     def __init__(self) -> None:
         self.groups: set[int] = set()
@@ -31,7 +31,7 @@ class Watch:
         self._unfinished = b""
 
     def hear(self, data: bytes) -> None:
-        """Some of what the parent says."""
+        """Process a part of the parent's input."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         for line in lines:
             command, *group = line.split()
@@ -44,10 +44,10 @@ class Watch:
 
 
 def follow(stream: int, silence_limit_s: float | None) -> Watch:
-    """Listen until the stream ends; meanwhile kill what is watched whenever nothing was said for too long.
+    """Listen until the stream ends; meanwhile kill the watched groups whenever nothing arrived for too long.
 
-    The kernel measures the silence, and looks at the stream before it says that the time is over: what a guard that
-    was slow itself has not read yet counts.
+    The kernel measures the silence, and looks at the stream before it reports a timeout: data that a slow guard has not
+    read yet counts.
     """
     watch, limit_s = Watch(), silence_limit_s
     while True:
@@ -69,28 +69,28 @@ def kill(groups: Iterable[int]) -> None:
 
 
 def members_of(groups: Iterable[int], proc: Path = Path("/proc")) -> set[int]:
-    """The processes of these groups; none where there is no /proc."""
+    """Return the processes of these groups; none where there is no /proc."""
     wanted, found = {str(group).encode() for group in groups}, set()
     for stat in proc.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             text = stat.read_bytes()
-            _state, _parent, group = text[text.rindex(b")") + 2 :].split()[:3]  # the name may hold anything
+            _state, _parent, group = text[text.rindex(b")") + 2 :].split()[:3]  # the name may contain any character
             if group in wanted:
                 found.add(int(stat.parent.name))
     return found
 
 
 def remove_shared_memory(pids: Iterable[int], folder: Path = _SHARED_MEMORY) -> None:
-    """Remove the files in which torch passes tensors between processes (torch_PID_...), of dead processes: one
-    that is killed between making such a file and handing it over leaves it there. A living process may have come
-    by a dead one's number; its files stay."""
+    """Remove the files in which torch passes tensors between processes (torch_PID_...), of dead processes: a process
+    that is killed between the creation and the transfer of such a file leaves it there. A living process may have got a
+    dead one's number; its files stay."""
     for pid in filter(_is_dead, pids):
         for path in folder.glob(f"torch_{pid}_*"):
             path.unlink(missing_ok=True)
 
 
 def _is_dead(pid: int) -> bool:
-    """Gone, or dead and waiting for its parent to ask for its exit code."""
+    """Return whether the process is gone, or dead and waiting for its parent to read its exit code."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

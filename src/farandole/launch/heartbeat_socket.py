@@ -1,4 +1,4 @@
-"""An agent's heartbeats as datagrams, beside its connection. Used by agent.py."""
+"""The heartbeats of an agent as datagrams, beside its connection. Used by agent.py."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from farandole.membership import Address
 
 
 class HeartbeatSocket(asyncio.DatagramProtocol):
-    """`on_heartbeat(sequence, heard)` gets each valid heartbeat of the coordinator. Open from `open` to `close`."""
+    """Calls `on_heartbeat(sequence, heard)` for each valid heartbeat of the coordinator. Open from `open` to
+    `close`."""
 
     def __init__(self, token: bytes, heartbeat_id: bytes, on_heartbeat: Callable[[int, int], object]) -> None:
         self._seal, self._on_heartbeat = HeartbeatSeal(token, heartbeat_id, Role.DIALER), on_heartbeat
         self._transport: asyncio.DatagramTransport | None = None
 
     async def open(self, to: Address) -> None:
-        """Raises OSError when the system has no socket."""
+        """Open the socket. Raises OSError when the system has no socket."""
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(to.host, to.port))
 
     def send(self, sequence: int, heard: int) -> None:
-        """As datagrams are, perhaps in vain."""
+        """Send a heartbeat. The datagram may be lost."""
         if self._transport is not None:
             with contextlib.suppress(OSError):
                 self._transport.sendto(self._seal.seal(sequence, heard))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -39,4 +40,4 @@ class HeartbeatSocket(asyncio.DatagramProtocol):
             self._on_heartbeat(*heartbeat)
 
     def error_received(self, exc: Exception) -> None:
-        """A coordinator that is not reached is silent; that is judged elsewhere."""
+        """Ignore the error: an unreachable coordinator is silent, and silence is judged elsewhere."""

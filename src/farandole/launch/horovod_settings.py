@@ -1,5 +1,5 @@
 """The settings that Horovod reads from HOROVOD_ variables: flag, key in a configuration file, variable, and whether
-they change anything here. Pure; run_parser.py makes flags of them, config_file.py reads them from a file.
+they have an effect here. Pure; run_parser.py makes flags of them, config_file.py reads them from a file.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
+    """A setting.
 
     name       of the parsed option, as in Horovod
     kind       type of its value
-    variable   what the workers read it from
+    variable   the workers' variable for it
     key        section and key in a configuration file
-    no_effect  why it changes nothing here; empty where it does
+    no_effect  why it has no effect here; empty where it has one
     on, off    flags of a switch; any other setting has one flag, made of its name
-    unit       the variable's value is the setting's times this
+    unit       factor from the setting's value to the variable's
     most       greatest value; the smallest is 0
-    needs      a setting without which this one is not told to the workers
+    needs      a setting without which the workers do not get this one
     """
 
     name: str
@@ -50,14 +50,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Given:
-    """A setting's value, and how to call it when it is spoken of: a flag, or a key of a file."""
+    """The value of a setting, and its label in messages: a flag, or a key of a file."""
 
     value: Value
     label: str
 
 
 def check(setting: Setting, given: Given) -> None:
-    """Raises ConfigError for a value that Horovod refuses too."""
+    """Raise ConfigError for a value that Horovod refuses too."""
     value, label = given.value, given.label
     if setting.choices and value not in setting.choices:
         raise ConfigError(f"{label} must be one of {', '.join(setting.choices)}, got {value}")
@@ -69,7 +69,7 @@ def check(setting: Setting, given: Given) -> None:
 
 
 def check_stall_times(given: Mapping[str, Given]) -> None:
-    """Raises ConfigError where a stalled operation is given up before anybody is warned of it."""
+    """Raise ConfigError if a stalled operation would fail before the warning about it."""
     warning, shutdown = (given.get(f"stall_check_{name}_time_seconds") for name in ("warning", "shutdown"))
     if warning is None or shutdown is None or not shutdown.value:
         return
@@ -80,12 +80,12 @@ def check_stall_times(given: Mapping[str, Given]) -> None:
 
 
 def variables(given: Mapping[str, Given]) -> dict[str, str]:
-    """What the workers' environment says of these settings, by name."""
+    """Return the variables of these settings for the workers' environment."""
     said = {}
     for setting in SETTINGS:
         if setting.name in given and (not setting.needs or (setting.needs in given and given[setting.needs].value)):
             value = given[setting.name].value
-            if setting.name == "log_with_timestamp":  # The variable says the opposite of the setting.
+            if setting.name == "log_with_timestamp":  # The variable has the opposite meaning of the setting.
                 value = not value
             if isinstance(value, bool):
                 value = int(value)
@@ -96,7 +96,7 @@ def variables(given: Mapping[str, Given]) -> dict[str, str]:
 
 
 def without_effect(given: Mapping[str, Given]) -> list[tuple[str, str]]:
-    """(how it was said, why it changes nothing) of those that were asked for in vain."""
+    """Return (label, reason) of the given settings that have no effect."""
     return [
         (given[setting.name].label, reason)
         for setting in SETTINGS
@@ -105,7 +105,7 @@ def without_effect(given: Mapping[str, Given]) -> list[tuple[str, str]]:
 
 
 def by_key() -> dict[tuple[str, str], Setting]:
-    """All settings, by section and key in a configuration file."""
+    """Return all settings, by section and key in a configuration file."""
     return {setting.key: setting for setting in SETTINGS}
 
 

@@ -1,5 +1,4 @@
-"""`horovodrun`: the command line of Horovod. The same options as `farandole run`; what is not said is decided as
-Horovod does."""
+"""`horovodrun`: the command line of Horovod. It has the options of `farandole run`, with Horovod's defaults."""
 
 from __future__ import annotations
 
@@ -10,6 +9,6 @@ from farandole.launch.cli import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of `horovodrun` with these arguments (sys.argv's unless given). Raises SystemExit after
+    """Run `horovodrun` with these arguments (sys.argv's unless given) and return the exit code. Raises SystemExit after
     --help, --version, --check-build and usage errors."""
     return run_program(arguments, HOROVODRUN)

@@ -1,4 +1,4 @@
-"""Hosts and their slots, as people write them. Used by the command line, host discovery and local.py."""
+"""Hosts and their slots, as written by users. Used by the command line, host discovery and local.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HOST_LINE = re.compile(r"(?P<name>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?")
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host, under the name that it was given, and how many workers it has room for.
-    Raises ConfigError for a name that cannot be one, or fewer than one slot."""
+    """A host, under its given name, and for how many workers it has capacity. Raises ConfigError for an invalid name,
+    or fewer than one slot."""
 
     name: str
     slots: int
@@ -33,8 +33,8 @@ class HostSlots:
 
 
 def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:
-    """Hosts in the order in which they are written: "a:2,b:2"; without a number, `default_slots`.
-    Raises ConfigError for anything else, and for a host that is named twice."""
+    """Return the hosts in the order in which they are written: "a:2,b:2"; without a number, `default_slots`. Raises
+    ConfigError for anything else, and for a host that is named twice."""
     words = [word.strip() for word in text.split(",")]
     try:
         return _each_once(parse_host(word, default_slots) for word in words)
@@ -43,14 +43,14 @@ def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:
 
 
 def parse_host(text: str, default_slots: int = 1) -> HostSlots:
-    """One host: "a:2", or "a" with `default_slots`. Raises ConfigError for anything else."""
+    """Return one host: "a:2", or "a" with `default_slots`. Raises ConfigError for anything else."""
     name, colon, slots = text.rpartition(":")
     return HostSlots(name, _count(slots)) if colon else HostSlots(text, default_slots)
 
 
 def parse_hostfile(path: str | Path) -> tuple[HostSlots, ...]:
-    """Hosts of a file with a line "host slots=N" for each; "host" alone has one slot. Empty lines and what
-    follows a # do not count. Raises ConfigError that names the line, also when there is no host in it."""
+    """Return the hosts of a file with a line "host slots=N" for each; "host" alone has one slot. Empty lines and text
+    after a # are ignored. Raises ConfigError that names the line, also when there is no host in it."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -75,8 +75,8 @@ def parse_hostfile(path: str | Path) -> tuple[HostSlots, ...]:
 
 @lru_cache(maxsize=1024)
 def is_this_machine(name: str) -> bool:
-    """Whether the name, or numeric address, leads to this machine. May ask the name service, which can take
-    seconds; the answer is remembered."""
+    """Return whether the name, or numeric address, belongs to this machine. May query the name service, which can take
+    seconds; the answer is cached."""
     if name in ("localhost", socket.gethostname()):
         return True
     try:
@@ -87,7 +87,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def _can_bind(family: int, address: tuple[object, ...]) -> bool:
-    """Only an address of this machine can be listened on."""
+    """Return whether a socket can be bound to the address: only an address of this machine allows it."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address[0], 0, *address[2:]))

@@ -1,4 +1,4 @@
-"""Asks again and again which hosts there are, and tells when they have changed. Used by local.py."""
+"""Repeated discovery of hosts; reports when they have changed. Used by local.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farandole.launch.local_agents import refuse_other_machines, why_refused
 
 
 class HostWatch:
-    """`await first()`, then `await follow(on_hosts)`."""
+    """The watch over a discovery: `await first()`, then `await follow(on_hosts)`."""
 
     def __init__(self, discovery: HostDiscovery, on_event: Callable[[Event], None]) -> None:
         self._discovery, self._on_event = discovery, on_event
@@ -22,8 +22,8 @@ class HostWatch:
         self._last_failure = ""
 
     async def first(self) -> tuple[HostSlots, ...]:
-        """The hosts that there are now; none is fine. Raises ConfigError when that cannot be found out, or when one
-        cannot be used: at the start somebody is there to mend it."""
+        """Return the current hosts; an empty list is allowed. Raises ConfigError when they cannot be determined, or
+        when one cannot be used: at the start the user is present to correct it."""
         try:
             self._hosts = await self._discovery.find()
         except DiscoveryFailed as error:
@@ -32,8 +32,8 @@ class HostWatch:
         return self._hosts
 
     async def follow(self, on_hosts: Callable[[tuple[HostSlots, ...]], None]) -> None:
-        """Call `on_hosts` with all hosts whenever they have changed; for ever. What fails now is said, and tried
-        again: a job that trains does not end for it."""
+        """Call `on_hosts` with all hosts whenever they have changed; for ever. A failure is reported, and the discovery
+        repeated: a training job does not end because of it."""
         while True:
             await asyncio.sleep(self._discovery.period_s)
             try:

@@ -1,4 +1,4 @@
-"""A job run to its end by ordinary code, also where an event loop runs already: in a notebook, in a server. Used by
+"""A job run by ordinary code, also where an event loop runs already: in a notebook, in a server. Used by
 run_function.py and by the alias `horovod`."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farandole.launch.report import Loudness, Report
 
 T = TypeVar("T")
 
-_LOOK_S = 0.5  # Python hands a Ctrl-C on between two waits, at the latest
+_LOOK_S = 0.5  # Python passes a Ctrl-C on between two waits, at the latest
 
 
 def run_job(
@@ -35,11 +35,11 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     checkpoint: CheckpointEnv | None = None,
 ) -> Outcome:
-    """Run `command` as the workers of a job, and wait until it has ended. What workers print goes to sys.stdout and
-    sys.stderr; what the launcher itself says, only when `is_verbose` or when it is a warning.
+    """Run `command` as the workers of a job, and wait until it has ended. The workers' output goes to sys.stdout and
+    sys.stderr; the launcher's own, only when `is_verbose` or when it is a warning.
 
     Raises what run_local and, with a `checkpoint`, beginning() raise. A KeyboardInterrupt ends the job first, with the
-    workers' grace.
+    workers' grace period.
     """
     report = Report(sys.stderr, Loudness.VERBOSE if is_verbose else Loudness.QUIET)
 
@@ -70,18 +70,18 @@ def run_job(
 
 
 def in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What the coroutine gives, run on an event loop of its own in a thread of its own. An exception in this thread
-    meanwhile, such as KeyboardInterrupt, cancels the coroutine, waits for it, and goes on."""
+    """Return the result of the coroutine, run on its own event loop in its own thread. An exception in this thread
+    meanwhile, such as KeyboardInterrupt, cancels the coroutine, waits for it, and propagates."""
     looper: _Looper[T] = _Looper(make)
     thread = threading.Thread(target=looper.run, name="farandole-job", daemon=True)
     thread.start()
     try:
-        # Not the thread's join(): before Python 3.13 an interrupted one takes the thread for ended from then on.
+        # Not the thread's join(): before Python 3.13 an interrupted join() marks the thread as ended from then on.
         while not looper.has_ended.wait(_LOOK_S):
             pass
     except BaseException:
         looper.cancel()
-        # No deadline of its own: a cancelled job kills what is left after its grace.
+        # Without a deadline: a cancelled job kills the remaining processes after its grace period.
         looper.has_ended.wait()
         raise
     if looper.error is not None:
@@ -90,7 +90,7 @@ def in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class _Looper(Generic[T]):
-    """One coroutine on one event loop, and what came of it."""
+    """A coroutine on an event loop, and its result."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._make = make

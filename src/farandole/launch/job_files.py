@@ -1,7 +1,7 @@
-"""One small file for each job of this user that runs here, so that commands find it. local.py writes it,
-control_commands.py reads it.
+"""The job files: one small file for each running job of this user on this machine, so that commands find it. local.py
+writes it, control_commands.py reads it.
 
-The files hold the jobs' tokens: they are the user's alone, in a folder that is the user's alone.
+The files hold the jobs' tokens: only the user can read them, in a folder that only the user can enter.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SUFFIX = ".job"
 
 
 class JobFile(msgspec.Struct, frozen=True):
-    """What a command has to know of a running job.
+    """The data that a command needs about a running job.
 
     pid, born    its launcher's process; `born`, in the kernel's ticks since the machine started, tells it from a later
-                 process of the same number. None where the kernel does not say
+                 process of the same number. None where the kernel does not report it
     started_s    seconds since 1970
     """
 
@@ -43,8 +43,8 @@ class JobFile(msgspec.Struct, frozen=True):
 def announced(
     job: str, coordinator: Address, token: bytes, command: Sequence[str], folder: Path | None = None
 ) -> Iterator[str]:
-    """Inside, this process's job can be found by commands. Gives why it cannot, if so: that is no reason for a job not
-    to run. Files of launchers that were killed are removed on the way."""
+    """Let commands find this process's job inside the block. Yields the reason if they cannot, which does not prevent
+    the job from running. Removes the files of launchers that were killed."""
     file = JobFile(job, os.getpid(), born(os.getpid()), coordinator, token, tuple(command), wall_time_s())
     path: Path | None = None
     problem = ""
@@ -64,8 +64,8 @@ def announced(
 
 
 def running(folder: Path | None = None) -> list[JobFile]:
-    """The jobs of this user that run here, the oldest first. Removes the files of those whose launcher is gone. Raises
-    ConfigError when the folder is not the user's alone."""
+    """Return the jobs of this user that run here, the oldest first. Removes the files of jobs whose launcher is gone.
+    Raises ConfigError when other users have access to the folder."""
     folder = read_runtime_folder() if folder is None else folder
     if not folder.exists():
         return []
@@ -74,7 +74,7 @@ def running(folder: Path | None = None) -> list[JobFile]:
         try:
             file = msgspec.json.decode(path.read_bytes(), type=JobFile)
         except (OSError, msgspec.MsgspecError):
-            continue  # gone meanwhile, or of another version: not ours to remove
+            continue  # gone meanwhile, or of another version: not to be removed here
         if is_alive(file):
             found.append(file)
         else:
@@ -84,7 +84,7 @@ def running(folder: Path | None = None) -> list[JobFile]:
 
 
 def is_alive(file: JobFile) -> bool:
-    """Whether the job's launcher still runs: the same process, not a later one of the same number."""
+    """Return whether the job's launcher still runs: the same process, not a later one of the same number."""
     try:
         os.kill(file.pid, 0)
     except ProcessLookupError:
@@ -95,7 +95,7 @@ def is_alive(file: JobFile) -> bool:
 
 
 def born(pid: int) -> int | None:
-    """When a process was started, in the kernel's ticks; None where there is no /proc, or no such process."""
+    """Return when a process was started, in the kernel's ticks; None where there is no /proc, or no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
@@ -103,7 +103,7 @@ def born(pid: int) -> int | None:
 
 
 def _private_folder(folder: Path) -> Path:
-    """The folder, made if need be. Raises ConfigError when others could read or change what is in it."""
+    """Return the folder, created if needed. Raises ConfigError when others could read or change its contents."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -117,7 +117,7 @@ def _private_folder(folder: Path) -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing, and never readable by others."""
+    """Write the whole file or no part of it, never readable by others."""
     beside = path.with_suffix(".new")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "wb") as file:

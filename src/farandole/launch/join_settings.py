@@ -1,4 +1,4 @@
-"""What the command line of a job says of agents of other machines. Used by arguments.py."""
+"""The command line options of a job for agents of other machines. Used by arguments.py."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from farandole.launch.host_list import HostSlots
 
 @dataclass(frozen=True)
 class Joining:
-    """How agents of other machines join: with the token in this file."""
+    """The way in which agents of other machines join: with the token in this file."""
 
     token: bytes = field(repr=False)
     token_file: str
 
 
 def joining(token_file: Path | None, discovery_script: str | None) -> Joining | None:
-    """Makes the file when it is missing. Raises ConfigError when it cannot be one."""
+    """Return the settings for joining agents. Creates the file when it is missing. Raises ConfigError when that
+    fails."""
     if token_file is None:
         return None
     if discovery_script is not None:
@@ -30,7 +31,7 @@ def joining(token_file: Path | None, discovery_script: str | None) -> Joining | 
 
 
 def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
-    """The hosts of --local-slots: this machine, or none."""
+    """Return the hosts of --local-slots: this machine, or none."""
     if options.token_file is None:
         raise ConfigError("--local-slots needs --token-file: nobody else could join")
     for flag, value in (
@@ -46,7 +47,8 @@ def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
 
 
 def check_address(host: str, port: int, takes_agents: bool) -> None:
-    """Where the coordinator is to listen. Raises ConfigError for what cannot be, or was not asked for clearly."""
+    """Check the address on which the coordinator will listen. Raises ConfigError for an address that cannot be used, or
+    was not clearly requested."""
     import ipaddress  # here, as below: `--help` answers at once
 
     try:

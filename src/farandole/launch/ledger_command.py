@@ -1,4 +1,4 @@
-"""`farandole ledger check DIR`: prints what a sample ledger proves. Used by cli.py; it starts without torch."""
+"""`farandole ledger check DIR`: prints the findings about a sample ledger. Used by cli.py; it starts without torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXACT, NOT_EXACT = 0, 1
 
 
 def ledger_command(arguments: Sequence[str]) -> int:
-    """EXACT, NOT_EXACT, or USAGE_ERROR where there is no ledger that could be checked. Raises SystemExit as argparse
-    does."""
+    """Run the command. Return EXACT, NOT_EXACT, or USAGE_ERROR where there is no ledger to check. Raises SystemExit as
+    argparse does."""
     options = _parser().parse_args(arguments)
     from farandole.ledger.findings import as_json, in_words
-    from farandole.ledger.proving import prove  # with numpy, which `farandole run --help` should not wait for
+    from farandole.ledger.proving import prove  # with numpy, for which `farandole run --help` should not wait
     from farandole.ledger.reading import Folder
 
     try:

@@ -1,4 +1,4 @@
-"""The folder that `--sample-ledger` names, made ready before any worker starts. Used by arguments.py."""
+"""The folder of `--sample-ledger`, prepared before any worker starts. Used by arguments.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from farandole.errors import ConfigError
 
 
 def ready_ledger_folder(folder: Path, may_hold_records: bool = False) -> Path:
-    """Its absolute path. Raises ConfigError where nothing can be written, and, unless `may_hold_records` because
-    this job continues the one that they are of, where there are records already."""
+    """Prepare the folder and return its absolute path. Raises ConfigError where it is not writable, and where it has
+    records already, unless `may_hold_records` because this job continues their job."""
     try:
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Bytes cut into the lines that a person would have seen on a terminal. Pure; used by process.py.
+"""The division of bytes into the lines that a terminal would have shown. Pure; used by process.py.
 
-Progress bars redraw one line again and again with carriage returns. Several workers cannot redraw in place on
-one terminal, so a line that is being redrawn is passed on as a line of its own every few seconds, and once
-more when it is complete.
+Progress bars redraw one line again and again with carriage returns. Several workers cannot redraw in place on one
+terminal, so a line that is being redrawn is passed on as a separate line every few seconds, and once more when it is
+complete.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 LONGEST_LINE_BYTES = 1 << 16
-"""A longer line is passed on in pieces of this size: nobody may fill the agent's memory with one line."""
+"""A longer line is passed on in pieces of this size: one line must not fill the agent's memory."""
 
 REDRAW_S = 5.0
 """A line that is redrawn with carriage returns is passed on at most this often before it is complete."""
 
 
 class LineSplitter:
-    """Lines come without their ends. The bytes of a line are not changed; what a carriage return (other than
-    one before a newline) overwrites is left out."""
+    """Splits bytes into lines without their ends. The bytes of a line are not changed; text that a carriage return
+    (other than one before a newline) overwrites is dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -26,14 +26,14 @@ class LineSplitter:
 
     @property
     def unfinished(self) -> bytes:
-        """What has been written of the line that has no end yet."""
+        """The text so far of the line that has no end yet."""
         return _visible(self._rest)
 
     def feed(self, data: bytes, now_s: float) -> list[bytes]:
-        """The lines that `data` completes, and perhaps one that is being redrawn."""
+        """Return the lines that `data` completes, and perhaps one that is being redrawn."""
         *complete, rest = (self._rest + data).split(b"\n")
         lines = [piece for line in complete for piece in _pieces(_visible(line))]
-        # The last carriage return may be half of a line's end: only what has text behind it is overwritten.
+        # The last carriage return may be half of a line's end: only text before one with text after it is overwritten.
         overwritten, carriage_return, _ = rest.rstrip(b"\r").rpartition(b"\r")
         if carriage_return:
             rest = rest[len(overwritten) + 1 :]
@@ -48,13 +48,13 @@ class LineSplitter:
         return lines
 
     def end(self) -> list[bytes]:
-        """The stream has ended: its last line, if that has no end."""
+        """Return the last line at the end of the stream, if that line has no end."""
         unfinished, self._rest = self.unfinished, b""
         return [unfinished] if unfinished else []
 
 
 def _visible(line: bytes) -> bytes:
-    """What is left of a line on a terminal after its carriage returns."""
+    """Return the text that remains of a line on a terminal after its carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

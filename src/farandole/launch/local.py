@@ -46,23 +46,23 @@ async def run_local(
     joining: Joining | None = None,
     fork_server: ForkServerUse = "off",
 ) -> Outcome:
-    """Run `command` as the job's workers until the job has ended; nothing of it is left then, whatever was
+    """Run `command` as the job's workers until the job has ended; none of its processes is left then, whatever was
     raised. In the main thread the first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM
     at once.
 
     hosts              where workers run, in the order of their ranks: each name is a host of its own, and all of
-                       them have to mean this machine. Or who finds that out again and again. None: localhost, with
-                       as many slots as the job may ever need.
-    host, port         where the coordinator listens; port 0 lets the system choose
-    extra_environment  what the workers' environment has beside this process's own
-    origin             where the job's numbers begin; given when it writes checkpoints
-    joining            whom else may offer slots; given when config.takes_agents
+                       them must refer to this machine. Or a repeated discovery. None: localhost, with as many slots as
+                       the job may ever need.
+    host, port         the address of the coordinator; port 0 lets the system choose
+    extra_environment  variables of the workers in addition to those of this process
+    origin             the beginning of the job's numbers; given when it writes checkpoints
+    joining            the other agents that may offer slots; given when config.takes_agents
     fork_server        whether replacements are forked by a process that has imported torch. While it makes one, this
                        process becomes the parent of its descendants' orphans
 
-    Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots
-    than workers are asked for, when they cannot be found out the first time, and when this process may not open as many
-    files as the job needs.
+    Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots than
+    the requested workers, when the first discovery fails, and when this process may not open as many files as the job
+    needs.
     """
     watch: HostWatch | None = None
     if hosts is None or isinstance(hosts, tuple):
@@ -170,7 +170,7 @@ async def _run_all(
     takes_agents: bool,
 ) -> Outcome:
     def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
-        if not takes_agents:  # else the job uses whatever its agents offer
+        if not takes_agents:  # else the job uses all slots that its agents offer
             coordinator.offer({each.name: each.slots for each in hosts}, may_change=watch is not None)
         agents.follow(hosts)
 
@@ -184,7 +184,7 @@ async def _run_all(
         await agents.gone()
         return serving.result()
     except asyncio.CancelledError:
-        # Said to all, as after a signal: an agent whose coordinator is just gone has to take that for a fault.
+        # Announced to all, as after a signal: an agent that loses its coordinator has to treat that as a fault.
         coordinator.request_stop(now=False, reason="the launcher was interrupted")
         await agents.gone()
         raise
@@ -200,7 +200,7 @@ def _ending_on_signals(
     coordinator: Coordinator, agents: LocalAgents, on_event: Callable[[Event], None], grace_s: float
 ) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # farandole.run(): signals are the business of the program that called it
+        yield  # farandole.run(): signals are handled by the calling program
         return
 
     was_sent = False

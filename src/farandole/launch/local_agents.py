@@ -1,7 +1,7 @@
-"""An agent for each host of a job, where all the hosts' names mean this machine. Used by local.py.
+"""The agents of a job on this machine, one for each host name; all names refer to this machine. Used by local.py.
 
-This is what an engine does: it gives the job agents, on the hosts that it is told to follow. It decides nothing:
-an agent goes when the coordinator dismisses it or the job ends.
+This is the task of an engine: it starts agents on the hosts that it is told to follow. It decides nothing: an agent
+ends when the coordinator dismisses it or the job ends.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from farandole.events import Event, HostDrained, HostUndrained
 from farandole.launch.agent import Agent, EndOfService
 from farandole.launch.host_list import HostSlots, is_this_machine
 
-_AGAIN_S = 1.0  # until an agent that ended without being dismissed is started anew
+_AGAIN_S = 1.0  # until an agent that ended without being dismissed is started again
 
 
 def refuse_other_machines(hosts: Iterable[HostSlots]) -> None:
-    """Raises ConfigError when a host is not this machine. May take seconds, to ask the name service."""
+    """Raise ConfigError when a host is not this machine. May take seconds, for the name service."""
     others = [host.name for host in hosts if not is_this_machine(host.name)]
     if others:
         raise ConfigError(why_refused(", ".join(others)))
 
 
 def why_refused(name: str) -> str:
-    """What is said of a host that is another machine."""
+    """Return the message about a host that is another machine."""
     return (
         f"host {name} is another machine, where nothing is started from here: start the job with --host ADDRESS and "
         "--token-file FILE, and there: farandole agent --join ADDRESS:PORT --slots N --token-file COPY"
@@ -33,9 +33,9 @@ def why_refused(name: str) -> str:
 
 
 class LocalAgents:
-    """Made and used on one event loop.
+    """The agents of a job, used on one event loop.
 
-    `make_agent` makes the agent of one host. `is_over`: whether the job has ended.
+    `make_agent` makes the agent of one host. `is_over` returns whether the job has ended.
     """
 
     def __init__(self, make_agent: Callable[[HostSlots], Agent], is_over: Callable[[], bool]) -> None:
@@ -46,22 +46,22 @@ class LocalAgents:
         self._drained: set[str] = set()
         self._wanted_again: set[str] = set()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends with the error when an agent failed itself."""
+        """Fails with the error when an agent itself has failed."""
 
     def follow(self, hosts: Iterable[HostSlots]) -> None:
-        """Each of these hosts gets an agent, if it has none. Agents of other hosts go once they are dismissed. A host
-        that was drained stays so until it has been gone."""
+        """Start an agent for each of these hosts that has none. Agents of other hosts end once they are dismissed. A
+        host that was drained stays so until it has been removed."""
         self._wanted = {host.name: host for host in hosts}
         self._drained &= self._wanted.keys()
         self._start_missing()
 
     def hear(self, event: Event) -> None:
-        """What the coordinator decided: a host that is undrained gets an agent again."""
+        """Follow an event of the coordinator: a host that is undrained gets an agent again."""
         if isinstance(event, HostDrained):
             self._wanted_again.discard(event.host)
         elif isinstance(event, HostUndrained):
             self._drained.discard(event.host)
-            self._wanted_again.add(event.host)  # for an agent that is about to go
+            self._wanted_again.add(event.host)  # for an agent that is about to end
             self._start_missing()
 
     def kill_workers(self) -> None:
@@ -70,14 +70,14 @@ class LocalAgents:
             agent.kill_workers()
 
     async def gone(self) -> None:
-        """When the job is over: returns once all agents have ended, which they do when they hear of it."""
+        """Wait, when the job is over, until all agents have ended, which they do when they are told."""
         while self._lives:
             await asyncio.wait([self.broken, *self._lives.values()], return_when=asyncio.FIRST_COMPLETED)
             if self.broken.done():
                 self.broken.result()
 
     async def close(self) -> None:
-        """Nothing of the agents is left when this returns."""
+        """End all agents; none is left when this returns."""
         lives = list(self._lives.values())
         for life in lives:
             life.cancel()
@@ -91,7 +91,7 @@ class LocalAgents:
                 self._lives[name].add_done_callback(self._on_life_over)
 
     async def _live(self, name: str) -> None:
-        """The agents of one host, one after the other."""
+        """Run the agents of one host, one after the other."""
         try:
             while name in self._wanted and not self._is_over():
                 self._agents[name] = self._make_agent(self._wanted[name])

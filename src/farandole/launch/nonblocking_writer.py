@@ -1,5 +1,5 @@
-"""Writing that never makes the event loop wait: for a terminal after Ctrl-S, a pager that nobody scrolls, a
-slow disk. Used by output.py and report.py.
+"""Writing that never blocks the event loop: for a terminal after Ctrl-S, a pager without input, a slow disk. Used by
+output.py and report.py.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import BinaryIO, Generic, TextIO, TypeVar, cast
 from farandole.readiness import can_write
 
 BACKLOG_BYTES = 64 << 20
-"""So much may wait to be written. What comes on top is dropped: training does not stop for its output."""
+"""Bytes that may wait to be written. Further data is dropped: training does not stop for its output."""
 
 CLOSE_S = 5.0
-"""At the end of a job the last lines may take this long."""
+"""Seconds that the last lines may take at the end of a job."""
 
 OWN_PREFIX = "[farandole] "
-"""What we say ourselves begins with this; what workers print begins with their rank."""
+"""Prefix of the launcher's own messages; the workers' output begins with their rank."""
 
 Target = TypeVar("Target")
 
 
 class BackgroundWriter(Generic[Target]):
-    """Calls `write(target, data)` in a thread of its own, in the order of `put`; pieces that follow each
-    other to the same target are joined. `write` must not raise. `on_dropped(bytes)` is called in that thread
-    when writing goes on after pieces had to be dropped."""
+    """Calls `write(target, data)` in a thread of its own, in the order of `put`; pieces that follow each other to the
+    same target are joined. `write` must not raise. `on_dropped(bytes)` is called in that thread when writing continues
+    after pieces had to be dropped."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class BackgroundWriter(Generic[Target]):
             self._changed.notify()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Whether all was written within `timeout_s`; the thread is left behind otherwise. Idempotent."""
+        """Finish, and return whether all was written within `timeout_s`; otherwise the thread is abandoned.
+        Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -72,9 +73,9 @@ class BackgroundWriter(Generic[Target]):
                 self._on_dropped(dropped_bytes)
 
     def _take(self) -> tuple[list[tuple[Target, bytes]], int] | None:
-        """All that waits, as soon as anything does, and how much was dropped; None at the end."""
+        """Return all waiting data, as soon as there is any, and how much was dropped; None at the end."""
         with self._changed:
-            # No deadline: the thread has nothing else to do, and `close` always wakes it.
+            # Without a deadline: the thread has nothing else to do, and `close` always wakes it.
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if not self._waiting:
                 return None
@@ -84,8 +85,8 @@ class BackgroundWriter(Generic[Target]):
 
 
 def unbuffered(stream: TextIO) -> BinaryIO:
-    """The bytes' way into a text stream, without buffers on it: a thread that is blocked in a buffered write
-    holds a lock that the interpreter wants when it exits."""
+    """Return the unbuffered byte stream of a text stream: a thread that is blocked in a buffered write holds a lock
+    that the interpreter needs when it exits."""
     stream.flush()
     binary = getattr(stream, "buffer", None)
     if binary is None:  # a notebook's
@@ -95,7 +96,7 @@ def unbuffered(stream: TextIO) -> BinaryIO:
 
 
 class _TextOnly:
-    """Takes bytes for a stream that takes text only."""
+    """Takes bytes for a stream that accepts text only."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -107,11 +108,11 @@ class _TextOnly:
 
 
 def write_all(raw: BinaryIO, data: bytes) -> None:
-    """Write all of `data`, waiting for as long as that takes. Raises OSError."""
+    """Write all of `data`, and wait as long as needed. Raises OSError."""
     rest = memoryview(data)
     while rest:
         written: int | None = raw.write(rest)
-        if written is None:  # some other process has made our terminal non-blocking
+        if written is None:  # another process has made our terminal non-blocking
             can_write(raw, within_s=1.0)
         else:
             rest = rest[written:]

@@ -1,4 +1,4 @@
-"""What the workers print: each line with its rank in front, and on request in files. Used by agent.py."""
+"""The output of the workers: each line with its rank in front, and on request in files. Used by agent.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the workers' output goes beside the terminal, and how it looks there.
+    """The files for the workers' output beside the terminal, and its format.
 
     directory         for files by rank; made when it is missing
     prefix_timestamp  the local time in front of each line
@@ -39,17 +39,17 @@ class OutputOptions:
 
 
 def output_options(config: JobConfig, directory: str | Path | None, prefix_timestamp: bool) -> OutputOptions:
-    """Those of a job of this size. Raises ConfigError when no files can be written to the directory."""
+    """Return the options for a job of this size. Raises ConfigError when no files can be written to the directory."""
     digits = len(str((config.max_np or config.num_proc) - 1))
     return OutputOptions(None if directory is None else Path(directory), prefix_timestamp, digits)
 
 
 class OutputSink:
-    """Shows the lines of all workers: `[2] loss 0.31` is from rank 2, `[w3] ...` from worker w3 before it has
-    a rank. Lines of stderr go to `stderr`; the streams are sys.stdout and sys.stderr unless given.
+    """Shows the lines of all workers: `[2] loss 0.31` is from rank 2, `[w3] ...` from worker w3 before it has a rank.
+    Lines of stderr go to `stderr`; the streams are sys.stdout and sys.stderr unless given.
 
-    To be used on a running event loop; no call waits for the terminal or the disk. Trouble with either is
-    said once and does not stop the job.
+    Use it on a running event loop; no call waits for the terminal or the disk. An error of either is reported once and
+    does not stop the job.
     """
 
     def __init__(self, options: OutputOptions, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
@@ -69,18 +69,19 @@ class OutputSink:
         )
 
     def expected(self, worker: str, rank: int) -> None:
-        """`worker` will most likely get this rank. If it ends without one, its files are those of this rank."""
+        """Note the rank that `worker` will most likely get. If it ends without a rank, its files are those of this
+        rank."""
         self._expected[worker] = rank
 
     def placed(self, worker: str, rank: int) -> None:
-        """From now on the lines of `worker` are those of this rank; in the files also what it has said before."""
+        """Assign the lines of `worker` to this rank from now on; in the files also its earlier lines."""
         is_first = worker not in self._ranks
         self._ranks[worker] = rank
         if is_first:
             self._move_files(worker, rank)
 
     def line(self, worker: str, stream: str, data: bytes) -> None:
-        """A line of "stdout" or "stderr", without its end."""
+        """Show a line of "stdout" or "stderr", without its end."""
         if self._file_writer is not None:
             folder = self._rank_folder(self._ranks[worker]) if worker in self._ranks else worker
             self._file_writer.put(RankFile(folder, stream), data + b"\n")
@@ -92,14 +93,14 @@ class OutputSink:
         self._set_release_timer()
 
     def closed(self, worker: str) -> None:
-        """The worker has ended and all its lines have come."""
+        """Finish a worker that has ended and whose lines have all come."""
         self._show(worker, "stderr", self._folder.release(worker, self._label(worker)))
         rank, expected = self._ranks.pop(worker, None), self._expected.pop(worker, None)
         if rank is None and expected is not None:
             self._move_files(worker, expected)
 
     def close(self) -> None:
-        """Show and write what is left; waits for that, but not for ever. Idempotent."""
+        """Show and write the remaining lines; waits for that with a time limit. Idempotent."""
         if self._release_timer is not None:
             self._release_timer.cancel()
         self._release_due(float("inf"))
@@ -153,7 +154,7 @@ class OutputSink:
             return
         try:
             write_all(self._streams[stream], data)
-        except OSError:  # `farandole run ... | head`, or the terminal is gone: nobody is left to be told
+        except OSError:  # `farandole run ... | head`, or the terminal is gone: there is no reader to be told
             self._unwritable.add(stream)
 
     def _on_console_dropped(self, dropped_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""One worker's process: start it, read what it prints, know of its exit at once, end it. Used by agent.py.
+"""The process of a worker: start it, read its output, detect its exit at once, end it. Used by agent.py.
 
-A worker is the leader of a session and of a process group of its own. The group is killed the moment the
-leader has exited: forked loader processes hold copies of a dead worker's sockets, and its peers would not see
-the end of their connections before those are gone too.
+A worker is the leader of a session and of a process group of its own. The group is killed the moment the leader has
+exited: forked loader processes hold copies of a dead worker's sockets, and its peers would not see the end of their
+connections before those are gone too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from farandole.launch.lines import LineSplitter
 from farandole.launch.stopped import is_stopped
 
 LAST_LINES = 20
-"""So many lines of the end of a worker's stderr are kept for the report of its exit."""
+"""Number of the last lines of a worker's stderr that are kept for the report of its exit."""
 
 DRAIN_S = 0.5
-"""A process that escaped from the group can hold the pipes open for ever; nobody listens longer than this."""
+"""Seconds after the exit for which the pipes are read: an escaped process can hold them open for ever."""
 
 _READ_BYTES = 1 << 16
 _READS_AT_EXIT = 16  # a pipe holds 64 KiB; the bound is for an escaped process that never stops writing
@@ -40,10 +40,11 @@ async def spawn(argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[
 
 
 class WorkerProcess:
-    """Made on a running event loop, right after the child was started. `on_line` as in `spawn`."""
+    """A worker's process. Create it on a running event loop, right after the child was started. `on_line` as in
+    `spawn`."""
 
     def __init__(self, child: Child, on_line: Callable[[str, bytes], None]) -> None:
-        self.pid = child.pid  # of the group's leader, and so the group's number too
+        self.pid = child.pid  # of the group's leader, and so also the group's number
         self._child, self._on_line = child, on_line
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
@@ -61,23 +62,22 @@ class WorkerProcess:
         return tuple(line.decode("utf-8", "backslashreplace") for line in lines[-LAST_LINES:])
 
     async def wait(self) -> int:
-        """The exit code as subprocess gives it (negative for a signal), once the process is gone and reaped
-        and its group was killed. Does not wait for the output of processes that are left: see
-        `wait_for_output`."""
+        """Return the exit code as subprocess gives it (negative for a signal), once the process is gone and reaped and
+        its group was killed. Does not wait for the output of remaining processes: see `wait_for_output`."""
         return await asyncio.shield(self._exit)
 
     async def wait_for_output(self) -> None:
-        """Until `on_line` has had its last line, which is DRAIN_S after the exit at the latest."""
+        """Wait until `on_line` has had its last line, which is DRAIN_S after the exit at the latest."""
         await asyncio.shield(self._stdout.ended)
         await asyncio.shield(self._stderr.ended)
 
     def terminate(self, grace_s: float, worker_pid: int | None = None) -> None:
         """Ask the worker to end with SIGTERM; kill its group when it still lives after `grace_s` seconds.
 
-        worker_pid  the process that called init(), as its Hello says. It alone gets the signal: its loader
-                    processes must go on serving it until it has left, and a shell around it
+        worker_pid  the process that called init(), as reported by its Hello. It alone gets the signal: its loader
+                    processes must continue to serve it until it has left, and a shell around it
                     (`bash train.sh`) would neither pass the signal on nor outlive it.
-                    None: nobody called init(), so there is nothing to leave in order; all processes get it.
+                    None: no process called init(), so there is no job to leave; all processes get it.
         """
         if self._exit.done():
             return
@@ -92,13 +92,13 @@ class WorkerProcess:
         self._kill_within(grace_s)
 
     def is_stopped(self, worker_pid: int | None = None) -> bool:
-        """Whether a signal has stopped it, or `worker_pid`, which is as in `terminate`."""
+        """Return whether a signal has stopped the process, or `worker_pid`, which is as in `terminate`."""
         return is_stopped(self.pid) or (
             worker_pid is not None and self._is_member(worker_pid) and is_stopped(worker_pid)
         )
 
     def kill(self) -> None:
-        """SIGKILL for the whole group. Idempotent."""
+        """Send SIGKILL to the whole group. Idempotent."""
         if not self._exit.done():
             self._signal_group(signal.SIGKILL)
 
@@ -156,13 +156,13 @@ class _OutputPipe:
         return self._splitter.unfinished
 
     def read_rest(self) -> None:
-        """Read what is there, without waiting for more."""
+        """Read the available data, without waiting for more."""
         for _ in range(_READS_AT_EXIT):
             if self.ended.done() or not self._read():
                 return
 
     def close(self) -> None:
-        """Hand on the last line and listen no more. Idempotent."""
+        """Pass on the last line and stop listening. Idempotent."""
         if not self.ended.done():
             self._loop.remove_reader(self._file.fileno())
             self._file.close()
@@ -170,7 +170,7 @@ class _OutputPipe:
             self._hand_on(self._splitter.end())
 
     def _read(self) -> bool:
-        """Read once; False when there was nothing."""
+        """Read once; return False when there was no data."""
         try:
             data = os.read(self._file.fileno(), _READ_BYTES)
         except BlockingIOError:
@@ -187,8 +187,8 @@ class _OutputPipe:
 
 
 def _watch_exit(child: Child, on_exit: Callable[[], None]) -> None:
-    """Call `on_exit` on the event loop once the process has exited; it is not reaped yet where that can
-    be."""
+    """Call `on_exit` on the event loop once the process has exited; it is not reaped yet where the system allows
+    that."""
     loop = asyncio.get_running_loop()
     try:
         descriptor = os.pidfd_open(child.pid)

@@ -1,5 +1,5 @@
-"""Commands of the form `python [options] script.py ...` and `python [options] -m module ...`, taken apart. Pure.
-A fork server can do what they do; spawner.py asks."""
+"""The analysis of commands of the form `python [options] script.py ...` and `python [options] -m module ...`. Pure. A
+fork server can replace them; spawner.py asks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Options that mean the same for a server that runs another script first. Not -c, -i, -x and those that only tell.
+# Options that mean the same for a server that runs another script first. Not -c, -i, -x and those that only print.
 _FLAGS = re.compile(r"-[bBdEIOPqsSuv]+")
 _WITH_VALUE = re.compile(r"-[bBdEIOPqsSuv]*[WX]")
 _MODULE = re.compile(r"-[bBdEIOPqsSuv]*m")
@@ -15,7 +15,8 @@ _MODULE = re.compile(r"-[bBdEIOPqsSuv]*m")
 
 @dataclass(frozen=True)
 class PythonCommand:
-    """`target` is what follows the interpreter's options: a script, or "-m" and a module; then its arguments."""
+    """A Python command. `target` is the part after the interpreter's options: a script, or "-m" and a module; then its
+    arguments."""
 
     python: str
     options: tuple[str, ...]
@@ -23,7 +24,7 @@ class PythonCommand:
 
 
 def python_command(command: Sequence[str]) -> PythonCommand | None:
-    """None for a command that is anything else, as far as its words tell."""
+    """Return None for any other command, as far as its words tell."""
     if not command or not re.fullmatch(r"python[0-9.]*", command[0].rpartition("/")[2]):
         return None
     options, rest = list[str](), list(command[1:])

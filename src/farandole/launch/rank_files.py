@@ -1,7 +1,7 @@
-"""What the workers print, in files: `rank.N/stdout` and `rank.N/stderr`, the layout of Horovod's
---output-filename. Used by output.py, in its writer thread.
+"""The workers' output in files: `rank.N/stdout` and `rank.N/stderr`, the layout of Horovod's --output-filename. Used by
+output.py, in its writer thread.
 
-What a worker prints before it has a rank is in `wN/` until then.
+The output of a worker before it has a rank is in `wN/` until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RankFile:
-    """Where lines go."""
+    """The file for lines."""
 
     folder: str
     stream: str
@@ -28,7 +28,7 @@ class RankFile:
 
 @dataclass(frozen=True)
 class Move:
-    """What is in folder `old` of a stream belongs to the end of that in folder `new`."""
+    """A move: the contents of folder `old` of a stream go to the end of that in folder `new`."""
 
     old: str
     new: str
@@ -46,7 +46,7 @@ def make_writable(directory: Path) -> None:
 
 
 class RankFiles:
-    """Appends to files below `directory`; a replacement goes on in the files of the worker it replaces."""
+    """Appends to files below `directory`; a replacement continues in the files of the worker that it replaces."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -57,8 +57,7 @@ class RankFiles:
         write_all(self._open(target), data)
 
     def move(self, asked: Move) -> None:
-        """If anything was appended to the old file, it is in the new one afterwards, and the old one is gone. Raises
-        OSError."""
+        """Append the old file, if it has any data, to the new one, and remove the old one. Raises OSError."""
         old, new = RankFile(asked.old, asked.stream), RankFile(asked.new, asked.stream)
         file = self._files.pop(old, None)
         if file is None:

@@ -1,4 +1,4 @@
-"""An agent that joins the job of another machine, serves it, and joins again when it was lost. Used by
+"""A remote agent: it joins the job of another machine, serves it, and joins again when it was lost. Used by
 agent_command.py."""
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _AGAIN_S = 0.5  # between two attempts to join
 
 
 class CannotJoin(FarandoleError):
-    """No coordinator took this agent, for as long as it was to try."""
+    """No coordinator accepted this agent within the time for its attempts."""
 
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """What a joining agent is told; all else it hears from the coordinator.
+    """The options of a joining agent; the coordinator sends all others.
 
-    retry_s  how long it tries to join, at the beginning and after it was lost
-    folder   where workers run; None: where the job's do
-    grace_s  from the request to end until workers are killed; None: the job's
+    retry_s  seconds for which it tries to join, at the beginning and after it was lost
+    folder   the workers' working directory; None: the job's
+    grace_s  seconds from the request to end until workers are killed; None: the job's
     """
 
     coordinator: Address
@@ -48,7 +48,8 @@ class JoinOptions:
 
 
 class JoiningAgent:
-    """Made and run on one event loop: `await run()`. When that returns or raises, no worker is left."""
+    """A joining agent, created and run on one event loop: `await run()`. When that returns or raises, no worker is
+    left."""
 
     def __init__(self, options: JoinOptions, on_event: Callable[[Event], None]) -> None:
         self._options, self._on_event = options, on_event
@@ -59,8 +60,8 @@ class JoiningAgent:
         self._was_hung_up_on = False  # at the last attempt, when the token had been proved
 
     async def run(self) -> Service:
-        """Serve until the job has ended or this host is left. Raises CannotJoin, and ConfigError for what would be no
-        better at another attempt."""
+        """Serve until the job has ended or this host is left. Raises CannotJoin, and ConfigError for errors that
+        another attempt would not change."""
         self._run = asyncio.create_task(self._serve_again_and_again())
         try:
             return await self._run
@@ -71,7 +72,7 @@ class JoiningAgent:
             raise
 
     def leave(self, reason: str, now: bool = False) -> None:
-        """Leave the job in good order, or `now`; where there is nothing to leave, at once."""
+        """Leave the job in an orderly way, or `now`; at once if this agent has not joined."""
         is_first, self._is_leaving = not self._is_leaving, True
         if self._agent is None:
             if self._run is not None:
@@ -105,7 +106,7 @@ class JoiningAgent:
             self._on_event(AgentRejoins(str(self._options.coordinator), service.reason))
 
     async def _join(self) -> tuple[Channel[ToAgent], Welcome]:
-        """Until it is welcomed, or the time is over."""
+        """Try to join until the agent is welcomed, or the time is over."""
         deadline_s, last = now_s() + self._options.retry_s, ""
         while True:
             try:
@@ -160,7 +161,7 @@ class JoiningAgent:
         return channel, answer
 
     def _config(self, welcome: Welcome) -> AgentConfig:
-        """Raises OSError when the job's folder cannot be entered. Enters it: workers inherit it."""
+        """Return the configuration, and enter the job's folder: workers inherit it. Raises OSError when that fails."""
         options = self._options
         os.chdir(options.folder or welcome.folder)
         return AgentConfig(
@@ -183,7 +184,7 @@ class JoiningAgent:
 
 
 class _NotNow(Exception):
-    """Refused for a reason that may pass."""
+    """The agent was refused for a reason that may pass."""
 
 
 def _in_words(error: Exception, address: Address) -> str:

@@ -1,4 +1,4 @@
-"""What workers of other machines print, shown like that of workers of this one. Used by local.py."""
+"""The output of workers of other machines, shown like that of workers of this one. Used by local.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farandole.messages import OutputMessage, WorkerPrinted, WorkerRanked, Worke
 
 
 class RemoteOutput:
-    """Call it with an agent and what it says of its workers' output; with None when it will say nothing more."""
+    """Call it with an agent and its message about its workers' output; with None when no more will come."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

@@ -1,5 +1,4 @@
-"""What a job tells the person who started it: a line when something happens, and at the end what came of it.
-Used by cli.py."""
+"""The launcher's messages to the user: a line for each event, and the result at the end. Used by cli.py."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ from farandole.events import (
 )
 from farandole.launch.nonblocking_writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 
-_LAST_LINES = 5  # of a lost worker's stderr; all that there are when verbose
+_LAST_LINES = 5  # of a lost worker's stderr; all of them when verbose
 _NO_HOROVOD = "ModuleNotFoundError: No module named 'horovod'"
 _TRACEBACK = "Traceback (most recent call last):"
-# Only when verbose; of the end, `ended` tells.
+# Only when verbose; `ended` reports the end.
 _DETAILS = (
     AgentJoined,
     ForkServerReady,
@@ -53,8 +52,8 @@ class Loudness(IntEnum):
 
 
 class Report:
-    """Writes to `stream`, without ever waiting for it before `close`. Call `started`, `on_event` for each
-    event, `ended`, `close`."""
+    """Writes to `stream`, without waiting for it before `close`. Call `started`, `on_event` for each event, `ended`,
+    `close`."""
 
     def __init__(
         self, stream: TextIO, loudness: Loudness = Loudness.NORMAL, clock: Callable[[], float] = now_s
@@ -65,13 +64,13 @@ class Report:
         self._started_s = clock()
         self._generations = self._losses = 0
         self._members = set[str]()  # of all generations
-        self._newcomers = set[str]()  # those that came after the first one
+        self._newcomers = set[str]()  # members that came after the first generation
         self._raised: set[str] = set()
         self._is_cut_short = False
         self._lacks_horovod = False
 
     def started(self, config: JobConfig, command: Sequence[str]) -> None:
-        """The job is about to begin."""
+        """Report that the job is about to begin."""
         self._started_s = self._clock()
         if self._loudness >= Loudness.NORMAL:
             most = "" if config.max_np is None else f", at most {config.max_np}"
@@ -80,7 +79,7 @@ class Report:
             self._say(f"{workers} to run {shlex.join(command)}")
 
     def on_event(self, event: Event) -> None:
-        """Something happened."""
+        """Report an event."""
         self._remember(event)
         if not self._is_wanted(event):
             return
@@ -92,7 +91,7 @@ class Report:
             self._say(event.line())
 
     def ended(self, exit_code: int, reason: str) -> None:
-        """The job is over: what came of it. `reason` is a whole sentence."""
+        """Report the result of a job that is over. `reason` is a whole sentence."""
         counts = (
             _count(self._generations, "generation"),
             f"{_count(self._losses, 'worker')} lost",
@@ -107,15 +106,15 @@ class Report:
             self._say("a script written for Horovod: start it with farandole run --horovod")
 
     def note(self, text: str) -> None:
-        """Something that the person who started the job should know; also when quiet."""
+        """Show a note to the user; also when quiet."""
         self._say(text)
 
     def error(self, text: str) -> None:
-        """The job could not be run."""
+        """Report that the job could not be run."""
         self._say(text)
 
     def close(self) -> None:
-        """Write what is left; waits for that, but not for ever. Idempotent."""
+        """Write the remaining lines; waits for that with a time limit. Idempotent."""
         self._writer.close()
 
     def _remember(self, event: Event) -> None:
@@ -140,8 +139,8 @@ class Report:
         return event.level == "warning" or self._loudness == Loudness.NORMAL
 
     def _last_words(self, event: WorkerLost) -> list[str]:
-        """The end of the lost worker's stderr. Of a traceback, which was shown when it came, the last line
-        only; nothing when that was told as what the worker raised."""
+        """Return the end of the lost worker's stderr. Of a traceback, which was shown when it came, only the last line;
+        nothing when that was reported as the worker's exception."""
         lines = [line for line in event.last_lines if line.strip()]
         if self._loudness < Loudness.VERBOSE:
             is_traceback = _TRACEBACK in lines
@@ -155,10 +154,10 @@ class Report:
         self._writer.put("report", lines.encode("utf-8", "backslashreplace"))
 
     def _write(self, _: str, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more; the exit code still tells
+        with contextlib.suppress(OSError):  # the reader is gone; the exit code still tells
             write_all(self._raw, data)
 
 
 def _count(number: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
+    """Format a count: `1 worker`, `2 workers`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

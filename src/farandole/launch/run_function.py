@@ -1,4 +1,4 @@
-"""farandole.run(): a function as the workers of a job, and what it returned on each of them."""
+"""farandole.run() runs a function as the workers of a job, and returns its result on each of them."""
 
 from __future__ import annotations
 
@@ -77,29 +77,47 @@ def run(
     checkpoint_every: str = "10m",
     checkpoint_keep: int = 2,
 ) -> list[T]:
-    """Call `func(*args, **kwargs)` in each of `num_proc` workers, and give what they returned, by rank.
+    """Call `func(*args, **kwargs)` in each of `num_proc` workers, and return their results, by rank.
 
-    The function, its arguments and its results travel by cloudpickle, in a folder of the user's own; so functions of
-    a notebook or of `__main__`, closures and lambdas will do. The workers are new processes of this Python.
+    The function, its arguments and its results travel by cloudpickle, in a folder of the user's own; so functions of a
+    notebook or of `__main__`, closures and lambdas work. The workers are new processes of this Python. Parameters that
+    are not listed here are Horovod's and have no effect; to give one causes a warning.
 
-    min_num_proc       fewest workers that may go on in an elastic function; results are then those of the first so
-                       many ranks. Without it, all are needed
-    max_num_proc       most workers that may ever train
-    hosts, hostfile    "localhost:4", or a file with lines `localhost slots=4`; this machine only, so far
-    host_discovery_script, slots    a command that prints the hosts again and again; slots of those without a number
-    reset_limit, cooldown_range     as --reset-limit and --blacklist-cooldown-range
-    start_timeout, elastic_timeout  seconds, as --start-timeout and --elastic-timeout
-    output_filename, prefix_output_with_timestamp, verbose    as the flags of the same names
-    executable         another Python for the workers
-    env                what the workers' environment has beside this process's
-    checkpoint, checkpoint_every, checkpoint_keep    as --checkpoint DIR and its kin: the state of an elastic function
-                       is written there, and the next call goes on from it
-    np, min_np, max_np other names of the three numbers
-    use_gloo           asks for what happens anyway
-    The others are Horovod's and change nothing; giving one is a warning.
+    Args:
+        func: The function for the workers.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        num_proc: The number of workers.
+        min_num_proc: The fewest workers that may continue in an elastic function; the results are then those of the
+            first `min_num_proc` ranks. Without it, all are needed.
+        max_num_proc: The most workers that may ever train.
+        hosts: For example "localhost:4"; this machine only, so far.
+        hostfile: A file with lines `localhost slots=4`; this machine only, so far.
+        host_discovery_script: A command that prints the hosts; it is run repeatedly.
+        slots: The slots of hosts that the script prints without a number.
+        reset_limit: As --reset-limit.
+        cooldown_range: As --blacklist-cooldown-range.
+        start_timeout: Seconds, as --start-timeout.
+        elastic_timeout: Seconds, as --elastic-timeout.
+        output_filename: As the flag of the same name.
+        prefix_output_with_timestamp: As the flag of the same name.
+        verbose: As the flag of the same name.
+        executable: Another Python for the workers.
+        env: Variables of the workers in addition to those of this process.
+        checkpoint: As --checkpoint DIR: the state of an elastic function is written there, and the next call resumes
+            from it.
+        checkpoint_every: As --checkpoint-every.
+        checkpoint_keep: As --checkpoint-keep.
+        np, min_np, max_np: Other names of the three numbers.
+        use_gloo: Accepted; requests the default behaviour.
 
-    Raises FunctionFailed (a RuntimeError) with the traceback of the first worker that raised, ConfigError (a
-    ValueError) for arguments that cannot work, TypeError for what is no function or cannot be sent.
+    Returns:
+        The results of the workers, by rank.
+
+    Raises:
+        FunctionFailed: A worker raised; with the traceback of the first one. It is a RuntimeError.
+        ConfigError: The arguments cannot work. It is a ValueError.
+        TypeError: `func` is not a function, or cannot be sent.
     """
     if not callable(func):
         raise TypeError(f"farandole.run: the first argument is the function for the workers, got {func!r}")
@@ -149,7 +167,8 @@ def run_function(
     executable: str | None = None,
     checkpoint: CheckpointEnv | None = None,
 ) -> list[T]:
-    """As run(), for a job as `config` has it: the results of the first `config.min_np` ranks."""
+    """Run a function as run() does, for a job with this `config`, and return the results of the first `config.min_np`
+    ranks."""
     with tempfile.TemporaryDirectory(prefix="farandole-run-") as name:  # only this user can look into it
         folder = Path(name)
         (folder / "call").write_bytes(_pickled(call))
@@ -171,8 +190,8 @@ def run_function(
 def chosen_hosts(
     hosts: str | None, hostfile: str | None, script: str | None, slots: int | None, period_s: float | None = None
 ) -> Hosts:
-    """Where the workers run; the script is run again `period_s` seconds after each answer.
-    Raises ConfigError when more than one place is named, or the one cannot be read."""
+    """Return the hosts of the workers; the script is run again `period_s` seconds after each answer. Raises ConfigError
+    when more than one source is named, or the one cannot be read."""
     named = {"hosts": hosts, "hostfile": hostfile, "host_discovery_script": script}
     given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
@@ -203,13 +222,13 @@ def _result(folder: Path, rank: int, outcome: Outcome) -> Any:
             "sys.exit(0), or it called shutdown() after its rank had changed."
         )
     try:
-        # Written by our own workers, into a folder that only this user can write to.
+        # Written by our own workers, into a folder to which only this user can write.
         return pickle.loads(path.read_bytes())
     except Exception as error:
         raise FunctionFailed(f"what rank {rank} returned cannot be read here: {error}") from error
 
 
 def _first_traceback(folder: Path) -> str:
-    """The worker that raised first is most likely the cause of what the others raised."""
+    """Return the traceback of the worker that raised first: its exception most likely caused those of the others."""
     raised = sorted(folder.glob("error.*"), key=lambda path: path.stat().st_mtime_ns)
     return raised[0].read_text() if raised else ""

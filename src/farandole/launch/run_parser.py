@@ -16,14 +16,14 @@ from farandole.launch.horovod_settings import SETTINGS, Setting
 USAGE_ERROR = 2
 
 CHECKPOINT_DEFAULTS: tuple[str, int] = ("10m", 2)
-"""How often a checkpoint is written, and how many are kept."""
+"""Interval of checkpoints, and how many are kept."""
 
-# How argparse begins to say so.
+# The beginning of argparse's message about unknown options.
 _UNKNOWN_FLAGS = "unrecognized arguments: "
 _UNKNOWN_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
-# Options of horovodrun's that are taken and change nothing: flags, the option's name, what its value is called,
-# why. A value "," may be given several times, and is a list with commas.
+# Options of horovodrun that are accepted without effect: flags, the option's name, the name of its value, the reason. A
+# value "," may be given several times, and is a list with commas.
 _LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (
         ("--ssh-port", "-p"),
@@ -47,11 +47,11 @@ _LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 )
 
 WITHOUT_EFFECT: Mapping[str, str] = {name: reason for _, name, _, reason in _LAUNCHER_FLAGS}
-"""Why these options of horovodrun's change nothing, by the option's name."""
+"""The reasons why these options of horovodrun have no effect, by the option's name."""
 
 
 def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]]:
-    """The parser of `program`'s options, and how many of the next words belong to each flag that takes any."""
+    """Return the parser of `program`'s options, and how many of the next words belong to each flag with values."""
     parser = Parser(
         prog=program,
         usage=f"{program} -np N [options] command ...",
@@ -79,18 +79,18 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
 
 
 def unused_options(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """(flag, why it changes nothing) of horovodrun's own options that were given in vain."""
+    """Return (flag, reason) of horovodrun's own options that were given without effect."""
     return [(flags[0], reason) for flags, name, _, reason in _LAUNCHER_FLAGS if getattr(options, name)]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, not below a page of usage, and what may have been meant."""
+    """Reports an error in one line, without a page of usage, and suggests the intended option."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"{self.prog}: {message}{self._meant(message)}\nTry '{self.prog} --help'.\n")
 
     def _meant(self, message: str) -> str:
-        """The name that is most like one which is not known."""
+        """Return the known name that is most similar to the unknown one."""
         if message.startswith(_UNKNOWN_FLAGS):
             unknown, known = message.removeprefix(_UNKNOWN_FLAGS).split()[0], [*self._option_string_actions]
         elif found := _UNKNOWN_CHOICE.search(message):
@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _CheckBuild(argparse.Action):
-    """As --version does: tell, and end."""
+    """Print the information and end, as --version does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from farandole.launch.check_build import describe_build

@@ -1,4 +1,4 @@
-"""Where the lines of an agent's workers go: to the terminal and files of its own process (output.py), or to the
+"""The destination of the lines of an agent's workers: the terminal and files of its own process (output.py), or the
 coordinator (forwarded_output.py)."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """See OutputSink. To be called on a running event loop; no call waits."""
+    """The interface of OutputSink. Call it on a running event loop; no call waits."""
 
     def expected(self, worker: str, rank: int) -> None: ...
 

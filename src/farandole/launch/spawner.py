@@ -1,5 +1,5 @@
-"""How an agent starts its workers: in the plain way, or by a fork server that has imported torch already. One
-interface, two ways; worker_processes.py does not know which one it has."""
+"""The start of an agent's workers: in the plain way, or by a fork server that has imported torch already. Both have one
+interface; worker_processes.py does not know which one it has."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from farandole.launch.guard import Guard
 from farandole.launch.python_command import PythonCommand, python_command
 from farandole.launch.subreaper import can_adopt_orphans
 
-# The first workers have long imported all they need by then, and short jobs do without.
+# Seconds after which the first workers have finished their imports; short jobs end before.
 WARM_UP_AFTER_S = 5.0
-# A tenth of a core next to a worker that computes: 2 s of imports take some 20 s then.
+# A tenth of a core next to a computing worker: 2 s of imports take some 20 s then.
 _NICE = 10
 _MOST_SERVERS = 3
-_IMPORT_S = 60.0  # on a machine that does much else
+_IMPORT_S = 60.0  # on a busy machine
 _FIRST = asyncio.FIRST_COMPLETED
 
 
 class Spawner(Protocol):
-    """Made and used on one event loop."""
+    """Starts workers. Create and use it on one event loop."""
 
     async def spawn(self, environment: Mapping[str, str]) -> Child:
-        """A new worker. Raises OSError when it cannot be started."""
+        """Start a new worker. Raises OSError when that fails."""
         ...
 
     def training_begins(self) -> None:
-        """A generation has been started."""
+        """Note that a generation has been started."""
         ...
 
     def wait_no_longer(self) -> None:
-        """A worker that is being started has to end: what is wanted is started, however, now."""
+        """Start all requested workers now, in any way: a worker that is being started has to end."""
         ...
 
     async def close(self) -> None:
-        """Nothing is left of the spawner; workers live on, and no more of them are started."""
+        """Close the spawner; workers live on, and no further workers are started."""
         ...
 
 
 class PlainSpawner:
-    """Starts the command."""
+    """Starts the command in the plain way."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
 
     async def spawn(self, environment: Mapping[str, str]) -> Child:
-        # Not on the loop's thread, which has heartbeats to send: where cores are scarce, a program takes long to begin.
+        # Not on the loop's thread, which has heartbeats to send: where cores are scarce, a program takes long to start.
         starting = asyncio.ensure_future(asyncio.to_thread(start, self._command, worker_variables(environment)))
         try:
             return await to_its_end(starting)
         except asyncio.CancelledError:
-            if starting.exception() is None:  # nobody has the child
+            if starting.exception() is None:  # no other code holds the child
                 child = starting.result()
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
@@ -84,8 +84,8 @@ class PlainSpawner:
 
 
 class ForkingSpawner:
-    """Has a fork server, and starts in the plain way what that cannot do: without one that is ready, and workers whose
-    environment differs from the server's in what a library may have read when it was loaded.
+    """Forks workers with a fork server. It starts a worker in the plain way while no server is ready, and when the
+    worker's environment differs from the server's in a variable that a library may have read when it was loaded.
 
     guard   ends the server if the agent is killed
     """
@@ -103,10 +103,10 @@ class ForkingSpawner:
         self._python, self._environment = python, worker_variables(environment)
         self._guard, self._on_event, self._at_once = guard, on_event, at_once
         self._loop = asyncio.get_running_loop()
-        self._servers: list[ForkServer] = []  # the last one may be of use, the others were lost
+        self._servers: list[ForkServer] = []  # the last one may be usable, the others were lost
         self._starting = set[asyncio.Task[None]]()
         self._warm_up: asyncio.TimerHandle | None = None
-        self._patience: asyncio.Future[None] = self._loop.create_future()  # done when it is over
+        self._patience: asyncio.Future[None] = self._loop.create_future()  # completed when it is over
         self._is_closed = False
 
     async def spawn(self, environment: Mapping[str, str]) -> Child:
@@ -177,7 +177,7 @@ def make_spawner(
     guard: Guard,
     on_event: Callable[[Event], None],
 ) -> Spawner:
-    """The spawner of one agent, for workers whose environments begin with this one."""
+    """Return the spawner of one agent, for workers whose environments begin with this one."""
     python = forkable(command) if use != "off" else None
     if python is None or not can_adopt_orphans():
         return PlainSpawner(command)
@@ -185,8 +185,8 @@ def make_spawner(
 
 
 def forkable(command: Sequence[str]) -> PythonCommand | None:
-    """What a fork server has to do for this command; None when it would be another one. It must run under the Python
-    that Farandole runs under: about others, or programs of that name, nothing is known."""
+    """Return the command that a fork server has to run; None when it cannot. It must run under the Python that runs
+    Farandole: other interpreters, or programs of that name, are unknown."""
     python = python_command(command)
     if python is None or (program := shutil.which(python.python)) is None:
         return None

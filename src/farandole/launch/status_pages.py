@@ -1,4 +1,4 @@
-"""The pages in which this agent's workers say where they are. Used by agent.py."""
+"""The status pages through which this agent's workers report their status. Used by agent.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _DUMP_S, _DUMP_LOOK_S = 1.0, 0.02  # for a handler that needs no lock, on a mach
 
 
 class StatusPages:
-    """Made and used on one event loop. `on_exit_notice(worker)`: its main thread seems to have begun to end."""
+    """The status pages, used on one event loop. `on_exit_notice(worker)`: its main thread has apparently begun to
+    end."""
 
     def __init__(self, on_exit_notice: Callable[[str], None]) -> None:
         self._on_exit_notice = on_exit_notice
@@ -35,7 +36,7 @@ class StatusPages:
             self._deaths.start()
 
     def add(self, worker: str) -> str:
-        """Make a page for this worker: where it finds it; empty where there is none."""
+        """Create a page for this worker and return its address; empty if there is none."""
         try:
             page = StatusPage()
         except OSError:
@@ -49,19 +50,19 @@ class StatusPages:
         return self._pages.get(worker)
 
     def look(self) -> dict[str, WorkerStatus]:
-        """Where the workers are that have said so."""
+        """Return the statuses of the workers that have reported one."""
         looks = ((worker, page.look()) for worker, page in self._pages.items())
         return {worker: seen for worker, seen in looks if seen is not None}
 
     def remove(self, worker: str) -> None:
-        """Its process is gone."""
+        """Remove the page of a worker whose process is gone."""
         if self._deaths is not None:
             self._deaths.forget(worker)
         if (page := self._pages.pop(worker, None)) is not None:
             page.close()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Remove all pages. Idempotent."""
         for worker in list(self._pages):
             self.remove(worker)
         if self._deaths is not None:

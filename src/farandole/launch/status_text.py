@@ -10,7 +10,7 @@ _EVENTS_SHOWN = 8
 
 
 def in_words(status: Status) -> list[str]:
-    """Lines."""
+    """Return the status as lines of text."""
     lines = [f"job {status.job}: {_headline(status)}"]
     if status.members or status.newcomers:
         lines += ["", *_workers((*status.members, *status.newcomers))]

@@ -1,9 +1,9 @@
-"""For a moment, orphans of this process's children become its own children. For workers that a fork server makes:
-fork_server.py.
+"""Temporary adoption of orphans: for a moment, orphans of this process's children become its own children. For workers
+that a fork server forks: fork_server.py.
 
-Only for a moment, because whoever adopts has to reap, and nobody could do that safely: what a worker has put into a
-session of its own looks like a child that some other part of this process (subprocess, asyncio) waits for, and who is
-reaped by another has lost its exit code. So orphans go where they always go, unless a worker is just being made.
+Only for a moment, because the adopting process has to reap, which is not safe: a process that a worker has put into its
+own session looks like a child that another part of this process (subprocess, asyncio) waits for, and the exit code of a
+child is lost when another part reaps it. So orphans go to their usual parent, unless a worker is just being forked.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LOOK_S = 0.01
 
 _lock = threading.Lock()
 _users = 0
-_was_on = False  # somebody else has asked for it, for the whole process
+_was_on = False  # other code has enabled it, for the whole process
 
 
 def can_adopt_orphans() -> bool:
-    """Whether the system can do that."""
+    """Return whether the system supports it."""
     return _is_on() is not None
 
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Orphans come to this process meanwhile, from all its threads' children. May overlap with itself."""
+    """Adopt the orphans of all threads' children inside the block. May overlap with itself."""
     global _users, _was_on
     with _lock:
         if _users == 0:
@@ -48,8 +48,8 @@ def adopting_orphans() -> Iterator[None]:
 
 
 async def reap_group(pgid: int) -> None:
-    """Reap what is left of a group whose leader has been reaped and which was killed: its loader processes may have
-    become children of this process. Costs one call when there is nothing. Gives up on those that will not end."""
+    """Reap the rest of a group whose leader has been reaped and which was killed: its loader processes may have become
+    children of this process. Costs one call when there is none. Gives up on processes that do not end."""
     for _ in range(int(_REAP_S / _LOOK_S)):
         try:
             while os.waitpid(-pgid, os.WNOHANG)[0]:
@@ -60,7 +60,7 @@ async def reap_group(pgid: int) -> None:
 
 
 def _is_on() -> bool | None:
-    """None where there is no such thing."""
+    """Return whether it is enabled; None where the system does not support it."""
     if sys.platform != "linux":
         return None
     import ctypes
@@ -70,7 +70,7 @@ def _is_on() -> bool | None:
 
 
 def _control(option: int, argument: int) -> bool:
-    """prctl(2). Whether it worked."""
+    """Call prctl(2) and return whether it succeeded."""
     import ctypes
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -10,12 +10,12 @@ from pathlib import Path
 from farandole.errors import ConfigError
 
 SHORTEST_TOKEN = 32
-"""Characters. Whoever listens on the network may try guesses: no words, but what `farandole run` writes there."""
+"""Characters. A process on the network may guess: use no words, but a token as `farandole run` writes it."""
 
 
 def token_of_job(path: Path) -> bytes:
-    """The token in the file, which is made, for this user only, when it is not there. Raises ConfigError as read_token
-    does, and when it cannot be made."""
+    """Return the token in the file, which is created, for this user only, when it is missing. Raises ConfigError as
+    read_token does, and when the file cannot be created."""
     if not path.exists():
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -29,8 +29,8 @@ def token_of_job(path: Path) -> bytes:
 
 
 def read_token_file(path: Path) -> bytes:
-    """The token in the file (also /dev/fd/3, for one that a parent hands over). Raises ConfigError when it cannot be
-    read, can be read by others, or is too short to be one."""
+    """Return the token in the file (also /dev/fd/3, for one that a parent passes). Raises ConfigError when it cannot be
+    read, can be read by others, or is too short."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -43,7 +43,7 @@ def read_token_file(path: Path) -> bytes:
 
 
 def checked_token(text: bytes, where: str) -> bytes:
-    """A token as it was written. Raises ConfigError for one that is too short."""
+    """Return the token without surrounding blanks. Raises ConfigError for a token that is too short."""
     token = text.strip()
     if len(token) < SHORTEST_TOKEN:
         raise ConfigError(f"{where} holds {len(token)} characters, a token has at least {SHORTEST_TOKEN}")

@@ -1,4 +1,4 @@
-"""The same traceback from several workers is shown once; the others get one line that says so.
+"""Tracebacks that several workers print are shown once; the others get one line that says so.
 
 One bug in a training script makes every worker print it, mixed with the others. Pure; used by output.py.
 """
@@ -22,7 +22,7 @@ _LINKS = (
 )
 _ADDRESS = re.compile(rb"\b0x[0-9a-f]{6,}\b")
 
-# Which line was held last, and so which may come next.
+# The kind of the line held last, and so of the lines that may follow.
 _Place: TypeAlias = Literal["frames", "exception", "blank", "link", "blank after link"]
 
 
@@ -37,7 +37,7 @@ class _Block:
     summary: bytes = b""
 
     def take(self, line: bytes) -> bool:
-        """Whether `line` goes on with the traceback; it is held then."""
+        """Hold `line` if it continues the traceback, and return whether it does."""
         place = self._place_of(line)
         if place is None or len(self.lines) >= _LONGEST_LINES:
             return False
@@ -66,15 +66,15 @@ class _Block:
 
 
 class TracebackFolder:
-    """Takes the lines of all workers' stderr and gives back those to show: all of them, in the order of each
-    worker, but for tracebacks that another worker has shown before."""
+    """Takes the lines of all workers' stderr and returns those to show: all of them, in the order of each worker,
+    except tracebacks that another worker has shown before."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Block] = {}
         self._shown: dict[bytes, tuple[str, str]] = {}  # normalised text: worker and label that showed it
 
     def feed(self, worker: str, label: str, line: bytes, now_s: float) -> list[bytes]:
-        """The lines of `worker` to show now. `label` is how a person knows it at the moment."""
+        """Return the lines of `worker` to show now. `label` is its current name for the user."""
         block = self._held.get(worker)
         if block is not None and block.take(line):
             block.deadline_s = now_s + HOLD_S
@@ -87,7 +87,7 @@ class TracebackFolder:
         return lines
 
     def release(self, worker: str, label: str) -> list[bytes]:
-        """No more lines are to be waited for: what is held of `worker`, to show now."""
+        """Return the held lines of `worker` to show now: no more lines are awaited."""
         block = self._held.pop(worker, None)
         if block is None:
             return []
@@ -105,8 +105,8 @@ class TracebackFolder:
         return [b"the same traceback as %s: %s" % (by.encode(), block.summary), *rest]
 
     def _whole_of(self, worker: str, block: _Block) -> str | None:
-        """Who has shown a traceback that begins with this one and is longer: the first worker's exit may end the
-        others while they still print theirs."""
+        """Return the worker that has shown a longer traceback that begins with this one: the first worker's exit may
+        end the others while they still print theirs."""
         begun = _normal(block.lines)
         for text, (shown_by, label) in self._shown.items():
             if shown_by != worker and len(text) > len(begun) and text.startswith(begun):
@@ -114,14 +114,14 @@ class TracebackFolder:
         return None
 
     def due(self, now_s: float) -> Iterator[str]:
-        """The workers whose held lines have waited long enough and are to be released."""
+        """Yield the workers whose held lines have waited long enough and are to be released."""
         return (worker for worker, block in list(self._held.items()) if block.deadline_s <= now_s)
 
     def next_deadline_s(self) -> float | None:
-        """When somebody will be due; None while nothing is held."""
+        """Return when the next worker will be due; None while no line is held."""
         return min((block.deadline_s for block in self._held.values()), default=None)
 
 
 def _normal(lines: list[bytes]) -> bytes:
-    """The text by which tracebacks are compared: without what differs from process to process."""
+    """Return the text by which tracebacks are compared: without the parts that differ from process to process."""
     return _ADDRESS.sub(b"0x", b"\n".join(lines))

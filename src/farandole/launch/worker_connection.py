@@ -1,7 +1,7 @@
-"""One worker's connection to its agent: frames in, frames out, straight on the event loop's selector.
+"""The connection of a worker to its agent: frames in, frames out, directly on the event loop's selector.
 
-No streams and no tasks in between: an ABORT must reach a blocked worker at once, and what a process said last
-must be readable at the moment it is known to have ended. Used by worker_server.py.
+No streams and no tasks in between: an ABORT must reach a blocked worker at once, and the last message of a process must
+be readable at the moment when it is known to have ended. Used by worker_server.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _UNREAD_LIMIT = 4 * WORKER_FRAME_LIMIT
 
 
 class WorkerConnection:
-    """`on_payload(connection, payload)` gets each frame and may raise a FatalError to refuse it.
-    `on_end(connection, error)` is called once, when the connection has ended by itself: `error` is None at
-    the end of the stream, otherwise what was wrong. The socket is closed by then."""
+    """Calls `on_payload(connection, payload)` for each frame; it may raise a FatalError to refuse the frame. Calls
+    `on_end(connection, error)` once, when the connection has ended by itself: `error` is None at the end of the stream,
+    otherwise the cause. The socket is closed by then."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class WorkerConnection:
         self._loop.add_reader(self._socket, self._read)
 
     def write(self, data: bytes) -> None:
-        """Hand `data` to the kernel now, or as soon as it takes more. Does nothing once all has ended."""
+        """Pass `data` to the kernel now, or as soon as it takes more. Does nothing once the connection has ended."""
         if not self._is_open:
             return
         waiting = bool(self._outgoing)
@@ -55,7 +55,7 @@ class WorkerConnection:
             pass
 
     def close(self) -> None:
-        """Hang up without a word to `on_end`. Idempotent."""
+        """Close the connection without a call of `on_end`. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._socket)
@@ -63,7 +63,7 @@ class WorkerConnection:
             self._socket.close()
 
     def _read(self) -> bool:
-        """Read once; False when there was nothing."""
+        """Read once; return False when there was no data."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -82,13 +82,13 @@ class WorkerConnection:
         return True
 
     def _send(self) -> bool:
-        """Send what the kernel takes; True when nothing is left."""
+        """Send as much as the kernel takes; return True when nothing is left."""
         try:
             sent = self._socket.send(self._outgoing)
         except BlockingIOError:
             return False
         except OSError:
-            sent = len(self._outgoing)  # nobody reads any more; the end of the stream is on its way to us
+            sent = len(self._outgoing)  # the reader is gone; the end of the stream is about to arrive
         del self._outgoing[:sent]
         return not self._outgoing
 

@@ -23,11 +23,11 @@ _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the 
 
 
 class WorkerProcesses:
-    """`make_spawner` gives what starts them; its processes are under the guard. `on_exit(worker, exit_code,
-    last_lines)` is called once a process is reaped and its process group was killed, `on_spawn_failed(worker, error)`
-    when it could not be started at all. Made and used on one event loop.
+    """The worker processes, used on one event loop. `make_spawner` returns the spawner that starts them; its processes
+    are under the guard. `on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process
+    group was killed, `on_spawn_failed(worker, error)` when it could not be started at all.
 
-    silence_limit_s  the workers are killed when `heartbeat` was not called for so long; None: it need not be called
+    silence_limit_s  the workers are killed when `heartbeat` was not called for this time; None: it need not be called
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class WorkerProcesses:
         self._running: dict[str, WorkerProcess] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._callers: dict[str, int] = {}
-        self._grace_s: dict[str, float] = {}  # of those that are to end, also while they are being spawned
+        self._grace_s: dict[str, float] = {}  # of workers that are to end, also while they are being spawned
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends with the error when this class failed itself; its workers may be unwatched then."""
+        """Fails with the error when this class itself failed; its workers may be unwatched then."""
 
     def start(self) -> None:
-        """Be ready to spawn. Raises OSError when there is no room for a folder, or none for another process."""
+        """Prepare to spawn. Raises OSError when no folder, or no further process, can be created."""
         self.scratch = Path(tempfile.mkdtemp(prefix="farandole-"))
-        """For what workers would otherwise leave in the temp folder when they are killed; goes with the job."""
+        """Folder for the files that killed workers would otherwise leave in the temp folder; removed with the job."""
         self._guard = Guard(self.scratch, self._silence_limit_s)
         try:
             self._guard.start()
@@ -62,30 +62,31 @@ class WorkerProcesses:
         self._spawner = self._make_spawner(self._guard)
 
     def training_begins(self) -> None:
-        """A generation has been started: from now on workers may have to be replaced."""
+        """Note that a generation has been started: from now on workers may have to be replaced."""
         self._spawner.training_begins()
 
     def heartbeat(self) -> None:
-        """The agent is not stopped."""
+        """Note that the agent is not stopped."""
         self._guard.heartbeat()
 
     def pids(self) -> dict[str, int]:
-        """The processes that run and have not been asked to end, by worker."""
+        """Return the processes that run and have not been asked to end, by worker."""
         return {name: process.pid for name, process in self._running.items() if name not in self._grace_s}
 
     def stopped(self) -> dict[str, bool]:
-        """For the same workers: whether a signal has stopped that process, or the one below it that called init()."""
+        """Return, for the same workers, whether a signal has stopped the process, or the one below it that called
+        init()."""
         return {worker: self._running[worker].is_stopped(self._callers.get(worker)) for worker in self.pids()}
 
     def spawn(self, worker: str, environment: Mapping[str, str]) -> None:
-        """Start the command in this environment. Its end, or that it could not start, is called back."""
+        """Start the command in this environment. Its end, or a failure to start, is reported by a callback."""
         life = asyncio.create_task(self._live(worker, dict(environment)))
         self._lives[worker] = life
         life.add_done_callback(partial(self._on_life_over, worker))
 
     def note_children(self) -> None:
-        """Remember the processes that the workers have now; to be called every now and then. Once a worker is dead,
-        nobody can tell which were its."""
+        """Remember the current processes of the workers; call it regularly. Once a worker is dead, its processes cannot
+        be identified."""
         for worker, process in self._running.items():
             pid = self._callers.get(worker, process.pid)
             with contextlib.suppress(OSError):  # it has ended, or there is no such file on this system
@@ -93,23 +94,23 @@ class WorkerProcesses:
                 self._children[worker] = {pid, *map(int, text.split())}
 
     def called_init(self, worker: str, pid: int) -> None:
-        """`pid`, often that of the worker's process itself, called init(): it is the one to get a SIGTERM."""
+        """Note that `pid`, often that of the worker's process itself, called init(): it gets the SIGTERM."""
         self._callers[worker] = pid
 
     def kill(self, worker: str, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
         if worker not in self._lives:
-            return  # Old news: it has ended already.
+            return  # Outdated: it has ended already.
         self._grace_s[worker] = grace_s
         if (process := self._running.get(worker)) is None:
             self._spawner.wait_no_longer()
-            return  # It is being spawned; _live does it.
+            return  # It is being spawned; _live kills it.
         process.terminate(grace_s, self._callers.get(worker))
 
     def end_if_dying(self, worker: str) -> bool:
-        """After a hint: whether the process that called init() is indeed ending, and the worker with it. What is left
-        of its group is killed then. Not told of one that runs below another process, such as a shell, which may have
-        more to do."""
+        """Check, after a hint, whether the process that called init() is ending, and the worker with it. The rest of
+        its group is killed then. Returns False for a process that runs below another one, such as a shell, which may
+        have more to do."""
         process = self._running.get(worker)
         if process is None or self._callers.get(worker) != process.pid or not is_main_thread_ending(process.pid):
             return False
@@ -124,12 +125,12 @@ class WorkerProcesses:
                 os.kill(pid, number)
 
     def kill_all(self, grace_s: float) -> None:
-        """`kill` each of them."""
+        """Call `kill` for each worker."""
         for worker in list(self._lives):
             self.kill(worker, grace_s)
 
     async def end(self, grace_s: float) -> None:
-        """End all that still run; nothing is left then."""
+        """End all running workers; none is left then."""
         self.kill_all(grace_s)
         await self._spawner.close()
         if self._lives:
@@ -162,4 +163,4 @@ class WorkerProcesses:
         self._callers.pop(worker, None)
         self._grace_s.pop(worker, None)
         if not life.cancelled() and (error := life.exception()) is not None and not self.broken.done():
-            self.broken.set_exception(error)  # a fault of our own; whoever serves the job has to hear of it
+            self.broken.set_exception(error)  # an internal error: the caller that serves the job must learn of it

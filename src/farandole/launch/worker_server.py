@@ -1,4 +1,4 @@
-"""Where the workers of one agent connect: a unix socket that serves only processes of the same user which
+"""The socket to which the workers of one agent connect: a unix socket that serves only processes of the same user that
 also know the secret of their worker. Used by agent.py."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
 from farandole.wire import WORKER_MESSAGES, decode, encode, frame
 
 HELLO_DEADLINE_S = 5.0
-"""How long a process may be connected before it has said which worker it is."""
+"""Seconds within which a connected process must send its Hello."""
 
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -31,8 +31,8 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 class WorkerServer:
     """Listens from `start` to `stop` at `address`.
 
-    `on_message(worker, message)` gets every valid message, the Hello first and without its secret;
-    `on_refused(who, reason)` is told of each connection that was ended for what was said or left unsaid.
+    `on_message(worker, message)` gets every valid message, the Hello first and without its secret; `on_refused(who,
+    reason)` is called for each connection that was ended because of a wrong or missing message.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class WorkerServer:
         self._directory: str | None = None
 
     def start(self) -> None:
-        """Listen. An abstract address needs no file, so a killed agent leaves nothing behind; where the
-        system has none (macOS) it is a file in a directory that only this user can enter."""
+        """Listen. An abstract address needs no file, so a killed agent leaves none behind; where the system has none
+        (macOS) it is a file in a directory that only this user can enter."""
         if self._has_abstract_sockets:
             self.address = f"@farandole-{secrets.token_hex(16)}"
             self._listener.bind(b"\0" + self.address[1:].encode())
@@ -65,25 +65,25 @@ class WorkerServer:
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def expect(self, worker: str) -> str:
-        """A new secret with which the process of `worker` may connect."""
+        """Return a new secret with which the process of `worker` may connect."""
         self._secrets[worker] = secrets.token_hex(32)
         return self._secrets[worker]
 
     def tell(self, workers: Iterable[str], message: ToWorker) -> None:
-        """Write `message` to each of these workers that is connected. The others miss it for good: the answer
-        to a Hello carries what a worker has to know."""
+        """Write `message` to each of these workers that is connected. The others miss it for good: the answer to a
+        Hello carries all that a worker has to know."""
         data = frame(encode(message))
         for worker in workers:
             if (connection := self._connections.get(worker)) is not None:
                 connection.write(data)
 
     def read_rest(self, worker: str) -> None:
-        """Hand on what the worker has said so far."""
+        """Pass on the messages that the worker has sent so far."""
         if (connection := self._connections.get(worker)) is not None:
             connection.read_rest()
 
     def dismiss(self, worker: str) -> None:
-        """The process of `worker` has ended: hand on what it said last, then hang up for good."""
+        """Pass on the last messages of a worker whose process has ended, then close its connection for good."""
         self.read_rest(worker)
         if (connection := self._connections.get(worker)) is not None:
             connection.close()
@@ -91,7 +91,7 @@ class WorkerServer:
         self._secrets.pop(worker, None)
 
     def stop(self) -> None:
-        """Hang up on everybody and listen no more. Idempotent."""
+        """Close all connections and stop listening. Idempotent."""
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
         for deadline in self._strangers.values():
@@ -103,7 +103,7 @@ class WorkerServer:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    # A connection is a stranger's until its Hello, then a worker's ----------------------------------------
+    # A connection is unknown until its Hello, then a worker's ---------------------------------------------
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
@@ -125,7 +125,7 @@ class WorkerServer:
         self._on_message(connection.worker, message)
 
     def _admit(self, stranger: WorkerConnection, message: WorkerMessage) -> Hello:
-        """The worker's Hello, fit to be carried further."""
+        """Return the worker's Hello without its secret."""
         if not isinstance(message, Hello):
             raise ProtocolError(f"it said {type(message).__name__} before Hello")
         if message.version != PROTOCOL_VERSION:
@@ -149,7 +149,7 @@ class WorkerServer:
         self._on_end(stranger, ProtocolError(f"it did not say Hello within {HELLO_DEADLINE_S:g} s"))
 
     def _on_end(self, connection: WorkerConnection, error: FatalError | None) -> None:
-        """The end of a stream says nothing about the process: whether that lives, its exit alone tells."""
+        """Forget a connection that has ended. Only the exit tells whether the process lives."""
         if (deadline := self._strangers.pop(connection, None)) is not None:
             deadline.cancel()
         if connection.worker is not None:
@@ -160,7 +160,8 @@ class WorkerServer:
 
 
 def _is_of_another_user(connected: socket.socket) -> bool:
-    """Abstract sockets have no permissions; where there is no way to ask, the directory's must do."""
+    """Return whether another user owns the peer. Abstract sockets have no permissions; on systems without this query
+    the directory's permissions protect the socket."""
     if sys.platform != "linux":
         return False
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)

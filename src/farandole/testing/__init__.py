@@ -1,1 +1,1 @@
-"""For tests, ours and our users': worlds without processes or sockets."""
+"""Test helpers, ours and our users': worlds without processes or sockets."""

@@ -1,6 +1,6 @@
-"""What must hold of every decision of a coordinator, whatever happens. Used by simulated_job.py.
+"""The invariants of every decision of a coordinator. Used by simulated_job.py.
 
-Keeps its own books, from inputs and actions alone, so that it shares no mistake with the code it watches.
+Keeps its own records, from inputs and actions alone, so that it shares no mistake with the observed code.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ from farandole.messages import (
 
 
 class MembershipInvariants:
-    """Call `watch` with each input, the actions it led to, and when. Raises AssertionError when a rule is broken."""
+    """Checks decisions. Call `watch` with each input, its actions, and the time. Raises AssertionError when a rule is
+    broken."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        self.slot_of: dict[str, tuple[str, int]] = {}  # of workers not known to be gone
+        self.slot_of: dict[str, tuple[str, int]] = {}  # of workers whose exit is not known
         self.members: tuple[str, ...] = ()
         self.number = 0
         self.announced = 0
@@ -60,14 +61,14 @@ class MembershipInvariants:
         self.ended: EndJob | None = None
         self.failed_after_release = False
         self._hosts: dict[str, str] = {}
-        self._told: dict[str, int] = {}  # newest ABORT or PREPARE each worker was sent
+        self._told: dict[str, int] = {}  # newest ABORT or PREPARE sent to each worker
         self._ready: dict[str, int] = {}
         self._said_hello: set[str] = set()
         self._elastic: set[str] = set()
         self._holders: set[str] = set()
         self._was_synced = False
         self._left: set[str] = set()
-        self._dying: set[str] = set()  # members of whom a hint said so, where members are not needed any more then
+        self._dying: set[str] = set()  # members reported as dying by a hint, where members are not needed any more then
         self._released = False
         self._leaving: set[str] = set()
         self._spawned: set[str] = set()
@@ -77,11 +78,11 @@ class MembershipInvariants:
         self._starts = 0
         self._is_ending = False
         self._offers: dict[str, int] | None = None
-        self._bans: dict[str, float] = {}  # until when nothing may run on a host
+        self._bans: dict[str, float] = {}  # until when no worker may run on a host
         self._connected: set[str] = set()
-        self._cut_off: dict[str, float] = {}  # until when workers may train on that nobody sees
-        self._draining: set[str] = set()  # agents on which nothing may be started
-        # Members that are wanted, as far as can be told from outside: at least, and at most.
+        self._cut_off: dict[str, float] = {}  # until when unobserved workers may train
+        self._draining: set[str] = set()  # agents on which no worker may be started
+        # The number of wanted members, as far as it is visible from outside: at least, and at most.
         self._target = (0 if config.fills_slots else config.num_proc, config.max_np or config.num_proc)
         self._is_finishing = False
         self._failed: set[str] = set()
@@ -91,7 +92,7 @@ class MembershipInvariants:
         return self._now_s < self._bans.get(host, 0.0)
 
     def watch(self, happened: Input, actions: list[Action], now_s: float) -> None:
-        """One decision."""
+        """Check one decision."""
         self._now_s = now_s
         to_blame = self._host_to_blame(happened)
         assert self.ended is None or actions == [], f"actions after the end: {actions}"
@@ -196,7 +197,7 @@ class MembershipInvariants:
         return worker in self.slot_of and self.slot_of[worker][0] == agent
 
     def _host_to_blame(self, happened: Input) -> str | None:
-        """The host that is out after this, if the job's policy is that."""
+        """Return the host that is banned after this input, if the job has that policy."""
         if not isinstance(happened, AgentTold) or not isinstance(happened.message, WorkerExited):
             return None
         worker = happened.message.worker
@@ -263,7 +264,7 @@ class MembershipInvariants:
                 assert message.update in (1, 2, 3), f"{message} does not say what changes"
                 if self._config.spares and message.update == 2:
                     there = len([each for each in self.members if each in self.slot_of and each not in self._leaving])
-                    # A single one may be about to go, and hand the state over.
+                    # A single one may be about to leave, and transfer the state.
                     assert there < max(2, self._most_with_spares()), f"{message}, and no member is missing"
             self.announced = max(self.announced, message.number)
         elif isinstance(message, Released):
@@ -271,7 +272,7 @@ class MembershipInvariants:
             assert message.number == self.number
             self._released = True
         elif isinstance(message, Left):
-            # A member goes only when it, too, is quiescent: its peers may still read what it sent.
+            # A member leaves only when it, too, is quiescent: its peers may still read the data that it sent.
             assert worker not in self.members or self._ready.get(worker) == self._told.get(worker)
             self._left.add(worker)
 
@@ -296,7 +297,7 @@ class MembershipInvariants:
             is_gone = worker not in self.slot_of or worker in self._left | self._dying
             assert worker in starts or is_gone, f"{worker} forgotten"
         assert len(starts) >= (self._config.min_np if self.number else 1)
-        # With --max-np 1, one that is to go may hand the state over to the one that stays.
+        # With --max-np 1, a leaving member may transfer the state to the one that stays.
         most = self._config.max_np
         assert most is None or len(starts) <= (max(2, most) if self._leaving.intersection(starts) else most)
         if not set(starts).intersection(self.members):
@@ -319,7 +320,7 @@ class MembershipInvariants:
         return max(self._target[1], self._config.min_np)
 
     def _check_spares(self, by_rank: list[str]) -> None:
-        """Nobody is taken in for whom there is no place, and nobody is left to wait while there is one."""
+        """Check that no newcomer is admitted without a place, and that none is left waiting while there is one."""
         newcomers = [worker for worker in by_rank if worker not in self.members]
         hands_over = bool(self._leaving.intersection(by_rank)) or len(by_rank) == 2
         assert not newcomers or len(by_rank) <= self._most_with_spares() + hands_over, "a spare made the job too large"

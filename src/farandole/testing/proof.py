@@ -1,4 +1,4 @@
-"""Reads the workers' records (step_records.py) and proves, or disproves, that each epoch trained every sample once."""
+"""The proof, or disproof, from the workers' records (step_records.py) that each epoch trained every sample once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Epochs:
-    """What became of the samples: per epoch, ids that were lost and ids that were repeated."""
+    """The result for the samples: per epoch, ids that were lost and ids that were repeated."""
 
     complete: int
     lost: dict[int, list[int]]
@@ -29,16 +29,16 @@ class Epochs:
 class Proof:
     """All records of one job.
 
-    A step may have been begun more than once. The attempt that stands is the one of the highest generation in
-    which some worker applied it: whoever applied it in a lower one is gone, and took its state along. A job that was
-    lost as a whole may have come further than the one that went on from its checkpoint, and ended: what lies behind
-    that end does not stand. What a newcomer did ahead of its admission, in generation 0, is left out.
+    A step may have been begun more than once. The attempt that stands is the one of the highest generation in which
+    some worker applied it: a worker that applied it in a lower one is gone with its state. A job that was lost as a
+    whole may have got further than the one that resumed from its checkpoint, and ended: the steps after that end do not
+    stand. The work of a newcomer before its admission, in generation 0, is excluded.
     """
 
     def __init__(self, folder: Path) -> None:
         self.records: list[Record] = []
         for path in sorted(folder.glob("worker-*.jsonl")):
-            # The last line of a worker that was killed may be cut short; what it announces never happened.
+            # The last line of a killed worker may be cut short; the action that it announces never happened.
             lines = path.read_bytes().split(b"\n")
             self.records += [json.loads(line) for line in lines[:-1]]
         if any(record.get("generation") for record in self.records):  # else one process trained alone
@@ -53,7 +53,7 @@ class Proof:
             self._standing = {step: number for step, number in self._standing.items() if step < min(ends)}
 
     def epochs(self, samples: int) -> Epochs:
-        """Compare what was trained in each epoch with the data set {0, ..., samples - 1}."""
+        """Compare the samples of each epoch with the data set {0, ..., samples - 1}."""
         trained: dict[int, Counter[int]] = defaultdict(Counter)
         for record in self.records:
             if "before" in record and self._standing.get(record["before"]) == record["generation"]:
@@ -68,7 +68,8 @@ class Proof:
         )
 
     def samples_by_step(self) -> dict[int, list[tuple[int, int]]]:
-        """For each step that stands, sorted: (epoch, sample) of all the samples that all workers trained in it."""
+        """Return for each step that stands, sorted: (epoch, sample) of all the samples that all workers trained in
+        it."""
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for record in self.records:
             if "before" in record and self._standing.get(record["before"]) == record["generation"]:
@@ -76,16 +77,16 @@ class Proof:
         return {step: sorted(samples) for step, samples in sorted(found.items())}
 
     def steps(self) -> int:
-        """Optimizer steps that stand."""
+        """Return the number of optimizer steps that stand."""
         return len(self._standing)
 
     def redone(self) -> int:
-        """Attempts at a step that did not stand: begun, and done again in a later generation."""
+        """Return the number of attempts at a step that do not stand: begun, and repeated in a later generation."""
         begun = {(r["before"], r["generation"]) for r in self.records if "before" in r}
         return sum(1 for step, generation in begun if self._standing.get(step, generation) != generation)
 
     def first_steps(self, generation: int, pids: set[int]) -> dict[int, int]:
-        """For each of the processes, the clock at its first applied step at or above a generation."""
+        """Return for each of the processes the clock at its first applied step at or above a generation."""
         first: dict[int, int] = {}
         for record in self.records:
             if "after" in record and record["generation"] >= generation and record["pid"] in pids:
@@ -93,7 +94,7 @@ class Proof:
         return first
 
     def pauses_at(self, generation: int) -> list[float]:
-        """Milliseconds between the last applied step before a generation and the first one in it, for each
+        """Return the milliseconds between the last applied step before a generation and the first one in it, for each
         process that took part in both."""
         pauses = []
         for after in self.applied().values():
@@ -104,7 +105,7 @@ class Proof:
         return pauses
 
     def median_step_ms(self) -> float:
-        """Between two applied steps of one process in one generation."""
+        """Return the median of the milliseconds between two applied steps of one process in one generation."""
         gaps: list[float] = [
             (b["ns"] - a["ns"]) / 1e6
             for after in self.applied().values()
@@ -114,14 +115,15 @@ class Proof:
         return statistics.median(gaps)
 
     def generations(self) -> dict[int, int]:
-        """Size by generation, of those that trained."""
+        """Return the size by generation, of the generations that trained."""
         return {r["generation"]: r["size"] for r in self.records if "after" in r}
 
     def ends(self) -> list[Record]:
         return [record for record in self.records if "end" in record]
 
     def applied(self) -> dict[tuple[str, int, int], list[Record]]:
-        """Records of applied steps by worker: its host, its number there, and since when it has had that."""
+        """Return the records of applied steps by worker: its host, its process id there, and since when it has had that
+        id."""
         by_worker: dict[tuple[str, int, int], list[Record]] = defaultdict(list)
         for record in self.records:
             if "after" in record:

@@ -1,4 +1,4 @@
-"""A real `farandole run` whose workers write records, and that a test, benchmark or demo does things to."""
+"""A real `farandole run` whose workers write records, and on which a test, benchmark or demo acts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STOP_S = 20.0
 
 FARANDOLE_RUN = (sys.executable, "-m", "farandole", "run")
 _CODE = "import sys; from farandole.launch.horovodrun import main; sys.exit(main())"
-HOROVODRUN = (sys.executable, "-c", _CODE)  # the command belongs to a distribution of its own
+HOROVODRUN = (sys.executable, "-c", _CODE)  # the command belongs to a separate distribution
 
 
 class RunningJob:
     """Starts `farandole run [flags] python script [arguments] --records folder`; ends it on leaving the `with`.
 
     folder  an empty folder for the records (step_records.py)
-    output  where the job's output goes: None for this process's own, or a path
+    output  the destination of the job's output: None for this process's own, or a path
     program FARANDOLE_RUN, or HOROVODRUN in its place
     environment  of the job; None: this process's own
     """
@@ -66,15 +66,15 @@ class RunningJob:
     def _start(
         self, command: Sequence[str], output: IO[bytes] | None, environment: Mapping[str, str] | None
     ) -> subprocess.Popen[bytes]:
-        """Start the launcher, with this file for its standard output and error. A subclass may do it in another way."""
+        """Start the launcher, with this file for its standard output and error. A subclass may override it."""
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None, env=environment)
 
     def wait(self, timeout_s: float) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired."""
+        """Return the exit code. Raises subprocess.TimeoutExpired."""
         return self.process.wait(timeout_s)
 
     def latest(self) -> dict[int, dict[str, Any]]:
-        """The newest complete record of each worker process of the newest generation, by rank."""
+        """Return the newest complete record of each worker process of the newest generation, by rank."""
         records = []
         for path in self.folder.glob("worker-*.jsonl"):
             if path.stat().st_size == self._ended.get(path.name):
@@ -90,7 +90,7 @@ class RunningJob:
     def wait_until(
         self, condition: Callable[[dict[int, dict[str, Any]]], bool], timeout_s: float
     ) -> dict[int, dict[str, Any]]:
-        """The first latest() that fulfils the condition. Raises TimeoutError, also when the job ends first."""
+        """Return the first latest() that fulfils the condition. Raises TimeoutError, also when the job ends first."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.process.poll() is None:
             latest = self.latest()
@@ -100,19 +100,19 @@ class RunningJob:
         raise TimeoutError(f"not reached; exit code {self.process.poll()}, latest records: {self.latest()}")
 
     def forget(self, record: dict[str, Any]) -> None:
-        """This worker has ended: latest() has nothing of it any more, unless another one gets the same number."""
+        """Exclude an ended worker from latest(), unless another one gets the same process id."""
         name = f"worker-{record['pid']}-{record['host']}.jsonl"
         self._ended[name] = (self.folder / name).stat().st_size
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> int:
-        """Send a signal to a worker; the monotonic clock in nanoseconds right before."""
+        """Send a signal to a worker; return the monotonic clock in nanoseconds right before."""
         now = time.monotonic_ns()
         os.kill(pid, number)
         return now
 
 
 def all_training(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
-    """Whether `size` workers of one generation have each applied a step in it."""
+    """Return the condition that `size` workers of one generation have each applied a step in it."""
 
     def condition(latest: dict[int, dict[str, Any]]) -> bool:
         return len(latest) == size and all(record["size"] == size for record in latest.values())

@@ -59,14 +59,14 @@ _LONGEST_RUN_S = 1e6
 
 @dataclass(frozen=True)
 class Habits:
-    """What the simulated script and machines are like; probabilities from 0 to 1.
+    """The behaviour of the simulated script and machines; probabilities from 0 to 1.
 
     is_elastic       the script enters an elastic function
     calls_init       it calls init()
     agrees           members agree on boundaries as real ones do; else each decides for itself, which the
                      coordinator must survive as well
     hangs, crashes   how often a start hangs, or fails with an exit code
-    fails_late       how often a released worker ends badly
+    fails_late       how often a released worker ends with a failure
     """
 
     is_elastic: bool = True
@@ -78,7 +78,8 @@ class Habits:
 
 
 class SimulatedJob:
-    """`connect()` agents, schedule faults with `after(delay_s, ...)`, then `run()` until nothing moves."""
+    """The simulation: `connect()` agents, schedule faults with `after(delay_s, ...)`, then `run()` until no event is
+    left."""
 
     def __init__(
         self, config: JobConfig, seed: int, habits: Habits | None = None, origin: Origin | None = None
@@ -91,20 +92,20 @@ class SimulatedJob:
         self.now_s = 0.0
         self.history: list[tuple[float, Input]] = []
         self.logged: list[Event] = []
-        self.workers: dict[str, SimulatedWorker] = {}  # every one that ever was
+        self.workers: dict[str, SimulatedWorker] = {}  # all workers so far
         self.members_of: dict[int, tuple[str, ...]] = {}
-        self.agreed: dict[int, int | str] = {}  # by generation: the planned number agreed on, or "finish"
+        self.agreed: dict[int, int | str] = {}  # by generation: the agreed planned number, or "finish"
         self.bad_links: set[frozenset[str]] = set()
         self.silent_links: set[frozenset[str]] = (
             set()
-        )  # between workers, or agents: nothing arrives, and nobody is told
+        )  # between workers, or agents: no message arrives, and no error is reported
         self.is_training_over = False
         self.spares_admitted = 0  # in the regroup that a loss began
         self.end: EndJob | None = None
         self.offered: dict[str, int] | None = None
         self._agents: set[str] = set()
         self._slots: dict[str, int] = {}
-        self.drained: set[str] = set()  # agents of hosts that a person drained: nobody starts them again meanwhile
+        self.drained: set[str] = set()  # agents of hosts that the user drained: none is started again meanwhile
         self.draining: set[str] = set()  # agents that were asked to end, and have not been dismissed yet
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -113,11 +114,11 @@ class SimulatedJob:
     # Time ------------------------------------------------------------------------------------------------
 
     def after(self, delay_s: float, do: Callable[[], None]) -> None:
-        """Schedule something."""
+        """Schedule an action."""
         self._at(self.now_s + delay_s, do)
 
     def _at(self, time_s: float, do: Callable[[], None]) -> None:
-        """Things of the same time happen in the order in which they were scheduled."""
+        """Schedule at a time. Actions of the same time happen in the order in which they were scheduled."""
         self._sequence += 1
         heapq.heappush(self._events, (time_s, self._sequence, do))
 
@@ -128,11 +129,11 @@ class SimulatedJob:
         self._at(arrival_s, do)
 
     def delay_s(self) -> float:
-        """Mostly under a millisecond, sometimes a tenth of a second."""
+        """Return a delay, mostly under a millisecond, sometimes a tenth of a second."""
         return 10 ** self.random.uniform(-4.0, -3.0 if self.random.random() < 0.8 else -0.7)
 
     def run(self) -> None:
-        """Until nothing is under way and the coordinator waits for nothing."""
+        """Run until no event is pending and the coordinator waits for nothing."""
         while self.now_s < _LONGEST_RUN_S:
             deadline_s = next_deadline(self.job)
             if self._events and (deadline_s is None or self._events[0][0] <= deadline_s):
@@ -149,7 +150,7 @@ class SimulatedJob:
         raise AssertionError("the job never comes to rest")
 
     def feed(self, happened: Input) -> None:
-        """One decision, watched, and carried out."""
+        """Make one decision, check it, and execute it."""
         self.history.append((self.now_s, happened))
         before = self.job
         self.job, actions = decide(before, happened, self.now_s)
@@ -174,13 +175,13 @@ class SimulatedJob:
     # Agents ----------------------------------------------------------------------------------------------
 
     def connect(self, agent: str, slots: int, host: str | None = None) -> None:
-        """An agent joins."""
+        """Let an agent join."""
         self._agents.add(agent)
         self._slots[agent] = slots
         self.feed(AgentConnected(agent, host or f"host-of-{agent}", slots))
 
     def offer(self, slots: dict[str, int], may_change: bool = True) -> None:
-        """These are the hosts now. Those that have no agent get one, of the same name, after a while."""
+        """Set the current hosts. Hosts without an agent get one, of the same name, after a while."""
         self.offered = slots
         self.drained &= slots.keys()
         self.feed(HostsOffered(slots, may_change))
@@ -193,8 +194,8 @@ class SimulatedJob:
             self.connect(host, self.offered[host], host)
 
     def lose_agent(self, agent: str, lease_s: float | None = None) -> None:
-        """A host loses its power; or, with a `lease_s`, is cut off, and may train on for so long. One that is offered,
-        or joins by itself, comes back, empty."""
+        """Power off a host; or, with a `lease_s`, cut it off, so that it may train for that time. An agent that is
+        offered, or joins by itself, comes back, empty."""
         if agent in self._agents:
             self._agents.discard(agent)
             self.draining.discard(agent)
@@ -209,19 +210,20 @@ class SimulatedJob:
                 self.after(again_s, partial(self._connect_again, agent))
 
     def drain_agent(self, agent: str) -> None:
-        """SIGTERM at an agent. When it has gone, somebody may start it anew."""
+        """Send SIGTERM to an agent. When it has ended, it may be started anew."""
         if agent in self._agents:
             self.draining.add(agent)
             self.tell(agent, AgentLeaving("SIGTERM was received"))
 
     def drain_host(self, agent: str) -> None:
-        """A person asks for it. The host, and its one agent, stay out until `undrain_host`, if it can be done."""
+        """Drain a host on the user's request. The host, and its one agent, stay out until `undrain_host`, if the
+        request is accepted."""
         known = self.job.agents.get(agent)
         if known is not None and agent in self._agents and self._ask(AskDrain(known.host)):
             self.drained.add(agent)
 
     def undrain_host(self, agent: str) -> None:
-        """A person wants a drained host back. If its agent has gone already, there will be another one."""
+        """Take a drained host back on the user's request. If its agent has ended already, there will be another one."""
         if agent in self.drained and self._ask(AskUndrain(self.job.agents[agent].host)):
             self.drained.discard(agent)
             again = self._connect_again if self.offered is None else self._connect_offered
@@ -247,7 +249,7 @@ class SimulatedJob:
             self.connect(agent, self._slots[agent])
 
     def tell(self, agent: str, message: AgentMessage) -> None:
-        """From an agent to the coordinator."""
+        """Send a message from an agent to the coordinator."""
 
         def arrive() -> None:
             if agent in self._agents:
@@ -256,12 +258,12 @@ class SimulatedJob:
         self.in_order(("up", agent), arrive)
 
     def say(self, worker: SimulatedWorker, message: WorkerMessage) -> None:
-        """From a worker through its agent to the coordinator."""
+        """Send a message from a worker through its agent to the coordinator."""
         carried = FromWorker(worker.name, message)
         self.in_order(("up", worker.name), lambda: self.tell(worker.agent, carried))
 
     def exit(self, worker: SimulatedWorker, exit_code: int) -> None:
-        """A worker's process ends. Its last words and its exit may reach the agent in either order."""
+        """End a worker's process. Its last messages and its exit may reach the agent in either order."""
         if worker.is_alive:
             worker.is_alive = False
             exited = WorkerExited(worker.name, exit_code)
@@ -276,13 +278,13 @@ class SimulatedJob:
                     self.say(peer, hint)
 
     def hang(self, worker: SimulatedWorker) -> None:
-        """A worker's own code comes no further, for ever. Those who look on say so every now and then."""
+        """Make a worker's own code hang for ever. Observers report it regularly."""
         if worker.is_alive and worker.current and worker.is_elastic:
             worker.hangs = True
             self.after(self.job.config.step_timeout_s or 5.0, self._tell_of_hung)
 
     def tell_that_all_wait(self) -> None:
-        """All members wait for each other, or so it looks."""
+        """Report that all members seem to wait for each other."""
         members = tuple(worker.name for worker in self.job.survivors())
         self.feed(StepsStalled(self.job.number, 5.0, self.job.number, (), members))
 
@@ -330,13 +332,13 @@ class SimulatedJob:
             number = self.job.generation.number if self.job.generation else 0
             self.members_of[number] = self.job.generation.members if self.job.generation else ()
 
-    # Who is there ----------------------------------------------------------------------------------------
+    # Queries ---------------------------------------------------------------------------------------------
 
     def alive(self) -> list[SimulatedWorker]:
         return [worker for worker in self.workers.values() if worker.is_alive]
 
     def peers_of(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
-        """Living neighbours of a worker on the ring of its generation."""
+        """Return the living neighbours of a worker on the ring of its generation."""
         members = self.members_of.get(worker.current, ())
         if worker.name not in members:
             return []
@@ -345,30 +347,30 @@ class SimulatedJob:
         return [self.workers[name] for name in sorted(around) if self.workers[name].is_alive]
 
     def is_silent(self, one: SimulatedWorker, other: SimulatedWorker) -> bool:
-        """Whether packets between the two get lost."""
+        """Return whether packets between the two get lost."""
         ends = frozenset((one.name, other.name)), frozenset((one.agent, other.agent))
         return not self.silent_links.isdisjoint(ends)
 
     def is_stuck(self, number: int) -> bool:
-        """Whether some ring of a generation has a connection on which nothing moves: all of its members wait."""
+        """Return whether some ring of a generation has a connection without progress: all of its members wait."""
         members = [self.workers[name] for name in self.members_of.get(number, ())]
         return any(self.is_silent(members[place - 1], each) for place, each in enumerate(members))
 
     def members_in(self, number: int) -> list[SimulatedWorker]:
-        """Members of a generation, if all of them live and are in it; else nothing."""
+        """Return the members of a generation, if all of them live and are in it; else an empty list."""
         members = [self.workers[name] for name in self.members_of.get(number, ())]
         return members if all(each.is_alive and each.is_in(number) for each in members) else []
 
     # Faults ----------------------------------------------------------------------------------------------
 
     def finish_training(self) -> None:
-        """From now on the workers' elastic functions return."""
+        """Make the workers' elastic functions return from now on."""
         self.is_training_over = True
         for worker in self.alive():
             worker.look()
 
     def silence(self, one: str, other: str, for_s: float) -> None:
-        """From now on nothing gets through between two workers, or two agents, for a while."""
+        """Drop all messages between two workers, or two agents, for a while."""
         link = frozenset((one, other))
         self.silent_links.add(link)
         for worker in self.alive():

@@ -1,4 +1,4 @@
-"""A worker as the coordinator sees it: what it answers to orders, and when. Mirrors farandole.worker."""
+"""A worker as seen by the coordinator: its answers to orders, and their times. Mirrors farandole.worker."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class SimulatedWorker:
-    """One process. `look()` is its main thread: it does what is next, given what the link has heard.
+    """A worker's process. `look()` is its main thread: it takes the next action, given the messages of the link.
 
     current   generation it is in                    ordered   newest ABORT
-    prepared  newest PREPARE that still counts       ready     number it said READY for, and waits for START
-    synced, stepped, finished   generation in which it said so
-    waits_in  generation in which nothing moves, and in which it probes its neighbours
+    prepared  newest PREPARE that still counts       ready     number for which it sent READY, and waits for START
+    synced, stepped, finished   generation in which it reported so
+    waits_in  generation without progress, in which it probes its neighbours
     """
 
     def __init__(self, world: SimulatedJob, name: str, agent: str, slot: int) -> None:
@@ -48,7 +48,7 @@ class SimulatedWorker:
         self.stepped = 0
 
     def boot(self) -> None:
-        """Import things, then init()."""
+        """Import modules, then call init()."""
         world, dice = self.world, self.world.random.random
         self.hangs = dice() < world.habits.hangs
         if self.hangs:
@@ -62,11 +62,11 @@ class SimulatedWorker:
             world.after(self._pause_s(), lambda: world.say(self, hello) if self.is_alive else None)
 
     def is_in(self, number: int) -> bool:
-        """Whether it runs this generation and has heard of nothing that ends it."""
+        """Return whether it runs this generation and has received no message that ends it."""
         return self.current == number and self.ordered <= number and self.is_elastic and not self.is_failing
 
     def hear(self, message: object) -> None:
-        """The link's thread."""
+        """Handle a message in the link's thread."""
         match message:
             case Newcomer(_):
                 self.world.after(self._pause_s(), self._enter_elastic)
@@ -96,7 +96,7 @@ class SimulatedWorker:
         self._look_soon()
 
     def look(self) -> None:
-        """The main thread."""
+        """Run the main thread."""
         if not self.is_alive or self.hangs or self.has_left or self.is_failing:
             return
         if not self.is_elastic:
@@ -109,7 +109,7 @@ class SimulatedWorker:
             self._train()
 
     def fail(self, summary: str, exits: bool = True) -> None:
-        """User code raises."""
+        """Let user code raise."""
         if self.is_alive and self.current:
             self.is_failing = True
             self.world.say(self, Failed(summary, f"Traceback ...\n{summary}"))
@@ -117,12 +117,12 @@ class SimulatedWorker:
                 self.world.after(self._pause_s(), lambda: self.world.exit(self, 1))
 
     def leave(self) -> None:
-        """SIGTERM."""
+        """Receive SIGTERM."""
         if self.is_alive and self.is_elastic:
             self.world.say(self, Leaving())
 
     def wait_for_bytes(self) -> None:
-        """If nothing moves any more, the neighbours are probed after half the budget, and later again."""
+        """Probe the neighbours if no byte moves any more, after half the budget, and later again."""
         number = self.current
         if number and number != self.waits_in and self.world.is_stuck(number):
             self.waits_in = number
@@ -131,7 +131,7 @@ class SimulatedWorker:
                 self.world.after(half_s * times + self.world.delay_s(), lambda: self._probe_if_stuck(number))
 
     def probe(self, number: int) -> None:
-        """The link's thread, whatever the main thread does. Takes as long as a neighbour does not answer."""
+        """Probe in the link's thread, whatever the main thread does. Takes as long as a neighbour does not answer."""
         if not self.is_alive or not self.is_in(number):
             return
         peers = self.world.peers_of(self)
@@ -139,7 +139,7 @@ class SimulatedWorker:
         members = self.world.members_of.get(number, ())
         place = members.index(self.name)
         around = {members[place - 1], members[(place + 1) % len(members)]} - {self.name}
-        # Nobody answers for a worker whose host is gone; where only the process is, the kernel does.
+        # A worker whose host is gone has no answer; where only the process is gone, the kernel answers.
         gone = [name for name in sorted(around) if not self.world.workers[name].is_alive]
         silent += [name for name in gone if self.world.random.random() < 0.5]
         found = Probed(number, tuple(sorted(around.difference(silent))), tuple(silent))
@@ -159,7 +159,7 @@ class SimulatedWorker:
             self._look_soon()
 
     def _train(self) -> None:
-        """Sync with the others, then go on until a planned boundary or the end of training."""
+        """Sync with the others, then continue until a planned boundary or the end of training."""
         if not self.world.members_in(self.current):
             return
         world, number = self.world, self.current
@@ -187,7 +187,7 @@ class SimulatedWorker:
             self._decide_alone()
 
     def _follow_all(self, members: list[SimulatedWorker]) -> None:
-        """Agree on a boundary, or on the end of training, and do what was agreed."""
+        """Agree on a boundary, or on the end of training, and act accordingly."""
         world, number = self.world, self.current
         if number not in world.agreed:
             if self.prepared and all(member.prepared == self.prepared for member in members):

@@ -1,4 +1,4 @@
-"""What each worker trained, written down by the worker itself: one line before and one after each step."""
+"""Records of each worker's training, written by the worker itself: one line before and one after each step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from farandole.state import step
 
 
 class Records:
-    """One file for each worker process. Each line is one write(2), so it survives a kill -9 right after it.
+    """A file of records for each worker process. Each line is one write(2), so it survives a kill -9 right after it.
 
     {"before": step, "epoch", "generation", "ids", ...}   about to compute these samples
     {"after": step, ...}                                  the optimizer step is applied
     {"end": step, "parameters": hash, ...}                the elastic function has returned
 
     Every line has the process and its host, rank and size, and the monotonic clock of the machine in nanoseconds: "ns"
-    now, and "since" when this object was made, since numbers of processes come again after a while.
+    now, and "since" when this object was made, since process ids are reused after a while.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -34,15 +34,15 @@ class Records:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def before_step(self, state: fd.elastic.TorchState, ids: Sequence[int] | None = None) -> None:
-        """`ids`: the samples as they are in the tensors, where the data set tells; else what the loader says. None are
-        written for a batch without effect: a rehearsal's."""
+        """Record the begin of a step. `ids`: the samples as they are in the tensors, where the data set reports them;
+        else as reported by the loader. None are recorded for a batch without effect: a rehearsal's."""
         if self._file is not None:
             ids = state.loader.indices if ids is None else ids
             ids = [] if step.is_rehearsal() else ids
             self._write({"before": state.step, "epoch": state.loader.epoch, "ids": ids})
 
     def after_step(self, state: fd.elastic.TorchState, is_counted: bool = True) -> None:
-        """`is_counted`: state.step has moved on; it has not yet where this is called by after_step."""
+        """Record an applied step. `is_counted`: state.step has moved on; it has not yet when after_step calls this."""
         if self._file is not None:
             self._write({"after": state.step - is_counted})
 

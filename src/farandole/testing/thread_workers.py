@@ -21,9 +21,10 @@ ResultT = TypeVar("ResultT")
 
 
 def run_workers(size: int, function: Callable[[int], ResultT]) -> list[ResultT]:
-    """Call `function(rank)` in `size` threads, each of which is a worker after init(). What they returned, by rank.
+    """Call `function(rank)` in `size` threads, each of which is a worker after init(). Return the results, by rank.
 
-    Raises the first exception that one of them raised."""
+    Raises the first exception that one of them raised.
+    """
 
     def work(transport: ThreadTransport) -> ResultT:
         placement = Placement(transport.rank, size, transport.rank, size, 0, 1)
@@ -40,7 +41,7 @@ def run_workers(size: int, function: Callable[[int], ResultT]) -> list[ResultT]:
 
 @contextlib.contextmanager
 def _globals_of_each_thread() -> Iterator[None]:
-    """What a process has one of, each thread has one of."""
+    """Give each thread its own copies of the process's globals."""
     kept = step._step, world.current, c10d_members._in_everybodys
     step._step = _PerThread(step._OpenStep)  # type: ignore[assignment]
     c10d_members._in_everybodys = _PerThread(threading.Lock)  # type: ignore[assignment]
@@ -55,7 +56,7 @@ _here: Any = threading.local()
 
 
 class _PerThread:
-    """An object whose attributes are those of an object that each thread has of its own."""
+    """An object whose attributes are those of a separate object for each thread."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         self.__dict__["_local"], self.__dict__["_make"] = threading.local(), make

@@ -22,10 +22,10 @@ _SECOND_S = 1.0
 
 
 class ThreadWorld:
-    """`size` transports whose ranks are threads.
+    """A world of `size` transports whose ranks are threads.
 
     kill(rank, before=n) makes a rank die at its n-th collective, counted from 0: it raises SystemExit there, and
-    PeerLost is raised on everybody else.
+    PeerLost is raised on all others.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,7 +41,7 @@ class ThreadWorld:
         self._deaths[rank] = before
 
     def run(self, function: Callable[[ThreadTransport], ResultT]) -> list[ResultT | BaseException]:
-        """Call `function(transport)` in one thread for each rank; what it returned, or raised, by rank."""
+        """Call `function(transport)` in one thread for each rank; return the results, or the exceptions, by rank."""
         results: list[Any] = [None] * self.size
 
         def call(rank: int) -> None:
@@ -59,7 +59,7 @@ class ThreadWorld:
         return results
 
     def connect(self, rank: int) -> Callable[[tuple[int, ...], int], ThreadTransport]:
-        """connect(ranks, process_set) of one rank: its transport in a world of some of the ranks."""
+        """Return connect(ranks, process_set) of one rank: it returns its transport in a world of some of the ranks."""
 
         def connect(ranks: tuple[int, ...], process_set: int) -> ThreadTransport:
             with self._lock:
@@ -69,12 +69,12 @@ class ThreadWorld:
         return connect
 
     def end(self) -> None:
-        """Nobody gets anywhere any more."""
+        """End the world: no operation completes any more."""
         self._barrier.abort()
         self.call_all()
 
     def call_all(self) -> None:
-        """Whoever waits between operations looks around."""
+        """Wake all ranks that wait between operations."""
         for transport in self.transports:
             transport.call()
 
@@ -84,11 +84,11 @@ class ThreadWorld:
 
     @property
     def begun(self) -> int:
-        """How many operations the fastest rank has begun."""
+        """The number of operations that the fastest rank has begun."""
         return max(transport.begun for transport in self.transports)
 
     def exchange(self, rank: int, count: int, op: str, value: Any) -> list[Any]:
-        """Everybody's value, by rank; the heart of all collectives."""
+        """Return the values of all ranks, by rank; all collectives use it."""
         if self._deaths.get(rank) == count:
             self.end()
             raise SystemExit(1)
@@ -105,7 +105,7 @@ class ThreadWorld:
 
 
 class ThreadTransport:
-    """One rank of a ThreadWorld; a Transport (collectives/transport.py)."""
+    """A rank of a ThreadWorld; a Transport (collectives/transport.py)."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
@@ -161,7 +161,7 @@ class ThreadTransport:
                 self._call = None
 
     def call(self) -> None:
-        """From any thread: if the rank waits between operations, it looks around."""
+        """Wake the rank if it waits between operations. From any thread."""
         with self._lock:
             if self._call is not None:
                 self._call[1].send(b"\0")

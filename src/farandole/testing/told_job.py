@@ -1,4 +1,4 @@
-"""A coordinator's job that a test tells one thing after another, and then asks what was decided."""
+"""A coordinator's job that a test feeds with one input after another, and whose decisions it then queries."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ EventT = TypeVar("EventT", bound=Event)
 
 
 class ToldJob:
-    """One host, agent "a", unless more are connected. `actions` are those of the last thing told.
+    """A job with one host, agent "a", unless more are connected. `actions` are those of the last input.
 
-    Lost workers are replaced at once, unless the test says `deferred_restart_s`. Every decision is held against the
-    membership invariants, too.
+    Lost workers are replaced at once, unless the test sets `deferred_restart_s`. Every decision is also checked against
+    the membership invariants.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ToldJob:
         if slots != 0:
             self.connect("a", slots or num_proc)
 
-    # What happens ----------------------------------------------------------------------------------------
+    # Inputs ----------------------------------------------------------------------------------------------
 
     def feed(self, happened: Input) -> ToldJob:
         self.job, self.actions = decide(self.job, happened, self.now_s)
@@ -77,7 +77,7 @@ class ToldJob:
         return self.feed(AgentConnected(agent, host or f"host-{agent}", slots))
 
     def offer(self, may_change: bool = True, **slots: int) -> ToldJob:
-        """These hosts, with their slots, may be used now; those without an agent get one that has their name."""
+        """Offer these hosts, with their slots; hosts without an agent get one that has their name."""
         self.feed_hosts(may_change, **slots)
         actions = self.actions
         for host, count in slots.items():
@@ -88,7 +88,7 @@ class ToldJob:
         return self
 
     def feed_hosts(self, may_change: bool = True, **slots: int) -> ToldJob:
-        """These hosts, with their slots, may be used now; their agents are to come."""
+        """Offer these hosts, with their slots; their agents are still to come."""
         return self.feed(HostsOffered(slots, may_change))
 
     def says(self, worker: str, message: WorkerMessage) -> ToldJob:
@@ -117,7 +117,7 @@ class ToldJob:
         return self
 
     def stepped(self, *workers: str, **said: float | str) -> ToldJob:
-        """Their first step of the generation. `said`: as in FirstStep, else zeros."""
+        """Report the first step of these workers in the generation. `said`: as in FirstStep, else zeros."""
         durations = dict.fromkeys(("ready_s", "waited_s", "connected_s", "synced_s", "stepped_s"), 0.0)
         redone = {"steps_redone": 0, "samples_redone": 0}
         for worker in workers:
@@ -141,7 +141,7 @@ class ToldJob:
         return self.feed(AgentTold(agent, WorkerExited(worker, exit_code)))
 
     def passes(self, seconds: float) -> ToldJob:
-        """Time passes, with a Tick at the end."""
+        """Let time pass, with a Tick at the end."""
         self.now_s += seconds
         return self.feed(Tick())
 
@@ -150,16 +150,16 @@ class ToldJob:
         workers = tuple(self.job.workers)
         return self.hello(*workers).elastic(*workers).synced(*workers)
 
-    # What was decided ------------------------------------------------------------------------------------
+    # Decisions -------------------------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
-        """Of the generation that was started last."""
+        """The number of the generation that was started last."""
         return self.job.generation.number if self.job.generation else 0
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Of the generation that was started last, by rank."""
+        """The members of the generation that was started last, by rank."""
         return self.job.generation.members if self.job.generation else ()
 
     @property
@@ -168,12 +168,12 @@ class ToldJob:
         return None if deadline_s is None else deadline_s - self.now_s
 
     def sent(self, kind: type[MessageT]) -> list[MessageT]:
-        """Messages of one kind to agents."""
+        """Return the messages of one kind to agents."""
         sent = (action.message for action in self.actions if isinstance(action, SendAgent))
         return [message for message in sent if isinstance(message, kind)]
 
     def told(self) -> dict[str, list[str]]:
-        """Names of the messages to workers, by worker."""
+        """Return the names of the messages to workers, by worker."""
         told: dict[str, list[str]] = {}
         for message in self.sent(TellWorkers):
             for worker in message.workers:
@@ -181,11 +181,11 @@ class ToldJob:
         return told
 
     def starts(self) -> dict[str, Start]:
-        """START messages, by worker."""
+        """Return the START messages, by worker."""
         return {name: start for message in self.sent(StartWorkers) for name, start in message.starts.items()}
 
     def spawned(self) -> dict[str, int]:
-        """Slots of the workers that were started."""
+        """Return the slots of the workers that were started."""
         return {message.worker: message.slot for message in self.sent(Spawn)}
 
     def logged(self, kind: type[EventT]) -> list[EventT]:
@@ -194,7 +194,7 @@ class ToldJob:
 
     @property
     def ending(self) -> tuple[int, str]:
-        """Exit code and reason, once it is decided that the job ends."""
+        """The exit code and the reason, once it is decided that the job ends."""
         assert self.job.ending is not None, "the job goes on"
         return self.job.ending.exit_code, self.job.ending.reason
 

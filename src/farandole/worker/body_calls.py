@@ -1,10 +1,10 @@
 """Calls of fd.mean and fd.any in a loop body, which survive the loss of a worker.
 
-Such a call must not leave the loop body: behind a decided step the rest of the body (a scheduler's step, an average of
-weights) could not be made up for. So this worker connects to the members of the next generation where it is, and the
-call is completed in *rounds* among the workers that are in the same one. Whoever has reached its next boundary takes
-part in the rounds, too, until all have; only then are the states compared. A worker that had completed the call before
-the loss tells the others its result.
+Such a call must not leave the loop body: after a decided step the rest of the body (a scheduler's step, an average of
+weights) could not be repeated. So this worker connects to the members of the next generation inside the body, and the
+call is completed in *rounds* among the workers that are in the same call. A worker that has reached its next boundary
+takes part in the rounds, too, until all have; only then are the states compared. A worker that had completed the call
+before the loss sends its result to the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from farandole.errors import RecoverableError
 
 
 class CallKey(msgspec.Struct, frozen=True):
-    """One call, the same on all workers that make it: which of the calls of this kind since a boundary."""
+    """The key of one call, the same on all workers that make it: its kind, and its number since a boundary."""
 
     boundary: int
     kind: bytes
@@ -30,11 +30,11 @@ class CallKey(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """What one worker says in a round.
+    """The message of one worker in a round.
 
     waits_in  the call that it is in; None: it has reached its next boundary
     value     its contribution: the bytes of its tensor
-    last      the call that it has completed last, and what came of it
+    last      the call that it has completed last, and its result
     """
 
     waits_in: CallKey | None
@@ -51,7 +51,7 @@ class BodyCalls:
     is_connected  whether this worker is connected to a new generation whose states are not compared yet
     connect       connects to the members of the next generation
     transport     gives the transport of the current generation
-    add_up        adds up over all workers of a generation, where nobody was lost
+    add_up        adds up over all workers of a generation, where no worker was lost
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BodyCalls:
         self._result = b""
 
     def call(self, what: str, mine: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `mine` over all workers; over those that are left when one is lost in a loop body."""
+        """Return the sum of `mine` over all workers; over the remaining ones when a worker is lost in a loop body."""
         key = self._key(what)
         total = self._first_try(what, mine)
         while total is None:
@@ -83,7 +83,7 @@ class BodyCalls:
         return total
 
     def wait_for_bodies(self, transport: Transport) -> None:
-        """At a boundary: take part in the rounds until every worker has reached its own."""
+        """Take part in the rounds, at a boundary, until every worker has reached its own."""
         mine = msgspec.msgpack.encode(Round(None, b"", self._last, self._result))
         while any(each.waits_in is not None for each in _all_gather(transport, mine)):
             pass
@@ -101,7 +101,7 @@ class BodyCalls:
         return None
 
     def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor | None:
-        """Return the result of one round; None: others had to be told a result first, another round follows."""
+        """Return the result of one round; None: other workers needed a result first, another round follows."""
         said = _all_gather(transport, msgspec.msgpack.encode(Round(key, _to_bytes(mine), self._last, self._result)))
         results = {each.last: each.result for each in said if each.last is not None}
         if key in results:

@@ -1,9 +1,9 @@
-"""What the installed Farandole and torch can do: Horovod's questions, and `--check-build`'s.
+"""The capabilities of the installed Farandole and torch, as queried by Horovod's functions and `--check-build`.
 
-Horovod answers with how it was built. Nothing is built here, so the answers are those of the installed torch, and
-about the controller those of Farandole. Two need an explanation: gloo_built() and gloo_enabled() are always True.
-To Horovod, Gloo is the way without MPI: over TCP, started by horovodrun, able to be elastic. Scripts and test suites
-ask for it to find out whether that is possible, and here it always is, on a TCP ring of our own.
+Horovod's answers describe how it was built. Farandole builds nothing, so the answers describe the installed torch, and
+for the controller Farandole itself. Two need an explanation: gloo_built() and gloo_enabled() are always True. In
+Horovod, Gloo is the backend without MPI: over TCP, started by horovodrun, able to be elastic. Scripts and test suites
+query it to find out whether that is possible, and here it always is, on Farandole's own TCP ring.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ import torch.distributed
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether workers can talk over TCP without MPI. Always."""
+    """Return whether workers can communicate over TCP without MPI. Always True."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Whether they do. Always."""
+    """Return whether workers communicate over TCP without MPI. Always True."""
     return True
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether the installed torch has MPI. Farandole itself never uses it."""
+    """Return whether the installed torch has MPI. Farandole itself never uses it."""
     return _has_torch("mpi")
 
 
 def mpi_enabled() -> bool:
-    """Whether workers talk over MPI. Never, also when mpirun has started them."""
+    """Return whether workers communicate over MPI. Always False, also when mpirun has started them."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads. Never: MPI is not initialized."""
+    """Return whether MPI may be called from several threads. Always False: MPI is not initialized."""
     return False
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """The version of NCCL in the installed torch, in NCCL's own coding: 2.7.8 is 2708, 2.21.5 is 22105. 0: none."""
+    """Return the version of NCCL in the installed torch, in NCCL's own coding: 2.7.8 is 2708, 2.21.5 is 22105. 0:
+    none."""
     if not _has_torch("nccl"):
         return 0
     from torch.cuda import nccl  # has no version in a torch without CUDA
@@ -50,27 +51,27 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def nccl_version_code(major: int, minor: int, patch: int) -> int:
-    """As NCCL's header has it: it ran out of digits with 2.9."""
+    """Return the code of a version as defined in NCCL's header, which got more digits with 2.9."""
     return (1000 if (major, minor) <= (2, 8) else 10_000) * major + 100 * minor + patch
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Whether IBM's DDL can be used. Never."""
+    """Return whether IBM's DDL can be used. Always False."""
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Whether Intel's oneCCL can be used. Never."""
+    """Return whether Intel's oneCCL can be used. Always False."""
     return False
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Whether the installed torch has CUDA; it may find no device all the same."""
+    """Return whether the installed torch has CUDA; it may still find no device."""
     return torch.version.cuda is not None
 
 
 def rocm_built(verbose: bool = False) -> bool:
-    """Whether the installed torch has ROCm; it may find no device all the same."""
+    """Return whether the installed torch has ROCm; it may still find no device."""
     return torch.version.hip is not None
 
 

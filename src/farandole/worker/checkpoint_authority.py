@@ -1,5 +1,5 @@
-"""Who says whether a checkpoint counts, and who hears of it: a job's coordinator, or nobody but the folder itself.
-worker/checkpoints.py asks."""
+"""The authority that decides whether a checkpoint counts, and learns of it: a job's coordinator, or only the folder
+itself. worker/checkpoints.py asks."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ logger = logging.getLogger("farandole")
 
 
 class CheckpointAuthority(Protocol):
-    """settings  as the workers have to know them"""
+    """The authority over a job's checkpoints. `settings`: as far as the workers have to know them."""
 
     settings: CheckpointEnv
 
     def run_id(self) -> int:
-        """Of the state that this worker has, or is about to get."""
+        """Return the run id of the state that this worker has, or is about to get."""
         ...
 
     def ask(self, name: str, progress: Progress) -> str:
-        """Whether a checkpoint may be published; "", or why not. Raises OSError."""
+        """Ask whether a checkpoint may be published. Return "", or the reason for a refusal. Raises OSError."""
         ...
 
     def tell(self, written: Written) -> None:
-        """How it went."""
+        """Report the result of a checkpoint."""
         ...
 
     def is_emergency_writer(self) -> bool:
-        """Whether the job has ended, and this worker is to save what there is."""
+        """Return whether the job has ended and this worker has to save the state."""
         ...
 
     def close(self) -> None: ...
 
 
 class CoordinatorAuthority:
-    """The coordinator of `farandole run` knows who is a member. What a later job has taken, only the folder knows."""
+    """The coordinator of `farandole run`, which knows the members. Only the folder knows whether a later job has taken
+    it."""
 
     def __init__(self, job: Job, settings: CheckpointEnv) -> None:
         self.settings = settings
@@ -66,12 +67,12 @@ class CoordinatorAuthority:
         return self._job.link.is_emergency_writer
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: no resources are held."""
 
 
 class LocalAuthority:
-    """Without a coordinator (torchrun, mpirun, srun, or alone) rank 0 is the same process until the job ends. It takes
-    the folder itself, and gives it back when the elastic function has returned, or with its life."""
+    """The folder alone. Without a coordinator (torchrun, mpirun, srun, or alone) rank 0 is the same process until the
+    job ends. It locks the folder itself, and releases it when the elastic function has returned or the process ends."""
 
     def __init__(self, settings: CheckpointEnv, rank: int) -> None:
         self._begun: Begun | None = begin(settings) if rank == 0 else None
@@ -95,7 +96,7 @@ class LocalAuthority:
             logger.info("saved step %d as %s in %.1f s", written.step, written.name, written.took_s)
 
     def is_emergency_writer(self) -> bool:
-        return False  # nobody would say when
+        return False  # without a coordinator there is no order to do so
 
     def close(self) -> None:
         if self._begun is not None:

@@ -1,4 +1,5 @@
-"""When a worker saves the state of the job, and when it begins from a saved one. The run loops call it."""
+"""Checkpoints of a worker: when it saves the state of the job, and when it begins from a saved one. The run loops call
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ logger = logging.getLogger("farandole")
 
 
 def checkpoints(job: Job | None, state: Kept, rule: Rule) -> Checkpoints | None:
-    """None for a job that writes none. Raises ConfigError where none can be written."""
+    """Return None for a job that writes no checkpoints. Raises ConfigError where none can be written."""
     settings = read_checkpoint_env()
     if settings is None:
         return None
@@ -41,8 +42,8 @@ def checkpoints(job: Job | None, state: Kept, rule: Rule) -> Checkpoints | None:
 class Checkpoints:
     """The checkpoints of one elastic function. Rank 0 writes: after a sync every member holds the state.
 
-    All ranks know when one is due; one that becomes rank 0 later writes its first one soon, since the rank 0 before
-    it may have died while it wrote.
+    All ranks know when one is due. A worker that becomes rank 0 later writes its first one soon, since the previous
+    rank 0 may have died during a write.
     """
 
     def __init__(self, authority: CheckpointAuthority, state: Kept, rule: Rule) -> None:
@@ -59,9 +60,9 @@ class Checkpoints:
         self._is_owed = False  # the last one was refused
 
     def before_sync(self, rank: int, bootstrap: bool) -> None:
-        """Before a state is copied to others, or another one is taken over. At the start of the job, and when all who
-        held its state are lost, the source, rank 0, begins where the newest checkpoint is. Raises ConfigError when
-        that is not possible."""
+        """Prepare for a sync, before a state is copied to others or another one is taken over. At the start of the job,
+        and when all holders of its state are lost, the source, rank 0, begins from the newest checkpoint. Raises
+        ConfigError when that is not possible."""
         self._staging.copies.finish()
         run_id = self._authority.run_id()
         if bootstrap and rank == 0 and run_id != self._restored:
@@ -84,16 +85,17 @@ class Checkpoints:
         logger.info("begun from %s: step %d", found.place, found.manifest.step)
 
     def entered(self) -> None:
-        """This worker has the state of the job for the first time. Raises ConfigError for one that cannot be saved."""
+        """Note that this worker has the state of the job for the first time. Raises ConfigError for a state that cannot
+        be saved."""
         if world.current().placement.rank == 0:
             live(self._state, self._state.progress)
         self._due.restart(now_s(), self._state.progress.step)
 
     def at_boundary(self, is_captured: bool = True) -> bool:
-        """Begin a checkpoint if one is due. Else nothing: the metadata need not be captured for that.
+        """Begin a checkpoint if one is due. Otherwise do nothing: the metadata need not be captured for that.
 
         Returns:
-            Whether one was begun. Under the step rule with several workers, it is published after compared().
+            True when one was begun. Under the step rule with several workers, it is published after compared().
         """
         here = world.current()
         if here.placement.rank != 0:
@@ -118,8 +120,8 @@ class Checkpoints:
         return False
 
     def compared(self, is_equal: bool) -> None:
-        """All workers have compared their states, a step after a checkpoint was begun or later: states that differ do
-        not become the same by themselves."""
+        """Judge the checkpoint after all workers have compared their states, a step after it was begun or later: states
+        that differ do not become the same by themselves."""
         if not self._is_judged.is_set():
             self._is_owed = not is_equal
             self._judge("" if is_equal else "the states of the workers differ; the next one follows when they do not")
@@ -130,25 +132,26 @@ class Checkpoints:
             self._is_judged.set()
 
     def _ask(self, name: str, progress: Progress) -> str:
-        """Runs in the writer's thread."""
+        """Ask the authority. Runs in the writer's thread."""
         self._is_judged.wait()
         refusal, self._refusal = self._refusal, ""
         return refusal or self._authority.ask(name, progress)
 
     def at_end(self) -> None:
-        """All have finished: the last one, so that the same command has nothing to do any more."""
-        self._judge("")  # nothing is compared any more
+        """Write the last checkpoint after all workers have finished, so that the same command has nothing left to
+        do."""
+        self._judge("")  # no further comparison follows
         self._writer.wait()
         if world.current().placement.rank == 0:
             self._state.capture()
             self._write_now()
 
     def is_emergency_writer(self) -> bool:
-        """Whether the job has ended, and this worker is to save what there is."""
+        """Return whether the job has ended and this worker has to save the state."""
         return self._authority.is_emergency_writer() and self._state.is_holder
 
     def in_emergency(self) -> None:
-        """The job ends before it is finished: save the live state, if this worker is the one to do so."""
+        """Save the live state of a job that ends unfinished, if this worker is the emergency writer."""
         if self.is_emergency_writer():
             self._give_up()
             self._staging.copies.finish()
@@ -156,7 +159,7 @@ class Checkpoints:
             self._write_now()
 
     def close(self) -> None:
-        """Nothing is left running; what was begun and is not published is removed."""
+        """Stop the writer. A checkpoint that was begun and is not published is removed."""
         self._give_up()
         self._authority.close()
 

@@ -1,4 +1,4 @@
-"""Loader processes that ignore SIGTERM do not keep their worker from ending. context.py asks for it."""
+"""Termination of loader processes that ignore SIGTERM and would keep their worker from ending. Called by context.py."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from multiprocessing.util import Finalize
 from farandole.clock import now_s
 
 PATIENCE_S = 2.0
-"""From SIGTERM to SIGKILL, for all of them together."""
+"""Seconds from SIGTERM to SIGKILL, for all of them together."""
 
 
 @cache
 def end_stubborn_at_exit() -> None:
-    """When this process ends, so do its daemonic children, whatever they do about SIGTERM.
+    """End daemonic children when this process ends, whatever they do about SIGTERM.
 
-    multiprocessing sends it to them at the exit, and then waits for ever. (torch's loader processes are such children;
-    what they run is the user's.) While that lasts the worker's job does not end. Idempotent.
+    multiprocessing sends SIGTERM to them at the exit, and then waits without limit. (torch's loader processes are such
+    children; they run the user's code.) Meanwhile the worker's job does not end. Idempotent.
     """
-    # Of its steps at the exit the first one: torch has said by then that its loaders' deaths are no error.
+    # The first step at the exit: torch has declared by then that its loaders' deaths are not errors.
     Finalize(None, _end_stubborn, args=(os.getpid(),), exitpriority=0)
 
 
@@ -36,6 +36,6 @@ def _end_stubborn(owner: int) -> None:
         child.join(max(0.0, deadline_s - now_s()))
     stubborn = [child for child in children if child.exitcode is None]
     if stubborn:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch takes the end of a loader process by SIGKILL for a fault
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch takes the end of a loader process by SIGKILL for an error
     for child in stubborn:
         child.kill()

@@ -50,7 +50,7 @@ _WORD = struct.Struct("<2q")  # prepared, update
 
 
 class CommitLoop:
-    """One call of an elastic function. What state and optimizer ask is answered here."""
+    """A call of an elastic function. It answers the requests of state and optimizer."""
 
     def __init__(self, job: Job | None, state: State) -> None:
         self._job = job
@@ -60,7 +60,7 @@ class CommitLoop:
         self._records = commit_records(self._committed)
         self._values = KeptValues(state) if isinstance(state, ObjectState) and can_be_kept(state) else None
         self._checkpoints = _checkpoints(job, self._committed, self._values)
-        self._commits = 0  # of this call; for the log and the agent only
+        self._commits = 0  # of this call; only for the log and the agent
         self._uncommitted = UncommittedSteps(state)
         self._is_torn = False  # neither the last commit nor the next one is whole
 
@@ -114,7 +114,7 @@ class CommitLoop:
     # Entering and leaving the function ------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
+        """Give all workers the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
         if job is not None:
@@ -134,7 +134,7 @@ class CommitLoop:
             job.link.send(Synced(here.id.number))
 
     def _interrupted(self, interrupt: HostsUpdatedInterrupt) -> None:
-        """A planned change: what is live stays."""
+        """Handle a planned change: the live state is kept."""
         logger.info("leaving the elastic function: %s", interrupt)
         if isinstance(self._state, TorchState):
             self._state.keep_live()
@@ -142,7 +142,7 @@ class CommitLoop:
         self._ask_for_regroup("the script raised HostsUpdatedInterrupt")
 
     def _failed(self, error: HorovodInternalError) -> None:
-        """A fault: back to the last commit. Raises `error` where there is nobody to regroup with."""
+        """Handle a fault: return to the last commit. Raises `error` where there is no worker to regroup with."""
         if self._job is None and world.current().placement.size > 1:
             raise error
         logger.info("leaving the elastic function, back to the last commit: %s", error)
@@ -151,19 +151,19 @@ class CommitLoop:
 
     def _roll_back(self) -> None:
         if self._job is not None and not self._is_left_alone():
-            self._job.quiesce()  # an operation in flight could still write into what is restored
+            self._job.quiesce()  # an operation in flight could still write into the restored tensors
         self._state.restore()
         self._uncommitted.undone()
 
     def _ask_for_regroup(self, reason: str) -> None:
-        """Perhaps this worker alone knows that it left the function: end its part of the generation, so that nobody
-        waits for it in a collective, and have the coordinator end the generation for all."""
+        """End this worker's part of the generation, so that no worker waits for it in a collective, and have the
+        coordinator end the generation for all. Perhaps this worker alone knows that it left the function."""
         if self._job is not None and world.current().placement.size > 1 and not self._job.has_to_regroup():
             world.current().transport.abort(reason)
             self._job.ask_for_regroup(reason)
 
     def _save_in_emergency(self) -> None:
-        """The job ends before it is finished: what counts is the last commit."""
+        """Save the last commit of a job that ends unfinished."""
         if self._checkpoints is not None and self._checkpoints.is_emergency_writer() and not self._is_between_commits():
             self._is_torn = True
             self._roll_back()
@@ -171,17 +171,18 @@ class CommitLoop:
 
     @property
     def _newest_commit(self) -> int:
-        """Its number: of the job where the state counts commits, else of this call."""
+        """The number of the newest commit: of the job where the state counts commits, else of this call."""
         return self._state._commits if isinstance(self._state, TorchState) else self._commits
 
     def _is_between_commits(self) -> bool:
-        """Whether there is nothing to roll back to at this moment: see TorchState(commit_follows_step=True)."""
+        """Return whether no commit can be restored at this moment: see TorchState(commit_follows_step=True)."""
         return self._is_torn or world.are_refused()
 
     # The next generation --------------------------------------------------------------------------------------
 
     def _regroup(self) -> None:
-        """From wherever the function was left to the same state on all members of the next generation."""
+        """Move to the same state on all members of the next generation, from any point at which the function was
+        left."""
         step.close()
         finish_all()
         if self._job is None or self._is_left_alone():
@@ -194,7 +195,7 @@ class CommitLoop:
         done.log(f"commit {self._state._commits}" if isinstance(self._state, TorchState) else "commit rule")
 
     def _is_left_alone(self) -> bool:
-        """Whether there is nobody to regroup with: then only this worker has to begin again."""
+        """Return whether there is no worker to regroup with: then only this worker has to begin again."""
         job = self._job
         is_alone = world.current().placement.size == 1
         return is_alone and (job is None or not (job.is_newcomer() or job.has_to_regroup()))
@@ -204,8 +205,8 @@ class CommitLoop:
         return self._agree(transport, bootstrap)
 
     def _reset(self) -> None:
-        """The world has changed. Before the sync: what callbacks change in the state (a learning rate that goes with
-        size()) must reach everybody, and does when the source has it."""
+        """Run the reset callbacks after a change of the world. They run before the sync: what they change in the state
+        (a learning rate that depends on size()) must reach all workers, and does when the source has it."""
         if isinstance(self._state, TorchState):
             for optimizer in self._state._optimizers():
                 abandon = getattr(optimizer, "abandon_step", None)
@@ -215,7 +216,7 @@ class CommitLoop:
         self._updates.tell_again()
 
     def _agree(self, transport: Transport, bootstrap: bool) -> SyncReport | None:
-        """The same state on all ranks. Never skipped, whatever the change was."""
+        """Make the state the same on all ranks. Never skipped, whatever the change was."""
         if self._committed is not None and can_be_staged(self._committed.state):
             if self._checkpoints is not None:
                 self._committed.capture()
@@ -238,7 +239,7 @@ class CommitLoop:
             raise GenerationEnded("sync", world.current().id.number, str(error)) from error
         return None
 
-    # State and optimizer ask (state/loop_hooks.py) --------------------------------------------------------------
+    # Requests of state and optimizer (state/loop_hooks.py) ------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return False
@@ -260,20 +261,20 @@ class CommitLoop:
         return False
 
     def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
-        """Nothing was hashed: between two commits a script does what it likes."""
+        """Do nothing: no state was hashed, since a script may change its state freely between two commits."""
 
     def hears_of_updates(self) -> bool:
         return self._job is not None or world.current().placement.size > 1
 
     def agreed_update(self) -> HostUpdateResult | None:
-        """One small all_gather; nothing when alone, and nothing under a fixed-size launcher. What ranks alone know
-        of their samplers comes along."""
+        """Agree on an update in one small all_gather; no communication when alone or under a fixed-size launcher. The
+        samplers' data that only single ranks have is sent with it."""
         world.raise_if_refused("check_host_updates()")
         job, transport = self._job, world.current().transport
         if job is None:
             return None
         if job.link.is_over():
-            job.link.raise_if_over()  # alone there is no collective that would end
+            job.link.raise_if_over()  # a worker alone is in no collective that would end
         number = job.link.prepared
         word = _WORD.pack(number, self._updates.update(number))
         if transport.size > 1:
@@ -309,7 +310,8 @@ class CommitLoop:
 
 
 def _checkpoints(job: Job | None, committed: CommittedState | None, values: KeptValues | None) -> Checkpoints | None:
-    """Raises ConfigError for a state that cannot be taken apart, in a job that is to write checkpoints."""
+    """Return the checkpoints of the loop. Raises ConfigError for a state that cannot be taken apart, in a job that is
+    to write checkpoints."""
     if committed is not None and can_be_staged(committed.state):
         return checkpoints(job, committed, "commit")
     if values is not None:

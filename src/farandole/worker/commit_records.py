@@ -1,4 +1,5 @@
-"""What a worker tells the sample ledger, under the commit rule. commit_loop.py makes one where a ledger is kept."""
+"""Records of a worker for the sample ledger, under the commit rule. Created by commit_loop.py where a ledger is
+kept."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from farandole.state.recording import Part
 
 
 class CommitRecords:
-    """Writes for the worker of `committed`. Samplers that its state does not have are not written down: what they
-    record is not rolled back either."""
+    """Writes records for the worker of `committed`. Samplers that its state does not contain are not recorded: their
+    records are not rolled back either."""
 
     def __init__(self, committed: CommittedState, writer: Writer) -> None:
         self._committed, self._writer = committed, writer
@@ -27,7 +28,7 @@ class CommitRecords:
         self._calls: Counter[str] = Counter()  # by sampler, in this entry
 
     def entered(self) -> None:
-        """The members of the generation all have this state, and the function is about to be called."""
+        """Record that the members of the generation all have this state, and the function is about to be called."""
         here = world.current()
         generation = here.id.run_id, here.id.number
         entry = self._entry[2] + 1 if self._entry[:2] == generation else 0
@@ -40,7 +41,7 @@ class CommitRecords:
     def close(self) -> None:
         self._writer.close()
 
-    # What samplers say (state/recording.py) ---------------------------------------------------------------
+    # Reports of samplers (state/recording.py) -------------------------------------------------------------
 
     def trained(self, sampler: object, parts: Sequence[Part]) -> None:
         name = self._name(sampler)
@@ -71,7 +72,7 @@ class CommitRecords:
 
 
 def commit_records(committed: CommittedState | None) -> CommitRecords | None:
-    """None without a ledger to keep, or without a TorchState."""
+    """Return None without a ledger to keep, or without a TorchState."""
     folder = read_sample_ledger()
     if folder is None or committed is None:
         return None

@@ -1,4 +1,4 @@
-"""The process's place in a job: init(), shutdown(), and what rank(), size() and their kin answer."""
+"""The process's place in a job: init(), shutdown(), rank(), size() and the related functions."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from farandole.worker.fixed_job import FixedJob
 from farandole.worker.malloc import keep_freed_memory
 from farandole.worker.worker_job import Job
 
-# Under a fixed-size launcher, for all ranks to have imported torch and called init(); as --start-timeout.
+# Seconds, under a fixed-size launcher, for all ranks to import torch and call init(); as --start-timeout.
 _CONNECT_TIMEOUT_S = 120.0
-_TRACEBACK_LIMIT = 100_000  # characters; its end says most
+_TRACEBACK_LIMIT = 100_000  # characters; the end holds the most information
 
 _job: Job | None = None
 _fixed: FixedJob | None = None
@@ -57,18 +57,22 @@ def init(
 ) -> None:
     """Join the job that this process was started for. Idempotent.
 
-    Under `farandole run`: waits until all workers of the start have called it; a worker that was started into
-    a running job is a world of one until its elastic function is admitted. Under torchrun, mpirun or srun: a
-    job of fixed size. Started by hand: a world of one. After shutdown() it may be called again, by all workers.
+    Under `farandole run` it waits until all workers of the start have called it; a worker that was started into a
+    running job is a world of one until its elastic function is admitted. Under torchrun, mpirun or srun the job has a
+    fixed size. A process that was started by hand is a world of one. After shutdown() all workers may call it again.
 
-    comm          Horovod's; None, or the ranks of all workers: smaller worlds are process sets here
-    process_sets  a list of ProcessSet to register, the same on all workers; or "dynamic", so that
-                  add_process_set() may be called later
-    default_group  torch.distributed's default group becomes ours, too, as by init_process_group("farandole")
+    Args:
+        comm: Horovod's parameter; None, or the ranks of all workers: smaller worlds are process sets here.
+        process_sets: A list of ProcessSet to register, the same on all workers; or "dynamic", so that
+            add_process_set() may be called later.
+        default_group: Also make Farandole the backend of torch.distributed's default group, as
+            init_process_group("farandole") does.
 
-    Raises ConfigError for an environment that makes no sense, JobEnded when the job is over already, ValueError
-    for process sets that are not the same on all workers, are no ranks of this job, or say the same twice, OSError
-    when the file of HOROVOD_TIMELINE cannot be written.
+    Raises:
+        ConfigError: The environment is inconsistent.
+        JobEnded: The job is over already.
+        ValueError: The process sets differ between workers, contain ranks that the job does not have, or repeat one.
+        OSError: The file of HOROVOD_TIMELINE cannot be written.
     """
     global _is_dynamic
     if world.is_entered():
@@ -96,8 +100,8 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the world: close the connections to the other workers. Idempotent. init() may follow, on all of them.
-    The coordinator goes on knowing this worker until the process ends."""
+    """Leave the world: close the connections to the other workers. Idempotent. All workers may then call init() again.
+    The coordinator keeps this worker registered until the process ends."""
     if not world.is_entered():
         return
     if _job is not None:
@@ -113,7 +117,7 @@ def shutdown() -> None:
 
 
 def _join() -> None:
-    """Enter the world that the environment says, for the first time or again."""
+    """Enter the world that the environment describes, for the first time or again."""
     global _job, _fixed, _slot
     if _job is not None:
         if not _job.meet_again():
@@ -146,7 +150,7 @@ def _join() -> None:
 
 
 def _end() -> None:
-    """At exit: nothing may follow."""
+    """Leave the job at exit: no call may follow."""
     global _job, _fixed
     shutdown()
     save_once.install(None)
@@ -158,66 +162,66 @@ def _end() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether init() was called and shutdown() was not."""
+    """Return whether init() was called and shutdown() was not."""
     return world.is_entered()
 
 
 def job() -> Job | None:
-    """The connection to a coordinator; None when alone or under a fixed-size launcher."""
+    """Return the connection to a coordinator; None when alone or under a fixed-size launcher."""
     return _job
 
 
 def rank() -> int:
-    """This worker's place among all workers, from 0. May change with the generation."""
+    """Return this worker's place among all workers, from 0. It may change with the generation."""
     return world.current().placement.rank
 
 
 def size() -> int:
-    """How many workers there are now."""
+    """Return the current number of workers."""
     return world.current().placement.size
 
 
 def local_rank() -> int:
-    """This worker's place among the workers of its host. May change with the generation: see slot()."""
+    """Return this worker's place among the workers of its host. It may change with the generation: see slot()."""
     return world.current().placement.local_rank
 
 
 def local_size() -> int:
-    """How many workers this host has."""
+    """Return the number of workers on this host."""
     return world.current().placement.local_size
 
 
 def cross_rank() -> int:
-    """The place of this worker's host among the hosts that have a worker of the same local rank."""
+    """Return the place of this worker's host among the hosts that have a worker of the same local rank."""
     return world.current().placement.cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts have a worker of this local rank."""
+    """Return the number of hosts that have a worker of this local rank."""
     return world.current().placement.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of workers."""
+    """Return whether every host has the same number of workers."""
     return world.current().is_homogeneous
 
 
 def slot() -> int:
-    """This worker's slot on its host: it keeps the slot, and so its device, for life; a replacement of a dead
-    worker gets the dead one's."""
+    """Return this worker's slot on its host. A worker keeps its slot, and so its device, for life; the replacement of a
+    dead worker gets the dead worker's slot."""
     world.current()
     return _slot
 
 
 def device() -> torch.device:
-    """The device of this worker's slot: the CUDA device of that number where there is one, else the CPU."""
+    """Return the device of this worker's slot: the CUDA device of that number where there is one, else the CPU."""
     if torch.cuda.is_available() and slot() < torch.cuda.device_count():
         return torch.device("cuda", slot())
     return torch.device("cpu")
 
 
 def generation() -> int:
-    """The number of the current generation, from 1; it grows with each change of the membership."""
+    """Return the number of the current generation, from 1; it grows with each change of the membership."""
     return world.current().id.number
 
 
@@ -233,7 +237,7 @@ def _no_connection(ranks: tuple[int, ...], process_set: int) -> Transport:
 
 
 def _settings() -> NamedSettings:
-    """What the environment says now: scripts set variables before each init()."""
+    """Return the current settings of the environment: scripts set variables before each init()."""
     said = read_horovod_settings()
     return NamedSettings(
         cache_capacity=said.cache_capacity,
@@ -245,7 +249,7 @@ def _settings() -> NamedSettings:
 
 
 def _start_timeline() -> None:
-    """The one that HOROVOD_TIMELINE asks for. Not by a newcomer: it is a rank 0, too, until it is admitted."""
+    """Start the timeline of HOROVOD_TIMELINE. Not in a newcomer: it is a rank 0, too, until it is admitted."""
     said = read_horovod_settings()
     if said.timeline is not None and not (_job is not None and _job.is_newcomer()):
         start_timeline(said.timeline, said.mark_cycles)
@@ -261,12 +265,12 @@ def _check_comm(comm: Sequence[int] | None) -> None:
 
 
 def _report_exceptions(job: Job) -> None:
-    """Tell the coordinator of an exception that ends this worker, so that it knows more than an exit code."""
+    """Report to the coordinator an exception that ends this worker, so that it knows more than an exit code."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, JobEnded):
-            return  # Whoever ended the job says why; a traceback from each worker would only hide it.
+            return  # The job's end has a reported reason; a traceback from each worker would only hide it.
         summary = _in_one_line(traceback.format_exception_only(kind, error)[-1].strip())
         text = "".join(traceback.format_exception(kind, error, trace))
         job.link.send(Failed(summary[:1_000], text[-_TRACEBACK_LIMIT:]))
@@ -276,7 +280,8 @@ def _report_exceptions(job: Job) -> None:
 
 
 def _in_one_line(summary: str) -> str:
-    """The first line; of what torch tells of a loader worker's exception the last one, which is the exception."""
+    """Return the first line; from torch's report of a loader worker's exception the last one, which is the
+    exception."""
     lines = [line.strip() for line in summary.splitlines() if line.strip()]
     if not lines:
         return summary

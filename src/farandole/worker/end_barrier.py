@@ -16,15 +16,15 @@ logger = logging.getLogger("farandole")
 
 
 def all_have_finished(job: Job | None, shortfall: Shortfall | None = None) -> bool:
-    """Wait until the function has returned on every worker. False: somebody was lost before everybody was through;
+    """Wait until the function has returned on every worker. Return False when a worker was lost before all had passed;
     regroup and call again, since the others may need this worker in the collectives of the function's last lines.
 
-    shortfall  what the function did not do of what its loader had promised: the job's report tells it
+    shortfall  the part of its loader's promised work that the function did not do; for the job's report
     """
     here = world.current()
     if job is None:
         here.transport.barrier()
-        if shortfall is not None and here.placement.rank == 0:  # there is no coordinator to say it
+        if shortfall is not None and here.placement.rank == 0:  # there is no coordinator to report it
             logger.warning(TrainingCutShort.of(shortfall).line())
         return True
     with InPhase(Phase.FINISHED):

@@ -1,4 +1,5 @@
-"""The last moments of a worker's process: what Python would look through at its exit is left alone. context.py asks."""
+"""The exit of a worker's process: the objects that Python would search for garbage are skipped. Called by
+context.py."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 def shorten_exit() -> None:
-    """From now on the garbage collector passes over what there is. Call it in one of the last atexit handlers.
+    """Exclude all present objects from the garbage collection. Call it in one of the last atexit handlers.
 
-    At its exit Python looks for garbage several times, in all objects that there are: with torch loaded that costs a
-    worker a second of CPU time, which the end of the job waits for. The system takes the memory back in any case.
+    At its exit Python looks for garbage several times, in all objects: with torch loaded that costs a worker a second
+    of CPU time, for which the end of the job waits. The system frees the memory in any case.
 
-    What Python does besides, it still does: other atexit handlers run, and what modules' variables hold is finalized.
-    Only objects in cycles are not, which Python does not promise either; files among them are flushed here.
+    The rest of Python's exit is unchanged: other atexit handlers run, and the objects that modules' variables hold are
+    finalized. Only objects in cycles are not, which Python does not promise either; files among them are flushed here.
     """
     for each in gc.get_objects():
-        if issubclass(type(each), _WRITERS):  # isinstance() would ask proxies what they stand for
-            with contextlib.suppress(Exception):  # closed, detached, or nobody reads it
+        if issubclass(type(each), _WRITERS):  # isinstance() would access the objects behind proxies
+            with contextlib.suppress(Exception):  # closed, detached, or without a reader
                 each.flush()
-    # Python empties the modules that are still there at its end, which finalizes what their variables hold: they are
-    # kept by a cycle.
+    # Python clears the remaining modules at its end, which finalizes the objects in their variables: a cycle keeps the
+    # modules.
     kept: list[object] = [*sys.modules.values()]
     kept.append(kept)
     gc.freeze()

@@ -14,7 +14,8 @@ from farandole.worker.world_builder import WorldBuilder
 
 
 class FixedJob:
-    """From the first init() to the end of the process. All ranks call init() and shutdown() equally often."""
+    """The worker's connection from the first init() to the end of the process. All ranks call init() and shutdown()
+    equally often."""
 
     def __init__(self, env: FixedEnv, settings: Callable[[], NamedSettings], timeout_s: float) -> None:
         self._env, self._timeout_s = env, timeout_s
@@ -30,7 +31,7 @@ class FixedJob:
         self.meet_again()
 
     def meet_again(self) -> None:
-        """Enter the world, also after leave(). Raises PeerLost when a rank does not come in time."""
+        """Enter the world, also after leave(). Raises PeerLost when a rank does not arrive in time."""
         if self._start is None:
             self.meet()
             return
@@ -38,7 +39,7 @@ class FixedJob:
         world.enter(self._builder.build(self._start, self._session, self._timeout_s).world)
 
     def leave(self) -> None:
-        """shutdown(): hang up on the other ranks."""
+        """Close the connections to the other ranks, for shutdown()."""
         if world.is_entered():
             here = world.current()
             world.enter(None)

@@ -21,17 +21,17 @@ from farandole.messages import Start
 
 _KEY_BYTES = 32
 _NONCE_DIGITS = 16
-_GRACE_S = 1.0  # for TCPStore to keep a time limit by itself: it then says more than that it is late
+_GRACE_S = 1.0  # for TCPStore to enforce a time limit by itself: its message then says more than "late"
 
 T = TypeVar("T")
 
 
 class Rendezvous:
-    """Where the workers tell each other their data addresses, once.
+    """The exchange, once, of the workers' data addresses.
 
-    TCPStore has no authentication: whoever reaches its port can read the key of the data connections. Rank 0
-    therefore opens it on MASTER_ADDR only, which is loopback unless somebody said otherwise; torchrun's own
-    listens everywhere.
+    TCPStore has no authentication: a process that reaches its port can read the key of the data connections. Rank 0
+    therefore opens it on MASTER_ADDR only, which is loopback unless it was set otherwise; torchrun's own store listens
+    on all addresses.
     """
 
     def __init__(self, env: FixedEnv, timeout_s: float) -> None:
@@ -49,10 +49,10 @@ class Rendezvous:
             ) from error
 
     def meet(self, address: Address) -> Start:
-        """Tell everybody our address and learn the neighbours'. Rank 0 makes up the generation and its data key.
+        """Send our address to all workers and receive the neighbours'. Rank 0 creates the generation and its data key.
 
-        Returns when all ranks have come. Raises JobEnded when some do not within the time limit, naming them, and
-        ConfigError when a rank on another host could not reach `address`.
+        Returns when all ranks have arrived. Raises JobEnded when some do not within the time limit, with their names,
+        and ConfigError when a rank on another host could not reach `address`.
         """
         env = self._env
         if env.local_size < env.size and ipaddress.ip_address(address.host).is_loopback:
@@ -118,14 +118,14 @@ class Rendezvous:
 
 
 def _listen(host: str, port: int) -> int:
-    """The descriptor of a listening socket on this address alone; TCPStore itself would listen on all."""
+    """Return the descriptor of a listening socket on this address alone; TCPStore itself would listen on all."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server((address[0], port), family=family).detach()
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises; futures.TimeoutError after `limit_s`. TCPStore's own limits do not hold when
-    something accepts and never answers. The thread that is left behind ends with the process."""
+    """Return or raise what `call` returns or raises; raise futures.TimeoutError after `limit_s`. TCPStore's own limits
+    do not hold when a peer accepts and never answers. The abandoned thread ends with the process."""
     result: futures.Future[T] = futures.Future()
 
     def run() -> None:

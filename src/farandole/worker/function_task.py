@@ -1,5 +1,5 @@
-"""What each worker of farandole.run() runs: `python -m farandole.worker.function_task FOLDER` calls the function that
-lies in the job's folder, and leaves there what came of it. launch/run_function.py reads it."""
+"""The program of each worker of farandole.run(). `python -m farandole.worker.function_task FOLDER` calls the function
+in the job's folder, and writes its result there. launch/run_function.py reads it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import cloudpickle  # type: ignore[import-untyped]
 from farandole.env import read_rank_and_size
 
 CALL, SEARCH_PATH = "call", "search_path"
-"""Files in the folder: the function as cloudpickle wrote it, and the sys.path that its modules were found on."""
+"""Files in the folder: the function as written by cloudpickle, and the sys.path on which its modules were found."""
 
 
 def main(folder: Path) -> None:
-    """Raises what the function raises, and TypeError when its result cannot be sent back."""
+    """Call the function. Raises what the function raises, and TypeError when its result cannot be sent back."""
     sys.path += [entry for entry in json.loads((folder / SEARCH_PATH).read_text()) if entry not in sys.path]
     try:
-        # The folder is the user's own and nobody else can write there: this is no more than importing his script.
+        # The folder belongs to the user and no other user can write there: this is equivalent to an import of the
+        # user's script.
         call: Callable[[], Any] = cloudpickle.loads((folder / CALL).read_bytes())
         _leave(result_file(folder, _rank_after(result := call())), _pickled(result))
     except Exception as error:
@@ -34,13 +35,13 @@ def main(folder: Path) -> None:
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Where the result of a rank lies."""
+    """Return the path of a rank's result."""
     return folder / f"result.{rank}"
 
 
 def _rank_after(_: object) -> int:
-    """This worker's rank, now that the function has returned: the one in the job's last generation if it is still in
-    it, otherwise the one that it was started for."""
+    """Return this worker's rank after the function has returned: its rank in the job's last generation if it is still a
+    member, otherwise the rank for which it was started."""
     context = sys.modules.get("farandole.worker.context")  # a function without Farandole needs no torch either
     if context is not None and context.is_initialized():
         rank: int = context.rank()
@@ -60,7 +61,7 @@ def _pickled(result: object) -> bytes:
 
 
 def _leave(path: Path, data: bytes) -> None:
-    """Write all of the file, or none of it."""
+    """Write the whole file, or no part of it."""
     unfinished = path.with_name(f"unfinished.{os.getpid()}")
     unfinished.write_bytes(data)
     unfinished.replace(path)

@@ -1,4 +1,4 @@
-"""Who hears of host events: the states of the elastic functions that run. The link's thread tells them."""
+"""Listeners of host events: the states of the running elastic functions. The link's thread calls them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Listener(Protocol):
 
 
 class NotificationManager:
-    """Passes host events on, by Horovod's names."""
+    """Passes host events on, under Horovod's names."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: list[Listener] = []
 
     def init(self, *_args: object, **_kwargs: object) -> None:
-        """Nothing to do: events come through the worker's link. For scripts that call it."""
+        """Do nothing: events come through the worker's link. For scripts that call it."""
 
     def register_listener(self, listener: Listener) -> None:
         with self._lock:
@@ -34,7 +34,7 @@ class NotificationManager:
             self._listeners = [each for each in self._listeners if each is not listener]
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """`timestamp` in seconds since 1970, `update_res` as in HostUpdateResult. From any thread."""
+        """Pass an event on. `timestamp` in seconds since 1970, `update_res` as in HostUpdateResult. From any thread."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -45,7 +45,7 @@ notification_manager = NotificationManager()
 
 
 class PlannedUpdates:
-    """What PREPARE said last; used as a statement, for the time of one elastic function."""
+    """The content of the last PREPARE; a context manager for the time of one elastic function."""
 
     def __init__(self, job: Job | None, state: Listener) -> None:
         self._job = job
@@ -53,12 +53,14 @@ class PlannedUpdates:
         self._newest: Prepare | None = None
 
     def update(self, number: int) -> int:
-        """What the PREPARE for generation `number` said, in Horovod's numbers; 0 when it is not the newest."""
+        """Return the update of the PREPARE for generation `number`, in Horovod's numbers; 0 when it is not the
+        newest."""
         newest = self._newest
         return newest.update if newest is not None and newest.number == number else 0
 
     def tell_again(self) -> None:
-        """The state has forgotten its messages: one that came for a generation beyond the current one counts still."""
+        """Repeat a message that came for a generation beyond the current one, since the state has forgotten its
+        messages."""
         newest = self._newest
         if newest is not None and self._job is not None and self._job.link.prepared == newest.number:
             self._state.on_hosts_updated(wall_time_s(), HostUpdateResult(newest.update))
@@ -75,6 +77,6 @@ class PlannedUpdates:
         notification_manager.remove_listener(self._state)
 
     def _on_prepare(self, prepare: Prepare) -> None:
-        """On the link's thread."""
+        """Pass a PREPARE on. Runs on the link's thread."""
         self._newest = prepare
         notification_manager.handle_hosts_updated(wall_time_s(), HostUpdateResult(prepare.update))

@@ -1,4 +1,4 @@
-"""What SIGTERM means inside an elastic function: leave, with nothing lost. Preemption notices come as SIGTERM."""
+"""SIGTERM inside an elastic function: the worker leaves without loss of work. Preemption notices come as SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from farandole.worker.worker_job import Job
 
 
 class leaving_on_sigterm:  # noqa: N801 - reads as a statement
-    """While an elastic function runs, SIGTERM means: leave at the next boundary, nothing is lost.
+    """Make SIGTERM mean "leave at the next boundary, without loss of work" while an elastic function runs.
 
-    may_end  asked when the job is over: whether the main thread may be interrupted where it is. Where not, it finds
-             out by itself.
+    may_end  called when the job is over: True when the main thread may be interrupted. Otherwise it finds out by
+             itself.
     """
 
     def __init__(self, job: Job | None, may_end: Callable[[], bool] = lambda: True) -> None:

@@ -1,5 +1,5 @@
-"""A worker's line to its agent. A background thread listens, so that orders are heard while the main thread
-computes or waits in a collective; the main thread asks here what it has to do."""
+"""A worker's connection to its agent. A background thread listens, so that orders are received while the main thread
+computes or waits in a collective; the main thread asks here for its next action."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _SLICE_S = 1.0  # waits are cut into slices, so that signals and the end of the 
 
 
 class Link:
-    """One connection to the agent, from init() to shutdown().
+    """The connection to the agent, from init() to shutdown().
 
-    Orders are kept, newest first: `ordered` is the number of the newest ABORT, `prepared` that of the newest
-    PREPARE which no ABORT has overtaken. `on_abort(number, reason)` runs on the link's thread and must end
-    whatever the main thread is blocked in. `on_prepare`, where set, runs there too, for each PREPARE; `on_probe` for
-    each PROBE, and `on_look` every `look_every_s` seconds at least.
+    Orders are kept, newest first: `ordered` is the number of the newest ABORT, `prepared` that of the newest PREPARE
+    which no ABORT has overtaken. `on_abort(number, reason)` runs on the link's thread and must end any call in which
+    the main thread is blocked. `on_prepare`, where set, runs there too, for each PREPARE; `on_probe` for each PROBE,
+    and `on_look` every `look_every_s` seconds at least.
     """
 
     def __init__(self, env: WorkerEnv, on_abort: Callable[[int, str], None]) -> None:
@@ -63,7 +63,7 @@ class Link:
         self.abort_reason = ""
         self.aborted_s = 0.0  # when the newest ABORT came
         self.is_newcomer = False
-        self.members = 0  # of the generation that this worker has come to as a newcomer
+        self.members = 0  # of the generation that this worker has joined as a newcomer
         self._start: Start | None = None
         self._released = 0
         self._has_left = False
@@ -81,30 +81,32 @@ class Link:
         self._thread = threading.Thread(target=self._listen, name="farandole-link", daemon=True)
 
     def open(self, env: WorkerEnv, address: Address) -> None:
-        """Say Hello, and start to listen. `address`: where this worker's peers can reach it."""
+        """Send Hello and start to listen. `address`: where this worker's peers can reach it."""
         self.send(Hello(env.worker, env.secret, os.getpid(), PROTOCOL_VERSION, address))
         self._thread.start()
 
     def send(self, message: WorkerMessage) -> None:
-        """Tell the coordinator, through the agent. Never blocks for long: both ends are on this machine."""
-        # An error is no news: the listening thread sees the same end, and acts on it.
+        """Send a message to the coordinator, through the agent. Never blocks for long: both ends are on this
+        machine."""
+        # An error needs no handling here: the listening thread sees the same end, and acts on it.
         with self._send_lock, contextlib.suppress(OSError):
             self._socket.sendall(wire.frame(wire.encode(message)))
 
     def ask_to_leave(self) -> None:
-        """For a signal handler: the link's thread says Leaving, since the main thread may hold the lock."""
+        """Ask to leave, from a signal handler: the link's thread sends Leaving, since the main thread may hold the
+        lock."""
         with contextlib.suppress(BlockingIOError):
             self._wake_write.send(b"L")
 
     def is_over(self) -> bool:
-        """Whether the job has ended, or this worker has left it."""
+        """Return whether the job has ended, or this worker has left it."""
         return self._stop_reason is not None or self._has_left
 
     def wait_for_start(self, above: int) -> Start | int:
         """Block until there is a START, or an ABORT with a number above `above` (then that number).
 
-        Bounded by the coordinator, which ends the job when it can not go on. Raises JobEnded, and SystemExit
-        once this worker may leave.
+        The coordinator bounds the wait: it ends the job when it cannot continue. Raises JobEnded, and SystemExit once
+        this worker may leave.
         """
         with self._changed:
             while True:
@@ -129,7 +131,7 @@ class Link:
                 self._changed.wait(_SLICE_S)
 
     def wait_for_abort(self, above: int) -> int:
-        """Block until an ABORT with a number above `above`: after a failed collective, which is only a hint."""
+        """Block until an ABORT with a number above `above`, after a failed collective, which is only a hint."""
         with self._changed:
             while True:
                 self._raise_if_over()
@@ -138,7 +140,7 @@ class Link:
                 self._changed.wait(_SLICE_S)
 
     def wait_for_release(self, number: int) -> bool:
-        """Block until everybody has finished generation `number` (True), or it was aborted (False)."""
+        """Block until all members have finished generation `number` (True), or it was aborted (False)."""
         with self._changed:
             while True:
                 if self._released >= number:
@@ -149,7 +151,7 @@ class Link:
                 self._changed.wait(_SLICE_S)
 
     def may_publish(self, asked: MayPublish, timeout_s: float) -> str:
-        """Ask the coordinator whether a checkpoint counts; "", or why not. From any thread."""
+        """Ask the coordinator whether a checkpoint counts. Return "", or the reason for a refusal. From any thread."""
         self.send(asked)
         name = asked.name
         deadline_s = now_s() + timeout_s
@@ -163,12 +165,12 @@ class Link:
             return self._answers.pop(name)
 
     def raise_if_over(self) -> None:
-        """Raise JobEnded or SystemExit when there is nothing left to do for this worker."""
+        """Raise JobEnded or SystemExit when this worker has no work left."""
         with self._changed:
             self._raise_if_over()
 
     def close(self) -> None:
-        """Hang up. What was said before still arrives. Idempotent."""
+        """Close the connection. Messages sent before still arrive. Idempotent."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -205,7 +207,7 @@ class Link:
                         continue
                     data = self._receive()
                     if not data:
-                        # Nobody is left to say who is in the job: no worker may outlive its agent.
+                        # No process is left that knows the membership: no worker may outlive its agent.
                         self._end_worker("the agent of this worker is gone; ending the worker")
                         return
                     for payload in buffer.feed(data):
@@ -240,7 +242,7 @@ class Link:
             elif isinstance(message, Left):
                 self._has_left = True
             elif isinstance(message, Stop):
-                self.is_emergency_writer = message.saves  # first: whoever sees the reason looks at this next
+                self.is_emergency_writer = message.saves  # first: a reader of the reason reads this flag next
                 self._stop_reason = message.reason
                 self._on_abort(sys.maxsize, message.reason)
             elif isinstance(message, PublishAnswer):
@@ -248,10 +250,10 @@ class Link:
             self._changed.notify_all()
 
     def _end_worker(self, why: str) -> None:
-        """Unless close() did this."""
+        """End the worker, unless close() has caused the end of the connection."""
         if self._closing or os.getpid() != self._pid:
             return
-        with contextlib.suppress(Exception):  # whoever reads stderr may be gone, too
+        with contextlib.suppress(Exception):  # the reader of stderr may be gone, too
             print(f"farandole: {why}", file=sys.stderr, flush=True)
         if os.getsid(0) == os.getpgrp():  # the agent gave this worker a session of its own
             os.killpg(os.getpgrp(), signal.SIGKILL)  # its loader workers too

@@ -1,5 +1,5 @@
-"""Tries a worker's neighbours anew when nothing moves, and tells the coordinator who answers. job.py makes it; the
-link's thread calls it, so that it works whatever the main thread is in."""
+"""Probes of a worker's neighbours when no byte moves; the results go to the coordinator. Created by worker_job.py; the
+link's thread calls it, so that it works while the main thread is blocked."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from farandole.membership import Peer
 from farandole.messages import Probed
 
 LONGEST_PROBE_S = 0.4
-"""What answers at all answers much sooner, on any network that gradients travel on."""
+"""Seconds for one attempt. A peer that answers at all answers much sooner, on any network that carries gradients."""
 
 
 @dataclass(frozen=True)
 class Connections:
-    """A worker's connections in one generation: with whom, and since when some collective waits on them and not a byte
-    has moved (None: something does, or nobody waits)."""
+    """The connections of a worker in one generation: the peers, and since when some collective waits on them without a
+    byte moved (None: bytes move, or no collective waits)."""
 
     number: int
     peers: frozenset[Peer]
@@ -27,11 +27,11 @@ class Connections:
 
 
 class LinkProbe:
-    """A probe runs in a thread of its own, one at a time.
+    """Runs each probe in a thread of its own, one at a time.
 
-    budget_s     the detection budget: after half of it without a byte the neighbours are tried, and then after twice as
+    budget_s     the detection budget: after half of it without a byte the neighbours are tried, then after twice as
                  long each time, since they may just be slow
-    connections  asked often; None between generations
+    connections  called often; returns None between generations
     tell         sends to the coordinator
     """
 
@@ -46,7 +46,7 @@ class LinkProbe:
         self._is_probing = False
 
     def look(self) -> bool:
-        """Probe if it is time; to be called every `look_every_s`. Whether it was."""
+        """Probe if it is time, and return whether it was. Call it every `look_every_s`."""
         now = self._connections()
         since_s = now.still_since_s if now is not None else None
         if since_s != self._still_since_s:
@@ -60,7 +60,7 @@ class LinkProbe:
         return True
 
     def probe(self, number: int) -> None:
-        """Now, if this is the generation: the coordinator asks, or a connection has failed. From any thread."""
+        """Probe now, if this is the generation: the coordinator asks, or a connection has failed. From any thread."""
         now = self._connections()
         if now is not None and now.number == number:
             self._start(now)
@@ -72,7 +72,7 @@ class LinkProbe:
             self._is_probing = True
         try:
             threading.Thread(target=self._probe, args=(now,), name="farandole-probe", daemon=True).start()
-        except RuntimeError:  # as many threads as the system allows; the next look tries again
+        except RuntimeError:  # the system's limit of threads is reached; the next look tries again
             with self._lock:
                 self._is_probing = False
             return False

@@ -1,4 +1,4 @@
-"""HOROVOD_LOG_LEVEL: how much of what Farandole does in this process is said."""
+"""The log level of this process, from HOROVOD_LOG_LEVEL."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LEVELS = {
 
 
 def say_from(level: str) -> None:
-    """Have the logger `farandole` say what is at least of this level ("trace", "debug", "info", "warning", "error",
-    "fatal"): where the script has set up logging there, else on stderr."""
+    """Set the level of the logger `farandole` ("trace", "debug", "info", "warning", "error", "fatal"). Its output goes
+    where the script has set up logging, else to stderr."""
     logger = logging.getLogger("farandole")
     logger.setLevel(_LEVELS[level])
     if not logger.hasHandlers():

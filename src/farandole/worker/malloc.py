@@ -1,7 +1,7 @@
-"""Memory that is freed in one step is kept for the next one, and a newcomer has it before it joins.
+"""Memory settings: memory that one step frees is kept for the next one, and a newcomer has it before it joins.
 
-Gradients come and go in each step. The C library gives large pieces back to the system at once, which clears them and
-maps them anew: 37 of 170 ms of a step of ResNet-18 on one core, and more with DistributedDataParallel.
+Gradients are allocated and freed in each step. The C library returns large blocks to the system at once, which clears
+them and maps them anew: 37 of 170 ms of a step of ResNet-18 on one core, and more with DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from farandole.env import has_malloc_settings
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 _KEPT_BYTES = 512 << 20
-"""So much may be free at the end of the heap before it is given back: far more than comes and goes in a step, less than
-what a restored checkpoint leaves."""
+"""Bytes that may be free at the end of the heap before they are returned: far more than a step allocates and frees,
+less than a restored checkpoint leaves."""
 
 _MAPPED_BYTES = 32 << 20
-"""Larger pieces are always given back: the most that the library allows."""
+"""Larger blocks are always returned: the largest value that the library allows."""
 
 
 _STATE_AND_GRADIENTS = 4
-"""So many times the parameters: they arrive, with two tensors of Adam's for each, and there are gradients."""
+"""This many times the parameters: they arrive, with two tensors of Adam's for each, and there are gradients."""
 
 _MOST_AHEAD_BYTES, _PIECE_BYTES = 384 << 20, 16 << 20
 
@@ -33,15 +33,16 @@ _is_kept = False
 
 
 def keep_freed_memory() -> bool:
-    """From now on, in this process. False: it has another C library, or the user has set this otherwise."""
+    """Keep freed memory from now on, in this process. False: it has another C library, or the user has set this
+    otherwise."""
     global _is_kept
     _is_kept = _is_kept or _set_limits()
     return _is_kept
 
 
 def map_ahead(modules: Iterable[torch.nn.Module]) -> None:
-    """Have the system map memory now for what a worker with these modules receives when it joins, and for its first
-    step: later, the others would wait for that. Does nothing where freed memory is not kept."""
+    """Have the system map memory now for the tensors that a worker with these modules receives when it joins, and for
+    its first step: later, the others would wait for that. Does nothing where freed memory is not kept."""
     if not _is_kept:
         return
     nbytes = _STATE_AND_GRADIENTS * sum(p.numel() * p.element_size() for each in modules for p in each.parameters())

@@ -1,4 +1,4 @@
-"""run_fn(function, reset): the elastic loop with a reset of the script's own, by Horovod's name."""
+"""run_fn(function, reset): the elastic loop with the script's own reset, under Horovod's name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ ResultT = TypeVar("ResultT")
 def run_fn(
     function: Callable[Concatenate[StateT, P], ResultT], reset: Callable[[], object]
 ) -> Callable[Concatenate[StateT, P], ResultT]:
-    """As elastic.run, for a world that `reset` makes anew: it is called after each fault and host event.
+    """Make a function elastic as elastic.run does, for a world that `reset` recreates after each fault and host event.
 
-    In a job with a coordinator this is elastic.run: workers regroup in place there, and `reset`, which would end
-    this worker's membership by shutdown(), is not called.
+    In a job with a coordinator this is elastic.run: workers regroup in place there, and `reset`, which would end this
+    worker's membership by shutdown(), is not called.
+
+    Args:
+        function: The training function; its first argument is the state.
+        reset: Called after each fault and host event.
+
+    Returns:
+        The elastic function.
     """
     in_job = run(function)
 
@@ -35,7 +42,7 @@ def run_fn(
         try:
             while True:
                 try:
-                    state.sync()  # never skipped: a worker that joins waits in it
+                    state.sync()  # never skipped: a joining worker waits in it
                     return function(state, *args, **kwargs)
                 except HorovodInternalError:
                     state.restore()

@@ -1,4 +1,4 @@
-"""fd.elastic.run: makes a training function elastic, under the rule that its state follows."""
+"""fd.elastic.run makes a training function elastic, under the rule that its state follows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 def run(
     function: Callable[Concatenate[StateT, P], ResultT],
 ) -> Callable[Concatenate[StateT, P], ResultT]:
-    """Make a training function elastic: `function(state, ...)` goes on when workers are lost, join or leave.
+    """Make a training function elastic: `function(state, ...)` continues when workers are lost, join or leave.
 
     With a TorchState that has a loader (the step rule), in place:
 
@@ -33,12 +33,18 @@ def run(
 
     With every other state (the commit rule, as in Horovod), by calling the function again:
 
-    - HorovodInternalError, which every failed collective raises, takes everybody back to the newest commit.
-    - HostsUpdatedInterrupt, from state.commit() or state.check_host_updates(), keeps what is.
+    - HorovodInternalError, which every failed collective raises, returns all workers to the newest commit.
+    - HostsUpdatedInterrupt, from state.commit() or state.check_host_updates(), keeps the live state.
 
-    Either way all workers have the same state before the function goes on, whoever came or went. Returning is a
-    barrier: it waits until the function has returned on every worker, and gives its value. Other exceptions leave
-    as they are and end this worker. A worker that joins enters at the top of the function.
+    Either way all workers have the same state before the function continues. Its return is a barrier: it waits until
+    the function has returned on every worker. Other exceptions propagate unchanged and end this worker. A worker that
+    joins enters at the top of the function.
+
+    Args:
+        function: The training function; its first argument is the state.
+
+    Returns:
+        The elastic function, which returns the value of `function`.
     """
 
     @functools.wraps(function)

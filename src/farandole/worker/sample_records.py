@@ -1,4 +1,4 @@
-"""What a worker tells the sample ledger, under the step rule. step_loop.py makes one where a ledger is kept."""
+"""Records of a worker for the sample ledger, under the step rule. Created by step_loop.py where a ledger is kept."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from farandole.state.step_state import StepState
 
 
 class SampleRecords:
-    """Writes for the worker of `state`, whose loader it has."""
+    """Writes records for the worker of `state`, which has a loader."""
 
     def __init__(self, state: StepState, writer: Writer) -> None:
         self._state, self._writer = state, writer
-        self._ids: list[int] = []  # of the global batch that is out, from all of its micro-batches so far
-        self._intended: int | None = None  # their hash, once it is written down
+        self._ids: list[int] = []  # of the current global batch, from all of its micro-batches so far
+        self._intended: int | None = None  # their hash, once it is written
         self._agreed: tuple[int, int] | None = None
         self._updates: list[int] = []  # optimizers, by id, that have moved weights since the last applied step
 
     def started(self, has_copied: bool) -> None:
-        """The members of the generation all have this state.
+        """Record that the members of the generation all have this state.
 
         Args:
-            has_copied: parameters and optimizer state of this worker are copies of another one's.
+            has_copied: parameters and optimizer state of this worker are copies of another worker's.
         """
         if has_copied:
             self._updates.clear()
@@ -56,12 +56,12 @@ class SampleRecords:
         )
 
     def epoch_ended(self) -> None:
-        """All workers have come back for the next epoch; the loader has not moved yet."""
+        """Record that all workers have returned for the next epoch; the loader has not moved yet."""
         progress = self._state.progress
         self._writer.write(EpochEnded(*self._generation(), progress.step, progress.epoch, progress.cursor))
 
     def differed(self, found: Divergence) -> None:
-        """The states of the members were not the same. This worker may have copied its own since."""
+        """Record that the states of the members differed. This worker may have replaced its own since."""
         self._updates.clear()
         self._writer.write(
             Differed(
@@ -77,14 +77,14 @@ class SampleRecords:
         )
 
     def found_local(self, step: int, names: Sequence[str]) -> None:
-        """Some tensors are computed from each worker's own samples, and not compared any more."""
+        """Record that some tensors are computed from each worker's own samples, and are no longer compared."""
         rank = world.current().placement.rank
         self._writer.write(Differed(*self._generation(), step, rank, names[0], len(names), (), rank, False))
 
     def close(self) -> None:
         self._writer.close()
 
-    # What loader, optimizer and state say (state/recording.py) --------------------------------------------
+    # Reports of loader, optimizer and state (state/recording.py) ------------------------------------------
 
     def delivered(self, batch: Batch, ids: Sequence[int]) -> None:
         if batch.index == 0:
@@ -93,7 +93,8 @@ class SampleRecords:
         self._intended = self._agreed = None
 
     def intend(self, batch: Batch) -> int:
-        """Once for each global batch, also when several optimizers reduce their gradients for it."""
+        """Record the samples, once for each global batch, also when several optimizers reduce their gradients for
+        it."""
         if self._intended is None:
             global_batch = batch.global_batch
             ids, key = compact(self._ids), self._generation()
@@ -118,7 +119,8 @@ class SampleRecords:
         self._agreed = samples, ids_hash
 
     def apply(self, batch: Batch) -> None:
-        """The next global batch is another one, also of a loader that does not say what it delivers."""
+        """Record that the step was applied. The next global batch is another one, also of a loader that does not report
+        its samples."""
         if self._agreed is not None:
             global_batch, key = batch.global_batch, self._generation()
             updates = max(Counter(self._updates).values(), default=0)
@@ -134,13 +136,14 @@ class SampleRecords:
         self._updates.pop()
 
     def _generation(self) -> tuple[int, int]:
-        """A job that goes on from a checkpoint has a higher run id, and counts its generations anew."""
+        """Return the run id and the number of the generation. A job that resumes from a checkpoint has a higher run id,
+        and counts its generations anew."""
         id = world.current().id
         return max(id.run_id, self._state.run_id), id.number
 
 
 def sample_records(state: StepState) -> SampleRecords | None:
-    """None without a ledger to keep, or without a loader."""
+    """Return None without a ledger to keep, or without a loader."""
     folder = read_sample_ledger()
     if folder is None or state.loader is None:
         return None

@@ -1,5 +1,5 @@
-"""Whether the states of all workers are the same: hashed at boundaries, compared by step headers. step_loop.py asks it,
-and mends."""
+"""The comparison of the workers' states: hashed at boundaries, compared by step headers. step_loop.py asks for it, and
+repairs the state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger("farandole")
 
 
 class StateWatch:
-    """What this worker knows of the others' states.
+    """The knowledge of this worker about the others' states.
 
-    digest      what it has hashed at the last boundary; 0 for nothing
-    has_saved   it has begun a checkpoint at that boundary: all compare a sample of their states at the next one. Should
-                they differ there, they may have differed before, for states that differ do not become the same
+    digest      the hash of the last boundary; 0 for none
+    has_saved   it has begun a checkpoint at that boundary: all compare a sample of their states at the next one. If
+                they differ there, they may have differed before: states that differ do not become equal
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class StateWatch:
         self._job, self._state, self._records, self._checkpoints = job, state, records, checkpoints
         self.digest = 0
         self.has_saved = False
-        self._is_asked = False  # somebody has begun a checkpoint
+        self._is_asked = False  # some worker has begun a checkpoint
         self._is_sample = False  # the digest is one of a sample
 
     def at_boundary(self, has_saved: bool) -> None:
-        """Hash what is due. `has_saved`: a checkpoint was begun here."""
+        """Hash the parts that are due. `has_saved`: a checkpoint was begun here."""
         self.digest, self.has_saved, self._is_sample = 0, False, False
         if world.current().placement.size > 1:
             self.has_saved = has_saved
@@ -47,23 +47,23 @@ class StateWatch:
         self._is_asked = False
 
     def sample(self) -> int:
-        """Hash what can be read in a few milliseconds; 0 where there is nobody to compare it with."""
+        """Hash a part that can be read in a few milliseconds; 0 for a worker alone."""
         if world.current().placement.size == 1:
             return 0
         return self._state.digests.of_sample(self._state.step, trained_only=False)
 
     def heard(self, digests: Collection[int], is_asked: bool) -> None:
-        """From the headers of all ranks.
+        """Compare the digests in the headers of all ranks.
 
         Args:
-            digests: what each of them has hashed.
-            is_asked: one of them has begun a checkpoint.
+            digests: the digest of each rank.
+            is_asked: some rank has begun a checkpoint.
         """
         self._is_asked = is_asked
         self.compare(digests, self._is_sample)
 
     def compare(self, digests: Collection[int], is_sample: bool) -> None:
-        """Find out whether states differ, and whether a checkpoint that was begun may count."""
+        """Detect whether states differ, and whether a checkpoint that was begun may count."""
         if len(set(digests)) > 1:
             self._state.digests.is_suspicious = True
             self._judge_checkpoint(is_equal=False)
@@ -71,7 +71,8 @@ class StateWatch:
             self._judge_checkpoint(is_equal=True)
 
     def synchronized(self, report: SyncReport) -> None:
-        """All have the same state. Raises StateDiverged when they had not, and the state was told to fail then."""
+        """Note that all have the same state. Raises StateDiverged when they had differed, and the state is set to fail
+        then."""
         self.digest, self._is_asked, self._is_sample = 0, False, False
         self._judge_checkpoint(is_equal=report.divergence is None)
         if report.local:

@@ -1,4 +1,4 @@
-"""The run loop of the step rule: faults and planned changes are absorbed in place, at the step they came in."""
+"""The run loop of the step rule: faults and planned changes are absorbed in place, at the step in which they occur."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _INTERRUPTED = "a worker was lost in this run of the loop body; the others take 
 
 
 class StepLoop:
-    """One call of an elastic function. What loader and optimizer ask at each boundary is answered here."""
+    """A call of an elastic function. It answers the requests of loader and optimizer at each boundary."""
 
     def __init__(self, job: Job | None, state: StepState) -> None:
         self._job = job
@@ -54,7 +54,7 @@ class StepLoop:
         self._records = sample_records(state)
         self._checkpoints = checkpoints(job, state, "step")
         self._watch = StateWatch(job, state, self._records, self._checkpoints)
-        self._is_busy = False  # the state is being changed by us, not by user code
+        self._is_busy = False  # the run loop, not user code, changes the state
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
@@ -128,7 +128,7 @@ class StepLoop:
         self._is_busy = False
 
     def _begin(self, call: Callable[[], object]) -> None:
-        """Everybody starts from the same state: the source's; at the start of the job, rank 0's."""
+        """Give all workers the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
         if job is not None and job.is_newcomer():
@@ -155,7 +155,7 @@ class StepLoop:
             self._records.started(here.placement.rank in report.behind)
 
     def _get_ready(self, job: Job, call: Callable[[], object]) -> None:
-        """What a newcomer can do before the others wait for it."""
+        """Prepare a newcomer as far as possible before the others wait for it."""
         map_ahead(self._state.modules())
         for optimizer in self._state.optimizers():
             if isinstance(optimizer, ReducingOptimizer):
@@ -166,10 +166,10 @@ class StepLoop:
         warm_up(job, self._state, call)
         self._is_busy = True
 
-    # The loader asks (data/loader_hooks.py) ------------------------------------------------------------------
+    # Requests of the loader (data/loader_hooks.py) -----------------------------------------------------------
 
     def reach(self) -> None:
-        """A boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
+        """Pass a boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
         if self._job is not None and self._job.link.is_over():
             self._job.link.raise_if_over()
         self._is_busy = True
@@ -189,7 +189,7 @@ class StepLoop:
         self._is_busy = False
 
     def _repeat(self, has_to_regroup: bool) -> None:
-        """The batch that is out was not trained: it comes again, or the loader refuses to go on."""
+        """Repeat the current batch, which was not trained, or have the loader refuse to continue."""
         if step.state() != "aborted":
             return
         if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
@@ -202,7 +202,7 @@ class StepLoop:
         self._pass_boundary()
 
     def _put_back(self) -> None:
-        """Whatever the loop body, or the code behind an epoch's batches, has changed is as it was before."""
+        """Restore what the loop body, or the code after an epoch's batches, has changed."""
         if step.is_undecided():
             step.take_back()
         if self._rehearsal is None:
@@ -212,8 +212,8 @@ class StepLoop:
             rehearsal.end()
 
     def rehearses(self) -> bool:
-        """Whether the batch that is handed out now is a rehearsal's: on all workers, the second one of the job. In the
-        first one an average of weights is equal to them, and a change of it would not be seen."""
+        """Return whether the batch that is handed out now is a rehearsal's: on all workers, the second one of the job.
+        In the first one an average of weights is equal to them, and a change of it would not be seen."""
         if self._job is None or self._state.has_rehearsed or self._state.step == 0:
             return False
         self._rehearsal = Rehearsal(self._state)
@@ -221,7 +221,7 @@ class StepLoop:
         return True
 
     def leave_batches(self) -> bool:
-        """The batches of an epoch are through, on all workers, and user code follows. False: there was a regroup."""
+        """Leave the batches of an epoch on all workers; user code follows. False: there was a regroup."""
         here = world.current()
         self._is_busy = True
         try:
@@ -239,8 +239,8 @@ class StepLoop:
         return True
 
     def reach_epoch_end(self) -> bool:
-        """Every rank has resumed epochs(). False: there was a regroup instead, and the epoch is as it was, or
-        as it is on the ranks that had passed already."""
+        """Wait until every rank has resumed epochs(). False: there was a regroup instead, and the epoch is unchanged,
+        or is that of the ranks that had passed already."""
         state = self._state
         epoch = state.progress.epoch
         try:
@@ -266,13 +266,13 @@ class StepLoop:
         return True
 
     def begin_epoch(self) -> None:
-        """The loader has moved on to the next epoch."""
+        """Note that the loader has moved on to the next epoch."""
         self._state.boundary += 1
         self._state.capture()
         self._is_behind_batches = False
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
-        """See data/epoch.py. Whoever is through with it is ahead of those that are not."""
+        """Run `function` once, as described in data/epoch.py. A worker that has completed it is ahead of the others."""
         state = self._state
         here = (epoch, state.step, call)
         said = [_ONCE.unpack(trailer) for trailer in world.current().transport.all_gather(_ONCE.pack(*here))]
@@ -288,11 +288,11 @@ class StepLoop:
         state.capture_after(call_once)
 
     def _pass_boundary(self) -> None:
-        """Remember the metadata, and start the step's random numbers from (seed, step, rank): a step that
-        is done again sees the same ones."""
+        """Remember the metadata, and seed the step's random numbers from (seed, step, rank): a step that is repeated
+        gets the same numbers."""
         state = self._state
         state.boundary += 1
-        # Until the rehearsal nothing is known of what the loop body changes.
+        # Before the rehearsal the effects of the loop body are unknown.
         is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1
         state.capture(is_whole=not is_known)
         self._is_behind_batches = False
@@ -305,13 +305,14 @@ class StepLoop:
         return self._connection is not None or (self._job is not None and self._job.has_to_regroup())
 
     def _raise_if_connected(self, op: str) -> None:
-        """Raise GenerationEnded where a call in the loop body has connected to a generation whose states differ yet."""
+        """Raise GenerationEnded where a call in the loop body has connected to a generation whose states still
+        differ."""
         if self._connection is not None:
             raise GenerationEnded(op, self._connection.start.id.number, _INTERRUPTED)
 
     def _connect_in_body(self) -> None:
-        """A worker was lost, and a call in the loop body is to be completed by those that are left: connect to them.
-        A step that is not reduced yet is aborted. One that is has the gradients of the whole global batch."""
+        """Connect to the remaining workers, which complete a call in the loop body after the loss of a worker. A step
+        that is not reduced yet is aborted. A reduced step has the gradients of the whole global batch."""
         assert self._job is not None
         was_busy, self._is_busy = self._is_busy, True
         if step.state() == "open":
@@ -323,8 +324,8 @@ class StepLoop:
         self._is_busy = was_busy
 
     def _mend(self) -> bool:
-        """The states of the workers are not the same, as all of them know: compare everything, and make them so. False:
-        there was a regroup instead."""
+        """Repair states that differ, as all workers know: compare all of the state, and copy it. False: there was a
+        regroup instead."""
         self._is_busy = True
         self._state.capture()
         here = world.current()
@@ -341,7 +342,7 @@ class StepLoop:
         return True
 
     def _regroup(self) -> None:
-        """From a fault or an agreed change to the same state on all members of the next generation."""
+        """Move to the same state on all members of the next generation, after a fault or an agreed change."""
         assert self._job is not None
         state, self._is_busy = self._state, True
         begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
@@ -357,10 +358,10 @@ class StepLoop:
             state.loader.set_world(done.rank, done.size)
         if self._records is not None:
             self._records.started(done.report is not None and done.rank in done.report.behind)
-        state.on_reset()  # on every member, so that what callbacks change is the same everywhere
+        state.on_reset()  # on every member, so that the callbacks change the same everywhere
         if in_flight is not None and state.step == begun:
             report_first_step(self._job, done, state.step, "step", 1, in_flight.global_batch.global_samples)
-        else:  # nothing was in flight, or somebody had applied it
+        else:  # no step was in flight, or some worker had applied it
             report_first_step(self._job, done, state.step, "step")
         done.log(f"step {state.step}")
         self._is_busy = False
@@ -373,10 +374,11 @@ class StepLoop:
         self._watch.synchronized(report)
         return report
 
-    # The job ends before it is finished ------------------------------------------------------------------
+    # The job ends unfinished -----------------------------------------------------------------------------
 
     def _may_end_here(self) -> bool:
-        """Whether the state is whole where the main thread is: it is not while a step is being applied."""
+        """Return whether the state is complete at the main thread's position: it is not while a step is being
+        applied."""
         return not self._is_busy and step.state() != "reduced"
 
     def _save_in_emergency(self) -> None:
@@ -386,7 +388,7 @@ class StepLoop:
         if self._checkpoints is not None:
             self._checkpoints.in_emergency()
 
-    # The optimizer asks (state/loop_hooks.py) --------------------------------------------------------------
+    # Requests of the optimizer (state/loop_hooks.py) -------------------------------------------------------
 
     def can_repeat(self) -> bool:
         return self._job is not None and step.batch() is not None
@@ -414,10 +416,10 @@ class StepLoop:
         return True
 
     def agreed_update(self) -> HostUpdateResult | None:
-        return None  # The loader notices planned changes, and nobody has to leave the function for one.
+        return None  # The loader notices planned changes, and no worker has to leave the function for one.
 
     def committing(self) -> None:
-        """Every step is a commit here."""
+        """Do nothing: every step is a commit here."""
 
     def committed(self) -> None:
-        """As above."""
+        """Do nothing: every step is a commit here."""

@@ -1,4 +1,4 @@
-"""Random numbers of a step: a function of (seed, step, rank), so that a step done again sees the same ones."""
+"""Random numbers of a step: a function of (seed, step, rank), so that a repeated step gets the same ones."""
 
 from __future__ import annotations
 

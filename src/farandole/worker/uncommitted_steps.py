@@ -1,4 +1,4 @@
-"""How much a rollback to the last commit undoes, for the report of a recovery. commit_loop.py keeps one."""
+"""The cost of a rollback to the last commit, for the report of a recovery. Kept by commit_loop.py."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class UncommittedSteps:
         self._count = self._undone = 0
 
     def committed(self) -> None:
-        """What was done so far is kept."""
+        """Reset the count: the steps done so far are kept."""
         self._count = 0
 
     def undone(self) -> None:
-        """The state went back to the last commit."""
+        """Note that the state went back to the last commit."""
         self._undone, self._count = self._undone + self._count, 0
 
     def take_undone(self) -> int:
-        """Steps undone since the last call."""
+        """Return the steps undone since the last call."""
         undone, self._undone = self._undone, 0
         return undone
 
     def close(self) -> None:
-        """Leave the optimizer as it was."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
 

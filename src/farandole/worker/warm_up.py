@@ -1,7 +1,7 @@
-"""A newcomer runs its loop body before the others wait for it.
+"""The warm-up: a newcomer runs its loop body before the others wait for it.
 
-Whatever a process does once only, when its code runs for the first time, is done then: torch.compile compiles, kernels
-are chosen, memory and threads are made. The elastic function is called with batches whose steps are aborted, of each
+It covers the one-time work of a process that runs its code for the first time: torch.compile compiles, kernels are
+chosen, memory and threads are created. The elastic function is called with batches whose steps are aborted, of each
 size that the local batches of this worker may have, and it is left again before the worker asks to be admitted.
 """
 
@@ -28,9 +28,9 @@ _WORTH_TELLING_S = 1.0
 def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
     """Call the elastic function with batches without effect, and return the state to what it was.
 
-    Meanwhile rank() and size() are those that this worker would have as the last one of the next generation, so that
-    it does nothing that only rank 0 does; every collective is local. An exception of the function is no error here: it
-    is raised again when the worker is a member, if it still is one.
+    Meanwhile rank() and size() have the values of the last member of the next generation, so that this worker skips the
+    work of rank 0; every collective is local. An exception of the function is ignored here: it is raised again after
+    the admission, if its cause persists.
 
     Raises:
         JobEnded: The job is over.
@@ -59,12 +59,11 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
 
 
 class _WarmedUp(BaseException):
-    """Leaves the elastic function, also one that catches every Exception."""
+    """Leaves the elastic function, even one that catches every Exception."""
 
 
 class _WarmUp(NoLoaderHooks):
-    """The loader's boundary: it hands out one local batch after the other, and ends the function behind the last
-    one."""
+    """The loader's boundary: it hands out one local batch after the other, and ends the function after the last one."""
 
     def __init__(self, job: Job, state: StepState, loader: Loader, metadata: dict[str, Any]) -> None:
         self._job, self._state, self._loader, self._metadata = job, state, loader, metadata
@@ -101,13 +100,13 @@ class _WarmUp(NoLoaderHooks):
         raise _WarmedUp
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
-        """Nothing happens for good yet."""
+        """Do nothing: no effect is permanent yet."""
 
 
 def _shares(members: int) -> Iterator[tuple[int, int, bool]]:
-    """Rank, size and whether it is the epoch's last global batch: of local batches that this worker may get. First
-    those that it will have as one more member; then those without one of the others. Two sizes are enough for a
-    compiler that goes over to any size behind the second one."""
+    """Yield rank, size and whether it is the epoch's last global batch, for the local batches that this worker may get.
+    First those with this worker as an additional member; then those after the loss of another one. Two sizes are enough
+    for a compiler that generalizes to any size after the second one."""
     for size in (members + 1, members):
         for is_at_tail in (False, True):
             for rank in (size - 1, 0):
@@ -115,6 +114,6 @@ def _shares(members: int) -> Iterator[tuple[int, int, bool]]:
 
 
 def _is_plain(state: StepState) -> bool:
-    """Whether no parameter is divided among workers: a forward pass would be a collective then."""
+    """Return whether no parameter is divided among workers: a forward pass would be a collective then."""
     parameters = (each for module in state.modules() for each in module.parameters())
     return all(type(each) in (torch.nn.Parameter, torch.Tensor) for each in parameters)

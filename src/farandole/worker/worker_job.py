@@ -1,6 +1,6 @@
 """A worker in a job with a coordinator: its link, and the transports of its generations.
 
-Two threads meet here. The main thread builds transports and runs collectives; the link's thread aborts them.
+Two threads use it. The main thread builds transports and runs collectives; the link's thread aborts them.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from farandole.worker.link import Link
 from farandole.worker.link_probe import Connections, LinkProbe
 from farandole.worker.world_builder import Abortable, WorldBuilder
 
-# From START, when everybody is quiescent, until the data connections stand. A peer that died meanwhile is
-# reported by its agent much sooner; this bounds what nobody reports.
+# Seconds from START, when all members are quiescent, until the data connections exist. The agent of a peer that died
+# meanwhile reports it much sooner; this limit covers unreported losses.
 CONNECT_TIMEOUT_S = 5.0
 
-_ANSWER_S = 30.0  # for the coordinator to say whether a checkpoint counts; it is busy for milliseconds at most
+_ANSWER_S = 30.0  # for the coordinator to answer whether a checkpoint counts; it is busy for milliseconds at most
 
-# For all members to call init() again after a shutdown(): scripts may do much in between.
+# Seconds for all members to call init() again after a shutdown(): scripts may do much in between.
 MEET_TIMEOUT_S = 120.0
 
 _Reference = Callable[[], Abortable | None]
 
 
 class Job:
-    """From init() to shutdown() under `farandole run`."""
+    """The worker's membership from init() to shutdown() under `farandole run`."""
 
     def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
         self._worker = env.worker
         self._listener = DataListener(env.data_host)
         self._lock = threading.Lock()
         self._live: dict[int, list[_Reference]] = {}  # by number of the generation
-        self._entered = 0  # the generation whose world holds what is in it: here the references are weak
+        self._entered = 0  # the generation whose world holds its objects: here the references are weak
         self._retired: list[World] = []
         self._agreed = 0
         self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
         self._session = 0
-        self.ready_s = 0.0  # when READY was said last
+        self.ready_s = 0.0  # when READY was last sent
         self.has_finished = False  # an elastic function has returned on all workers
         self.link = Link(env, self._abort_below)
         self._builder = WorldBuilder(
@@ -78,8 +78,8 @@ class Job:
         return True
 
     def meet_again(self) -> bool:
-        """After leave(): enter the same generation anew, with all its members, or the one that replaces it. False
-        for a worker that is no member yet. Raises PeerLost when a member does not come in time."""
+        """Enter the same generation anew after leave(), with all its members, or the one that replaces it. False for a
+        worker that is not a member yet. Raises PeerLost when a member does not arrive in time."""
         if self._start is None:
             return False
         while not self.has_orders():
@@ -88,7 +88,7 @@ class Job:
                 self._enter(self._start, MEET_TIMEOUT_S)
             except RecoverableError as error:
                 if isinstance(error, PeerLost) and error.op == "connect" and not self.has_orders():
-                    raise  # it lives, and does not come
+                    raise  # the peer lives, and does not arrive
                 self.link.wait_for_abort(above=self._start.id.number)
             else:
                 return True
@@ -102,11 +102,12 @@ class Job:
                 return True
 
     def leave(self) -> None:
-        """shutdown(): hang up on the other workers. The coordinator still knows this one; it may meet again."""
+        """Close the connections to the other workers, for shutdown(). The coordinator still knows this worker; it may
+        meet again."""
         if world.is_entered():
             here = world.current()
             if here.named is not None:
-                here.named.close()  # in good order: others may still need this rank in a round that has begun
+                here.named.close()  # orderly: others may still need this rank in a round that has begun
             self._retired.append(here)
             world.enter(None)
         self._close_retired()
@@ -116,24 +117,25 @@ class Job:
     def build(self, start: Start) -> Transport:
         """Open the data connections of a generation and enter its world.
 
-        Raises PeerLost or GenerationEnded; the next order from the coordinator then says how to go on.
+        Raises PeerLost or GenerationEnded; the next order from the coordinator then determines the next action.
         """
         self._session = 0
         self._enter(start, CONNECT_TIMEOUT_S)
         return world.current().transport
 
     def may_publish(self, name: str, progress: Progress, file: str = "") -> str:
-        """Whether a checkpoint, or a file of the script's own, counts; "", or why not. From any thread."""
+        """Ask whether a checkpoint, or a file of the script's own, counts. Return "", or the reason for a refusal. From
+        any thread."""
         return self.link.may_publish(MayPublish(name, progress, file), _ANSWER_S)
 
     def quiesce(self) -> None:
-        """End what still runs in the background of the old generation: no collective touches a tensor afterwards."""
+        """End the background operations of the old generation: no collective touches a tensor afterwards."""
         if world.is_entered() and (named := world.current().named) is not None:
             named.abort("this worker is regrouping")
             named.wait_until_quiet()
 
     def settle(self) -> None:
-        """The new generation works: release what is left of the old ones. Not earlier: a peer may still read."""
+        """Release the resources of old generations once the new one works. Not earlier: a peer may still read."""
         self._close_retired()
         self._close_all_but(world.current().id.number)
 
@@ -169,14 +171,15 @@ class Job:
         self._retired.clear()
 
     def _hold_no_longer(self, number: int) -> None:
-        """Its world does: process sets come and go in it. Of a world that never came to be everything is kept, since
-        the coordinator may ask who of its neighbours answers."""
+        """Hold the generation's objects weakly, since its world holds them: process sets are added and removed in it.
+        The objects of a world that was never completed are kept, since the coordinator may ask which of its neighbours
+        answer."""
         with self._lock:
             self._entered = number
             self._live[number] = [weakref.ref(each) for each in self._living(number)]
 
     def _close_all_but(self, number: int) -> None:
-        """Of all other generations: also what was built of a world that never came to be."""
+        """Close the objects of all other generations, including those of worlds that were never completed."""
         with self._lock:
             ended = [each for other in self._live if other != number for each in self._living(other)]
             self._live = {other: live for other, live in self._live.items() if other == number}
@@ -188,7 +191,7 @@ class Job:
         return weakref.ref(abortable) if is_held else lambda: abortable
 
     def _living(self, number: int) -> list[Abortable]:
-        """With the lock held."""
+        """Return the objects that still exist. Call it with the lock held."""
         return [each for reference in self._live.get(number, ()) if (each := reference()) is not None]
 
     def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
@@ -198,20 +201,20 @@ class Job:
     # Orders ----------------------------------------------------------------------------------------------
 
     def is_newcomer(self) -> bool:
-        """Whether this worker has not been a member yet."""
+        """Return whether this worker has not been a member yet."""
         return self.link.is_newcomer and self._start is None
 
     def has_to_regroup(self) -> bool:
-        """Whether an ABORT waits, or every rank has agreed on a planned change."""
+        """Return whether an ABORT is pending, or every rank has agreed on a planned change."""
         return self.link.ordered > world.current().id.number or bool(self._agreed)
 
     def has_orders(self) -> bool:
-        """Whether the coordinator wants another generation than the last one that this worker was in."""
+        """Return whether the coordinator wants another generation than the last one of this worker."""
         number = self._start.id.number if self._start is not None else 0
         return max(self.link.ordered, self.link.prepared) > number
 
     def wait_for_start(self) -> Start:
-        """Say READY for the newest order, and again whenever a further change replaces it, until START."""
+        """Send READY for the newest order, and again whenever a further change replaces it, until START."""
         number = self.demanded_number()
         while True:
             if number:
@@ -223,16 +226,17 @@ class Job:
             number = answer
 
     def ask_for_regroup(self, reason: str) -> None:
-        """The main thread left this generation without a fault that others could see. To the coordinator it is a
-        failed connection: if nothing else explains it, it aborts the generation, with unchanged members."""
+        """Report that the main thread left this generation without a fault that others could see. To the coordinator it
+        is a failed connection: if it has no other explanation, it aborts the generation, with unchanged members."""
         assert self._start is not None
         self._report_broken(self._start.id.number, self._start.next.worker, "send", reason)
 
     def demanded_number(self) -> int:
-        """The generation to be READY for; 0 for a newcomer, which is ready for any.
+        """Return the generation to be READY for; 0 for a newcomer, which is ready for any.
 
-        After a collective that failed before any order came, it waits for the order: what this worker saw is
-        only a hint, and the coordinator decides."""
+        After a collective that failed before any order came, wait for the order: the failure is only a hint, and the
+        coordinator decides.
+        """
         here = self._start.id.number if self._start is not None else 0
         if self.link.ordered > here:
             return self.link.ordered
@@ -241,11 +245,11 @@ class Job:
         if self.is_newcomer():
             return 0
         if not world.is_entered() and self.link.prepared > here:
-            return self.link.prepared  # between shutdown() and init() there is nothing to agree on
+            return self.link.prepared  # between shutdown() and init() there is no agreement
         return self.link.wait_for_abort(above=here)
 
     def agree(self, prepared_by_rank: list[int]) -> None:
-        """A planned change is agreed when all ranks hold a PREPARE for the same generation."""
+        """Agree on a planned change when all ranks hold a PREPARE for the same generation."""
         first = prepared_by_rank[0]
         is_agreed = first > world.current().id.number and all(each == first for each in prepared_by_rank)
         self._agreed = first if is_agreed else 0
@@ -253,7 +257,7 @@ class Job:
     # The link's thread -----------------------------------------------------------------------------------
 
     def _abort_below(self, number: int, reason: str) -> None:
-        """An ABORT came: end whatever the main thread is in that belongs to an older generation."""
+        """End all calls of the main thread that belong to an older generation, after an ABORT."""
         with self._lock:
             for other in self._live:
                 if other < number:
@@ -265,7 +269,7 @@ class Job:
         self._listener.tidy()
 
     def _connections(self) -> Connections | None:
-        """Of the newest generation, unless an ABORT has ended it."""
+        """Return the connections of the newest generation, unless an ABORT has ended it."""
         with self._lock:
             number = max(self._live, default=0)
             rings = [each for each in self._living(number) if isinstance(each, RingTransport | RingBuilder)]
@@ -276,9 +280,9 @@ class Job:
         return Connections(number, peers, min(still, default=None))
 
     def _watch(self, number: int, abortable: Abortable) -> None:
-        """From now on an ABORT reaches it; one that came before does so here."""
+        """Register an object that an ABORT must reach; an ABORT that came before ends it here."""
         with self._lock:
-            # A builder that has built has its transport here instead; the peers of one that has not, it alone knows.
+            # A completed builder has its transport here instead; only an uncompleted builder knows its peers.
             others = [each for each in self._living(number) if not (isinstance(each, RingBuilder) and each.has_built)]
             self._live[number] = [self._refer(number, each) for each in (*others, abortable)]
         if self.link.ordered > number:

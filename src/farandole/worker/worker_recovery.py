@@ -1,4 +1,4 @@
-"""What a survivor does between the end of one generation and the first step of the next.
+"""The recovery of a survivor, between the end of one generation and the first step of the next.
 
 Read from top to bottom: `regroup` is the path of docs/when-a-worker-dies.md on the worker's side.
 """
@@ -21,14 +21,14 @@ from farandole.worker.worker_job import Job
 from farandole.worker_status import Phase
 
 Agree = Callable[[Transport, bool], SyncReport | None]
-"""agree(transport, bootstrap): makes the state the same everywhere; None where the state does not say how."""
+"""agree(transport, bootstrap): makes the state the same on all members; None where the state does not report how."""
 
 logger = logging.getLogger("farandole")
 
 
 @dataclass(frozen=True)
 class Regrouped:
-    """How one regroup went on this worker; times in seconds."""
+    """The course of one regroup on this worker; times in seconds."""
 
     number: int
     rank: int
@@ -53,7 +53,7 @@ class Regrouped:
 
 @dataclass(frozen=True)
 class Connection:
-    """This worker is connected to the members of a new generation; their states are not compared yet.
+    """A connection to the members of a new generation; their states are not compared yet.
 
     Times in seconds, as in Regrouped.
     """
@@ -68,9 +68,9 @@ class Connection:
 def connect(job: Job) -> Connection:
     """Leave the generation that has ended, and connect to the members of the next one: READY, START, new transport.
 
-    Called by the main thread, which is in no collective therefore; what other threads have in flight is ended
-    first. A further fault on the way leads to one more generation. Raises JobEnded when the job is over, SystemExit
-    when this worker has left it.
+    Called by the main thread, which is in no collective therefore; the operations of other threads are ended first. A
+    further fault leads to one more generation. Raises JobEnded when the job is over, SystemExit when this worker has
+    left it.
     """
     while True:
         job.quiesce()
@@ -86,12 +86,12 @@ def connect(job: Job) -> Connection:
 
 
 def regroup(job: Job, agree: Agree, connection: Connection | None = None) -> Regrouped:
-    """Move to the next generation: connect, and make the state the same everywhere.
+    """Move to the next generation: connect, and make the state the same on all members.
 
     The state that `agree` copies must be that of the last boundary. Returns once this worker is a member whose state
-    equals everybody's. Any further fault on the way leads to one more generation. Raises what connect() raises.
+    equals that of all others. Any further fault leads to one more generation. Raises what connect() raises.
 
-    connection  the one that was made already, in the middle of a loop body
+    connection  the connection that was made already, in the middle of a loop body
     """
     with InPhase(Phase.REGROUPING):
         while True:
@@ -125,8 +125,8 @@ def report_first_step(
     steps_redone: int = 0,
     samples_redone: int = 0,
 ) -> None:
-    """Have the coordinator know when the first step after this regroup is decided here, and what that took. Arguments
-    as in FirstStep."""
+    """Report to the coordinator when the first step after this regroup is decided here, with its cost. Arguments as in
+    FirstStep."""
     synced_s = now_s()
 
     def decided() -> None:

@@ -1,5 +1,5 @@
-"""From a START to this worker's world: one transport for the steps, one for the named collectives, and one for each
-process set. Used by job.py and fixed_job.py."""
+"""The construction of this worker's world from a START: one transport for the steps, one for the named collectives, and
+one for each process set. Used by worker_job.py and fixed_job.py."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from farandole.messages import Start
 
 logger = logging.getLogger("farandole")
 
-# Channels of one generation. A session is the time from init() to shutdown(): its rings have channels of their own.
-# A transport has one for the ring of all its ranks, and those for rings of some of them.
+# Channels of one generation. A session is the time from init() to shutdown(): its rings have channels of their own. A
+# transport has one for the ring of all its ranks, and others for rings of some of them.
 _CHANNELS_PER_SESSION = 1 << 20
 _CHANNELS_PER_TRANSPORT = 1 + RINGS
 _STEPS, _NAMED, _FIRST_PROCESS_SET = 0, 1, 2
-_TRANSPORTS = 2  # that every world has: for the steps, and for the named collectives
+_TRANSPORTS = 2  # of every world: for the steps, and for the named collectives
 
 SUBSET_TIMEOUT_S = 5.0
-"""For the members of a process set to connect, once all have agreed on it."""
+"""Seconds for the members of a process set to connect, once all have agreed on it."""
 
 
 class Abortable(Protocol):
@@ -49,7 +49,7 @@ class Abortable(Protocol):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker tells all others when they have connected."""
+    """The data that a worker sends to all others when they have connected."""
 
     worker: str
     address: Address
@@ -62,7 +62,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Built:
-    """A new world, to be entered; then, if `has_process_sets` (somebody has), process_sets.recreate() is due."""
+    """A new world, to be entered; then, if `has_process_sets` (on any member), process_sets.recreate() is due."""
 
     world: World
     has_process_sets: bool
@@ -73,13 +73,13 @@ class WorldBuilder:
 
     worker     this worker's id
     host       the same for all workers of this host, and only for them
-    settings   asked for each world, since scripts change them between shutdown() and init()
+    settings   called for each world, since scripts change them between shutdown() and init()
     on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
-    check      called at least once a second while something waits; may raise
+    check      called at least once a second during a wait; may raise
     watch      called with a generation's number and each builder and transport of it, before they can block: an
                abort must reach them. May raise when the abort came first
-    on_way     called on rank 0 with a generation's number and how tensors move in it, when that is another way than in
-               the one before
+    on_way     called on rank 0 with a generation's number and how tensors move in it, when that differs from the one
+               before
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WorldBuilder:
         self._on_broken, self._check, self._watch = on_broken, check, watch
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
-        """The world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
+        """Build the world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
         first. Raises PeerLost, GenerationEnded, and what `check` and `watch` raise."""
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
@@ -161,7 +161,7 @@ class WorldBuilder:
         return p2p
 
     def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
-        """Of all members of `start`."""
+        """Return the ring of all members of `start`."""
         number = start.id.number
         builder = RingBuilder(
             self._listener, start, self._worker, timeout_s, self._reporter(number), self._check, channel
@@ -180,7 +180,7 @@ class WorldBuilder:
         timeout_s: float,
         control_blocks: ControlBlocks | str | None = None,
     ) -> tuple[Transport, Way]:
-        """The fastest transport that can be built upon the ring of these members."""
+        """Return the fastest transport that can be built upon the ring of these members."""
 
         def connect(ranks: Sequence[int], number: int) -> RingTransport:
             subset = _among(start, [members[rank] for rank in ranks], ranks.index(start.placement.rank), ranks)
@@ -194,7 +194,7 @@ class WorldBuilder:
         return transport, way
 
     def _say(self, way: str, start: Start) -> None:
-        """Once, and when it has become another one."""
+        """Report how tensors move, once, and when that has changed."""
         if way != self._last_way and start.placement.rank == 0:
             logger.info("generation %s: tensors move %s", start.id, way)
             self._on_way(start.id.number, way)
@@ -208,8 +208,8 @@ class WorldBuilder:
 
 
 def _directory(ring: Transport, mine: Member) -> list[Member]:
-    """Every member's words, by rank. START names the neighbours only: all members would be too much for the
-    coordinator to tell everybody."""
+    """Return every member's data, by rank. START names the neighbours only: the coordinator cannot send all members to
+    each worker."""
     return [msgspec.msgpack.decode(said, type=Member) for said in ring.all_gather(msgspec.msgpack.encode(mine))]
 
 
@@ -220,8 +220,8 @@ def _may_share_memory(start: Start) -> bool:
 def _open_pages(
     ring: Transport, own: OwnControlBlocks, directory: list[Member]
 ) -> Sequence[ControlBlocks | str | None]:
-    """For each transport the control blocks of this host's ranks, or why there are none; None where nobody asked. All
-    at once: every exchange between the ranks costs the slowest one's time to wake up."""
+    """Return for each transport the control blocks of this host's ranks, or why there are none; None where they were
+    not requested. All at once: every exchange between the ranks costs the slowest one's time to wake up."""
     if not isinstance(ring, RingTransport) or not (own.refs.refs or own.refs.problem):
         return [None] * _TRANSPORTS
     hosts = [member.host for member in directory]
@@ -233,7 +233,7 @@ def _open_pages(
 
 
 def _among(start: Start, members: list[Member], place: int, names: Sequence[int]) -> Start:
-    """The same START for a ring of some of the members only; `place`: this worker's among them. In errors they have
+    """Return the same START for a ring of some of the members; `place`: this worker's among them. In errors they have
     these names."""
     size = len(members)
     hosts = list(dict.fromkeys(member.host for member in members))

@@ -1,4 +1,5 @@
-"""Faults by plan: what happens to a job, to whom, and when. fault_plan.py has the grammar, bringing.py does it."""
+"""Planned faults: the action on a job, its victims, and its time. fault_plan.py has the grammar, bringing.py executes
+it."""
 
 from farandole.testing.faults.fault_plan import Fault, Plan
 from farandole.testing.faults.parsing import parse

@@ -1,4 +1,5 @@
-"""Where the processes of a job are: on this machine, or on hosts of a lab. By this faults reach them."""
+"""The backends of a job: its processes are on this machine, or on hosts of a lab. Faults reach them through a
+backend."""
 
 from __future__ import annotations
 
@@ -12,30 +13,31 @@ from farandole.testing.lab.names import new_name
 from farandole.testing.lab.tools import LabError
 
 Worker: TypeAlias = tuple[str, int]
-"""The name of its host, and its number there."""
+"""A worker: the name of its host, and its process id there."""
 
 _ROOM_BYTES = 32 << 20
 
 
 class Backend(Protocol):
     def signal(self, worker: Worker, number: int) -> None:
-        """Raises ProcessLookupError."""
+        """Send a signal. Raises ProcessLookupError."""
 
     def starve(self, worker: Worker) -> bool:
-        """Leave a worker almost no memory but what it has; False: that cannot be done here."""
+        """Leave a worker almost no memory beyond its own; False: that is impossible here."""
 
     def disturb(self, action: ToHost | OneWay) -> None:
-        """A fault of a host or of the network. Raises ValueError where there are no hosts."""
+        """Cause a fault of a host or of the network. Raises ValueError where there are no hosts."""
 
     def offer(self, slots: int) -> None:
-        """There is room for so many workers from now on."""
+        """Set the number of slots from now on."""
 
     def slots_of(self, host: str) -> int:
-        """Most workers that can be on a host."""
+        """Return the most workers that can be on a host."""
 
 
 class ThisMachine:
-    """The job is on the machine itself; its host discovery script prints what is in `hosts_file`. Close it."""
+    """The backend of a job on the machine itself; its host discovery script prints the contents of `hosts_file`. Close
+    it."""
 
     def __init__(self, hosts_file: Path) -> None:
         self.hosts_file = hosts_file
@@ -67,13 +69,14 @@ class ThisMachine:
 
 
 def starve(pid: int) -> Cgroup | None:
-    """Put a process into a control group with little more memory than it has. None where that is not possible."""
+    """Put a process into a control group with little more memory than it has. Return None where that is not
+    possible."""
     if os.geteuid() != 0:
         return None
     group: Cgroup | None = None
     try:
         group = Cgroup(f"{new_name()}.starved")
-        group.limit_memory(_ROOM_BYTES)  # pages that it has already are counted where it took them
+        group.limit_memory(_ROOM_BYTES)  # existing pages are counted in the group in which they were allocated
         Path(group.memory_entrance or "").write_text(str(pid))
     except (LabError, OSError):
         if group is not None:

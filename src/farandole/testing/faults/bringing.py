@@ -1,4 +1,4 @@
-"""Brings a plan's faults about in a running job: waits for each trigger, chooses the victims, and does it."""
+"""The execution of a fault plan in a running job: it waits for each trigger, chooses the victims, and acts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NEAR_END = 40  # steps
 
 
 class Pace:
-    """How long a step of the job waits: `fast_ms`, but slower and slower towards one that must not come too early. The
+    """The duration of a step of the job: `fast_ms`, but longer and longer towards one that must not come too early. The
     last one, of `steps`, must not come before all faults have."""
 
     def __init__(self, file: Path, fast_ms: float, steps: int) -> None:
@@ -52,10 +52,11 @@ class Pace:
         self._say(self._fast_ms)
 
     def towards(self, step: int | None, now: int, *, can_happen: bool) -> None:
-        """`can_happen`: all that the fault at this step takes is there but the step."""
+        """Set the duration of the next step. `can_happen`: all that the fault at this step needs exists except the
+        step."""
         ms = self._fast_ms
         if step is not None and can_happen and step - now <= 1:
-            ms = max(ms, 10.0)  # before the next one: long enough for it to happen in this very step
+            ms = max(ms, 10.0)  # before the next one: long enough for the fault to happen in this very step
         if step is not None and not can_happen:
             ms = max(ms, _SLOW_MS / max(1, step - now))
         to_end = self._steps - _BEFORE_END - now
@@ -72,13 +73,13 @@ class Pace:
 
 
 class Bringer:
-    """`job`'s script calls Orders and Records; it begins with `workers`, and `replaces` those that it loses. Faults
-    that are over within `budget_s`, its detection budget, end nobody.
+    """Executes a plan. `job`'s script calls Orders and Records; it begins with `workers`, and `replaces` lost ones.
+    Faults that are over within `budget_s`, its detection budget, end no worker.
 
-    wanted    workers that train once everybody has come and gone
-    gone      those that were ended, or asked to leave
+    wanted    workers that train after all arrivals and departures
+    gone      workers that were ended, or asked to leave
     deaths    workers that were ended, at most
-    happened  how often each kind of fault was brought about
+    happened  number of faults of each kind
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Bringer:
         self._last: list[Worker] = []
 
     def run(self) -> None:
-        """All faults of the plan. Raises TimeoutError, which says which one was not triggered."""
+        """Execute all faults of the plan. Raises TimeoutError, which names the fault that was not triggered."""
         faults = self._plan.faults
         for index, fault in enumerate(faults):
             following = faults[index + 1] if index + 1 < len(faults) else None
@@ -116,7 +117,7 @@ class Bringer:
         self._pace.full_speed()
 
     def settle(self) -> None:
-        """Until all who are to come have come and train, before the end of the job. Raises TimeoutError."""
+        """Wait until all expected workers have come and train, before the end of the job. Raises TimeoutError."""
         deadline = time.monotonic() + self._deadline_s
         while not self._is_settled(latest := self._job.latest()):
             if time.monotonic() > deadline or self._job.process.poll() is not None:
@@ -130,7 +131,7 @@ class Bringer:
     # Waiting ---------------------------------------------------------------------------------------------
 
     def _wait_for(self, fault: Fault) -> list[Worker]:
-        """Whom it hits."""
+        """Wait for the trigger and return the victims."""
         deadline, has_come = time.monotonic() + self._deadline_s, False
         step = self._triggers.step_of(fault.trigger)
         while time.monotonic() < deadline and self._job.process.poll() is None:
@@ -151,14 +152,14 @@ class Bringer:
         )
 
     def _victims(self, action: Action, latest: Latest) -> list[Worker] | None:
-        """None: not all whom it takes are there, or nobody would be left who holds the state."""
+        """Return the victims; None: not all of them exist, or no holder of the state would be left."""
         if isinstance(action, AddWorker):
             return []
         training = {rank: who for rank, record in sorted(latest.items()) if (who := _worker(record)) not in self.gone}
         if isinstance(action, ToHost | OneWay):
             hit = _hosts_hit(action)
             there = [worker for worker in training.values() if worker[0] in hit]
-            if isinstance(action, OneWay):  # one of the two ends is given up, not both
+            if isinstance(action, OneWay):  # one of the two ends is declared lost, not both
                 return there if len({host for host, _ in training.values()}) > 1 else None
             return there if not hit or len(there) < len(training) else None
         if action.whom == "the same":
@@ -183,7 +184,7 @@ class Bringer:
         return self._chance.sample(everyone, count) if count <= len(everyone) else []
 
     def _starting(self) -> set[Worker]:
-        """Workers that have not begun a step yet."""
+        """Return the workers that have not begun a step yet."""
         files = self._job.folder.glob("worker-*.jsonl")
         names = [file.stem.split("-", 2) for file in files if file.stat().st_size == 0]
         return {(host, int(pid)) for _, pid, host in names} - self.gone
@@ -197,15 +198,15 @@ class Bringer:
         while time.monotonic() < until and self._job.process.poll() is None:
             time.sleep(min(_POLL_S, max(0.0, until - time.monotonic())))
 
-    # Doing -----------------------------------------------------------------------------------------------
+    # Actions ---------------------------------------------------------------------------------------------
 
     def _bring(self, action: Action, victims: list[Worker], *, lasts: bool) -> None:
         if isinstance(action, ToHost | OneWay):
             self._backend.disturb(action)
             if lasts:
-                # Those that have just been started go, too, and cannot be counted.
+                # Workers that have just been started end, too, and cannot be counted.
                 self.deaths += sum(self._backend.slots_of(host) for host in _hosts_hit(action))
-            if lasts and isinstance(action, ToHost):  # of one way, either end may be given up
+            if lasts and isinstance(action, ToHost):  # of one way, either end may be declared lost
                 self.gone.update(victims)
             return
         if isinstance(action, AddWorker):
@@ -224,11 +225,11 @@ class Bringer:
 
     def _do(self, verb: str, worker: Worker) -> None:
         host, pid = worker
-        with contextlib.suppress(ProcessLookupError, ConnectionError):  # it ended by itself meanwhile
+        with contextlib.suppress(ProcessLookupError, ConnectionError):  # it has ended by itself meanwhile
             if verb in _SIGNALS:
                 self._backend.signal(worker, _SIGNALS[verb])
             elif verb == "starve" and not self._backend.starve(worker):
-                self._backend.signal(worker, signal.SIGKILL)  # which is what the kernel does to it
+                self._backend.signal(worker, signal.SIGKILL)  # as the kernel does
             else:
                 give(self._job.folder, pid, host, verb)
 
@@ -242,7 +243,7 @@ _ENDING = frozenset({"power off", "cut", "freeze", "kill agent of", "stop agent 
 
 
 def _is_undone(following: Fault | None, within_s: float) -> bool:
-    """Whether a fault is over before it can be noticed, by the one that follows."""
+    """Return whether the following fault undoes this one before it can be noticed."""
     if following is None or not isinstance(following.trigger, After):
         return False
     action = following.action
@@ -251,7 +252,7 @@ def _is_undone(following: Fault | None, within_s: float) -> bool:
 
 
 def _hosts_hit(action: ToHost | OneWay) -> set[str]:
-    """Hosts that a fault may take out; a slow or a lossy cable takes out none."""
+    """Return the hosts that a fault may take out; a slow or a lossy cable takes out none."""
     if isinstance(action, OneWay):
         return {f"host{action.sender}", f"host{action.receiver}"}
     return {f"host{action.host}"} if action.verb in _ENDING else set()

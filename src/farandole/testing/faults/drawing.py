@@ -1,6 +1,6 @@
 """Random fault plans for a job, from a seed alone: scenarios, each of one or more faults that belong together.
 
-Each scenario leaves somebody who holds the state, so that the job can always go on. Used by chaos runs.
+Each scenario leaves a holder of the state, so that the job can always continue. Used by chaos runs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from farandole.testing.faults.fault_plan import (
 )
 
 MOST_WORKERS = 4
-LONG, SHORT = 2.5, 0.25  # a silence that is noticed, and one that must not be: in detection budgets
+LONG, SHORT = 2.5, 0.25  # a silence that is detected, and one that must not be: in detection budgets
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan has to know of its job.
+    """The properties of a job that matter for its plan.
 
-    workers          it begins with, on `hosts` hosts; 0 hosts: on this machine, without a lab
-    epochs, steps    each epoch has so many steps
-    replaces         who is lost is replaced
+    workers          initial number, on `hosts` hosts; 0 hosts: on this machine, without a lab
+    epochs, steps    number of epochs, and of steps in each
+    replaces         lost workers are replaced
     budget_s         the detection budget
-    spares           so many workers wait beside; then nobody is added, and nobody is asked to leave
+    spares           workers that wait in addition; then no worker is added, and none is asked to leave
     """
 
     workers: int
@@ -52,12 +52,12 @@ class Shape:
 
 
 def draw(chance: random.Random, shape: Shape) -> Plan:
-    """Two to four scenarios, in the order of their steps."""
+    """Return two to four scenarios, in the order of their steps."""
     return _Drawing(chance, shape).plan()
 
 
 class _Drawing:
-    """`size` workers train once everybody has come and gone."""
+    """A plan in progress. `size` workers train after all arrivals and departures."""
 
     def __init__(self, chance: random.Random, shape: Shape) -> None:
         self._chance, self._shape = chance, shape
@@ -69,7 +69,7 @@ class _Drawing:
         last = self._shape.epochs * self._shape.steps - 60
         steps = sorted(self._chance.randrange(5, last) for _ in range(count))
         for index in range(1, count):
-            if self._chance.random() < 0.3:  # close together: what comes in the middle of a regroup matters most
+            if self._chance.random() < 0.3:  # close together: faults in the middle of a regroup matter most
                 steps[index] = steps[index - 1] + self._chance.randint(1, 4)
         faults: list[Fault] = []
         for step in steps:
@@ -156,7 +156,7 @@ class _Drawing:
         self._size += 1
 
     def _in_the_join(self) -> Iterator[Fault]:
-        """A newcomer needs longer to come than a step: the step is that at which it is called."""
+        """Yield the faults of a join. A newcomer needs longer to join than a step: the step is that of its request."""
         yield self._now(AddWorker())
         self._size += 1
         if self._chance.random() < 0.3:
@@ -173,7 +173,7 @@ class _Drawing:
         yield self._later(ToHost("boot", host))
 
     def _in_a_phase(self) -> Iterator[Fault]:
-        """A worker is killed, and while the others get over it, or take in who replaces it, they lose a host."""
+        """Kill a worker, and while the others recover, or admit its replacement, let them lose a host."""
         phases: list[FaultPhase] = ["regroup", "sync", "start", "join"]
         pairs: list[tuple[HostAction, HostAction]] = [("power off", "boot"), ("cut", "heal"), ("freeze", "thaw")]
         (first, last), host = self._chance.choice(pairs), self._host()

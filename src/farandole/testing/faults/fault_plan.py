@@ -1,4 +1,4 @@
-"""What is to happen to a job, to whom, and when: the words of fault plans. Pure; parsing.py reads them.
+"""The grammar of fault plans: action, victims and trigger. Pure; parsing.py reads it.
 
     at step 40: kill rank 0
     during regroup + 2 ms: kill any
@@ -6,7 +6,7 @@
     at step 90: cut host 2
     after 2 s: heal host 2
 
-Printed, each is in the form in which it is parsed.
+Each object prints in the form in which it is parsed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HOST_ACTIONS: tuple[str, ...] = get_args(HostAction)
 WHO: tuple[str, ...] = get_args(Who)
 
 DEADLY: frozenset[str] = frozenset({"kill", "segfault", "abort", "exit", "raise", "starve", "hang"})
-"""What ends a worker at once; `hang` after the step timeout. `stop` does when it lasts as long as the detection budget;
-`leave` is no fault."""
+"""Actions that end a worker at once; `hang` after the step timeout. `stop` does when it lasts as long as the detection
+budget; `leave` is not a fault."""
 
 
 @dataclass(frozen=True)
 class AtStep:
-    """Once some worker has begun this step."""
+    """A trigger: some worker has begun this step."""
 
     step: int
 
@@ -46,7 +46,7 @@ class AtStep:
 
 @dataclass(frozen=True)
 class AtLastStepOf:
-    """Once some worker has begun the last step of this epoch, the first of which is 0."""
+    """A trigger: some worker has begun the last step of this epoch, the first of which is 0."""
 
     epoch: int
 
@@ -56,10 +56,10 @@ class AtLastStepOf:
 
 @dataclass(frozen=True)
 class During:
-    """Once this has begun, since the fault before was brought about.
+    """A trigger: this phase has begun since the fault before.
 
     start    a new worker is started
-    join     workers were asked to take newcomers in
+    join     workers were asked to admit newcomers
     regroup  survivors of a fault regroup
     sync     a generation starts: its workers connect, and copy the state from the source
     """
@@ -72,7 +72,7 @@ class During:
 
 @dataclass(frozen=True)
 class After:
-    """So long after the fault before."""
+    """A trigger: this time after the fault before."""
 
     delay_s: float
 
@@ -85,17 +85,19 @@ Trigger: TypeAlias = AtStep | AtLastStepOf | During | After
 
 @dataclass(frozen=True)
 class ToWorkers:
-    """kill     SIGKILL; `segfault` and `abort` are SIGSEGV and SIGABRT
-    exit     os._exit(0), in the middle of whatever it does
+    """Actions on workers, and their victims.
+
+    kill     SIGKILL; `segfault` and `abort` are SIGSEGV and SIGABRT
+    exit     os._exit(0), at any point
     raise    an exception in user code
     starve   it wants more memory than there is, and the kernel kills it
     stop     SIGSTOP, `continue` SIGCONT
     hold     a thread holds the GIL for a second: slow, not dead
-    hang     user code waits for something that never comes; takes a job with --step-timeout
-    leave    SIGTERM: it is asked to
+    hang     user code waits for ever; needs a job with --step-timeout
+    leave    SIGTERM: it is asked to leave
 
-    whom     a rank, or: any; source, the lowest rank of those that are farthest; newcomer, which has not trained
-             yet; two; all but one; the same, who was hit by the fault before
+    whom     a rank, or: any; source, the lowest rank of the workers with the most progress; newcomer, which has not
+             trained yet; two; all but one; the same, the victim of the fault before
     """
 
     verb: WorkerAction
@@ -107,11 +109,13 @@ class ToWorkers:
 
 @dataclass(frozen=True)
 class ToHost:
-    """power off, boot     boot: also its agent
-    cut, heal           all packets from and to it are swallowed
+    """Actions on hosts.
+
+    power off, boot     boot: also its agent
+    cut, heal           all packets from and to it are dropped
     freeze, thaw        none of its processes runs
     slow, hurry         packets to it wait for a cable of `amount` megabits a second
-    lose                `amount` percent of the packets to it are lost; `hurry` mends that, too
+    lose                `amount` percent of the packets to it are lost; `hurry` repairs that, too
     kill agent of, stop agent of
     """
 
@@ -126,7 +130,7 @@ class ToHost:
 
 @dataclass(frozen=True)
 class OneWay:
-    """Packets from one host to another are swallowed."""
+    """Packets from one host to another are dropped."""
 
     sender: int
     receiver: int
@@ -137,7 +141,7 @@ class OneWay:
 
 @dataclass(frozen=True)
 class AddWorker:
-    """Room for one more."""
+    """The job gets a slot for one more worker."""
 
     verb: Literal["add a worker"] = "add a worker"
 
@@ -150,7 +154,7 @@ Action: TypeAlias = ToWorkers | ToHost | OneWay | AddWorker
 
 @dataclass(frozen=True)
 class Fault:
-    """`late_ms`: so long after the trigger."""
+    """A fault. `late_ms`: milliseconds after the trigger."""
 
     trigger: Trigger
     action: Action
@@ -162,7 +166,7 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """For counting: what is done, and in which phase when that matters."""
+        """The kind for counts: the action, and the phase when that matters."""
         what: str = "one way" if isinstance(self.action, OneWay) else self.action.verb
         if isinstance(self.action, ToWorkers) and self.action.whom in ("two", "all but one", "newcomer", "source"):
             what += f" {self.action.whom}"
@@ -173,7 +177,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """Faults, one after the other."""
+    """A sequence of faults, one after the other."""
 
     faults: tuple[Fault, ...]
 
@@ -181,5 +185,5 @@ class Plan:
         return "; ".join(map(str, self.faults))
 
     def kinds(self) -> Counter[str]:
-        """How often each kind of fault is in it."""
+        """Return how often each kind of fault is in the plan."""
         return Counter(fault.kind for fault in self.faults)

@@ -1,4 +1,4 @@
-"""When a fault is triggered: what the job said (its events) and what its workers wrote down (step_records.py)."""
+"""The triggers of faults, from the job's events and its workers' records (step_records.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from farandole.testing.faults.fault_plan import After, AtLastStepOf, AtStep, Trigger
 
 Latest = Mapping[int, Mapping[str, Any]]
-"""By rank, what each worker of the newest generation has written last."""
+"""By rank, the last record of each worker of the newest generation."""
 
 _SAID = {
     "start": re.compile(rb"\[farandole\] starting w"),
@@ -22,7 +22,9 @@ _SAID = {
 
 
 class Triggers:
-    """output           of the job, which has to tell all its events (--verbose)
+    """Detects triggers.
+
+    output           of the job, which has to report all its events (--verbose)
     steps_per_epoch  of the job
     """
 
@@ -31,7 +33,7 @@ class Triggers:
         self._place, self._since = 0, time.monotonic()
 
     def begin(self) -> None:
-        """A fault is brought about now: what the next one waits for comes after this."""
+        """Mark the time of a fault: the next trigger counts only after it."""
         self._place, self._since = self._output.stat().st_size, time.monotonic()
 
     def step_of(self, trigger: Trigger) -> int | None:
@@ -54,10 +56,10 @@ class Triggers:
 
 
 def farthest(latest: Latest) -> int:
-    """The step that some worker has begun or applied last; -1 before the first."""
+    """Return the last step that some worker has begun or applied; -1 before the first."""
     return max((progress(record) for record in latest.values()), default=-1)
 
 
 def progress(record: Mapping[str, Any]) -> int:
-    """The step that a worker has begun or applied last."""
+    """Return the last step that a worker has begun or applied."""
     return int(record.get("before", record.get("after", record.get("end", 0))))

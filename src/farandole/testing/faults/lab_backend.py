@@ -1,4 +1,5 @@
-"""A job whose workers are on hosts of a lab: an agent on each, which joined the job; and faults of hosts."""
+"""The backend of a job whose workers are on hosts of a lab: an agent on each, which joined the job; and faults of
+hosts."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from farandole.testing.faults.fault_plan import OneWay, ToHost
 from farandole.testing.lab import Host, Lab
 from farandole.testing.lab.cgroups import Cgroup
 
-_GONE_S = 10.0  # until what was killed is gone, and agents have heard of the end of the job
+_GONE_S = 10.0  # seconds until killed processes are gone, and agents have learned of the end of the job
 
 
 class LabBackend:
-    """The job listens at `address`, on this machine, and has no workers here.
+    """The backend in a lab. The job listens at `address`, on this machine, and has no workers here.
 
-    slots   that the agent of each host offers
+    slots   of the agent of each host
     folder  for the agents' output and the token; every host sees it
     """
 
@@ -37,14 +38,14 @@ class LabBackend:
 
     @property
     def flags(self) -> list[str]:
-        """Of `farandole run`."""
+        """The flags of `farandole run`."""
         address = self._lab.network.driver.address
         return ["--host", address, "--port", str(self.port), "--token-file", str(self._token), "--local-slots", "0"]
 
     def start_agents(self) -> None:
-        """On all hosts; they wait until the job listens."""
+        """Start agents on all hosts; they wait until the job listens."""
         deadline = time.monotonic() + _GONE_S
-        while not self._token.exists():  # the job makes it
+        while not self._token.exists():  # the job creates it
             if time.monotonic() > deadline:
                 raise TimeoutError("the job did not make its token file")
             time.sleep(0.01)
@@ -103,7 +104,8 @@ class LabBackend:
     # The end ---------------------------------------------------------------------------------------------
 
     def left(self) -> list[str]:
-        """Once the job has ended: processes and files that are left on the hosts; some seconds are theirs to go."""
+        """Return the processes and files that are left on the hosts after the end of the job; they have some seconds to
+        end."""
         deadline = time.monotonic() + _GONE_S
         while (found := list(self._left())) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -115,7 +117,7 @@ class LabBackend:
                 yield f"processes were left on {host.name}: {[_command(pid) for pid in numbers.values()]}"
             elif host.is_up and (files := host.run(["ls", "/dev/shm"]).split()):
                 yield f"files were left in the shared memory of {host.name}: {files}"
-            # torch's compiler has a cache of its own there, for all programs of the user that are to come.
+            # torch's compiler has its own cache there, for all later programs of the user.
             if files := sorted(p.name for p in host.folder.iterdir() if not p.name.startswith("torchinductor_")):
                 yield f"temporary files were left on {host.name}: {files}"
 
@@ -136,7 +138,7 @@ class LabBackend:
             )
 
     def _boot(self, index: int) -> None:
-        """The host, if it is off, and its agent, if it does not run."""
+        """Boot the host, if it is off, and start its agent, if it does not run."""
         host = self._lab.hosts[index]
         if not host.is_up:
             host.boot()
@@ -146,7 +148,7 @@ class LabBackend:
             self._start_agent(index)
 
     def _agent_pids(self, host: Host) -> list[int]:
-        """The agent alone; not its guard or its workers, nor what started it."""
+        """Return the process ids of the agent alone; not of its guard, its workers, or its parent."""
         found = []
         for pid, outside in host.processes().items():
             words = _command(outside).split()

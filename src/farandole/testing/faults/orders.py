@@ -1,4 +1,4 @@
-"""Faults that only a worker can do to itself, done when told to. bringing.py tells it; scripts call it."""
+"""Faults that a worker can only cause in itself, on request. bringing.py sends the request; scripts call this."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ HOLD_S = 1
 
 
 class Orders:
-    """Made first of all in a script: who may be killed while it starts has to be known from its start.
+    """Receives orders. Create it first of all in a script: a worker that may be killed during its start has to be known
+    from then on.
 
-    In `folder` there is then an empty file worker-PID-HOST.jsonl, which records (step_records.py) go into, and a named
-    pipe order-PID-HOST, which is read in a thread of its own.
+    It creates an empty file worker-PID-HOST.jsonl in `folder`, for records (step_records.py), and a named pipe
+    order-PID-HOST, which is read in a separate thread.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -29,7 +30,7 @@ class Orders:
         (Path(folder) / f"worker-{who}.jsonl").touch()
 
     def check(self) -> None:
-        """Call it in each step. Raises RuntimeError, or never returns, when told to."""
+        """Execute an order; call it in each step. Raises RuntimeError, or never returns, when ordered to."""
         if self._hang.is_set():
             threading.Event().wait()
         if self._raise.is_set():
@@ -46,18 +47,18 @@ class Orders:
             elif order == "hang":
                 self._hang.set()
             elif order == "hold":
-                ctypes.PyDLL(None).sleep(HOLD_S)  # which keeps the GIL, as few things do
+                ctypes.PyDLL(None).sleep(HOLD_S)  # it keeps the GIL, as few functions do
             elif order == "starve":
                 wanted = bytearray(STARVED_BYTES)
-                del wanted  # it was not short of memory after all
+                del wanted  # memory was not short after all
 
 
 def give(folder: Path, pid: int, host: str, order: str) -> None:
-    """To the worker with this number on this host. Raises ProcessLookupError when it is not there any more."""
+    """Send an order to the worker with this process id on this host. Raises ProcessLookupError when it is gone."""
     try:
         pipe = os.open(folder / f"order-{pid}-{host}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # nobody reads it
+        if error.errno != errno.ENXIO:  # without a reader
             raise
         raise ProcessLookupError(f"there is no worker {pid} on {host}") from error
     try:

@@ -1,4 +1,4 @@
-"""From text to a fault plan. Pure; fault_plan.py has the grammar."""
+"""The parser from text to a fault plan. Pure; fault_plan.py has the grammar."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _ONE_WAY = re.compile(r"one way host (\d+) to host (\d+)")
 
 
 def parse(text: str) -> Plan:
-    """Faults are on lines of their own, or divided by semicolons; the rest of a line after # is a remark.
+    """Parse a plan. Faults are on separate lines, or separated by semicolons; the rest of a line after # is a comment.
 
-    Raises ValueError, which says which fault cannot be read, and what could be there.
+    Raises ValueError, which names the fault that cannot be parsed, and the possible forms.
     """
     lines = [line.partition("#")[0] for line in text.splitlines()]
     faults = [" ".join(fault.split()) for line in lines for fault in line.split(";")]

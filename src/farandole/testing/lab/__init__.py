@@ -1,4 +1,4 @@
-"""Hosts of our own on one Linux machine, as namespaces, and faults of hosts and networks. For tests that need several.
+"""Simulated hosts on one Linux machine, as namespaces, and faults of hosts and networks. For tests that need several.
 
 with Lab(hosts=3) as lab:
     process = lab.hosts[0].start([sys.executable, "worker.py"])

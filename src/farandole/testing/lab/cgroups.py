@@ -1,4 +1,5 @@
-"""Groups of processes that are frozen, killed, or kept short of memory together: version 2, or 1 where that is all."""
+"""Control groups, whose processes are frozen, killed, or limited in memory together: version 2, or 1 where only that
+exists."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from farandole.testing.lab.tools import LabError, wait_until
 
 @dataclass(frozen=True)
 class Hierarchies:
-    """Where the kernel's files are: `freezer` says who is in a group, and freezes; `memory` None: not to be had."""
+    """The places of the kernel's files: `freezer` lists and freezes a group; `memory` None: not available."""
 
     freezer: Path
     is_second_version: bool
@@ -24,7 +25,7 @@ class Hierarchies:
 
 @cache
 def hierarchies() -> Hierarchies:
-    """Raises LabError when there are none."""
+    """Find the hierarchies. Raises LabError when there are none."""
     second: Path | None = None
     first: dict[str, Path] = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -36,7 +37,7 @@ def hierarchies() -> Hierarchies:
     memory = first.get("memory")
     if second is not None:
         if memory is None and "memory" in (second / "cgroup.controllers").read_text().split():
-            with contextlib.suppress(OSError):  # a container whose processes are in this very group may not
+            with contextlib.suppress(OSError):  # a container with processes in this very group may not
                 (second / "cgroup.subtree_control").write_text("+memory")
                 memory = second
         return Hierarchies(second, True, memory)
@@ -46,7 +47,7 @@ def hierarchies() -> Hierarchies:
 
 
 class Cgroup:
-    """A group, made when this is. Raises OSError where groups cannot be made."""
+    """A control group, created with the object. Raises OSError where groups cannot be created."""
 
     def __init__(self, name: str) -> None:
         where = hierarchies()
@@ -59,24 +60,24 @@ class Cgroup:
 
     @property
     def entrances(self) -> list[str]:
-        """Files: a process that writes its number into each is in the group, with all its children to come."""
+        """The files to which a process writes its id to enter the group, with all its later children."""
         folders = {self._group, self._memory} - {None}
         return [f"{folder}/cgroup.procs" for folder in folders]
 
     @property
     def memory_entrance(self) -> str | None:
-        """The same, for the limit of memory alone where that is a hierarchy of its own."""
+        """The same file for the limit of memory alone, where that is a separate hierarchy."""
         return None if self._memory is None else f"{self._memory}/cgroup.procs"
 
     def pids(self) -> list[int]:
-        """As they are numbered where this process is."""
+        """Return the process ids, as numbered in this process's namespace."""
         try:
             return [pid for pid in map(int, (self._group / "cgroup.procs").read_text().split()) if pid > 0]
         except FileNotFoundError:
             return []
 
     def freeze(self) -> None:
-        """All processes stand still when this returns."""
+        """Freeze all processes; they have stopped when this returns."""
         if self._is_second_version:
             (self._group / "cgroup.freeze").write_text("1")
             events = self._group / "cgroup.events"
@@ -92,30 +93,32 @@ class Cgroup:
             (self._group / name).write_text(word)
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Who wants more is killed by the kernel. Raises LabError where memory cannot be limited."""
+        """Limit the memory: the kernel kills a process that wants more. Raises LabError where memory cannot be
+        limited."""
         if self._memory is None:
             raise LabError("no cgroup hierarchy that limits memory is mounted")
         name = "memory.max" if self._memory == self._group else "memory.limit_in_bytes"
         (self._memory / name).write_text(str(limit_bytes))
 
     def remove(self) -> None:
-        """With all processes in it: none is left when this returns. Raises LabError when that takes too long."""
+        """Remove the group and all its processes: none is left when this returns. Raises LabError when that takes too
+        long."""
         wait_until(self._kill, f"all processes of {self._group.name} have ended")
         for folder in (self._group, self._memory):
             if folder is not None:
                 wait_until(lambda folder=folder: _is_removed(folder), f"{folder} is removed")  # type: ignore[misc]
 
     def _kill(self) -> bool:
-        """Whether nobody is left."""
+        """Kill the processes and return whether none is left."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.thaw()  # the first version does not let frozen ones die
+        self.thaw()  # version 1 does not let frozen processes die
         return not self.pids()
 
 
 def groups(prefix: str) -> set[str]:
-    """Names of all groups that begin so."""
+    """Return the names of all groups with this prefix."""
     where = hierarchies()
     places = {where.freezer, where.memory} - {None}
     return {path.name for place in places for path in place.glob(f"{prefix}*") if path.is_dir()}  # type: ignore[union-attr]

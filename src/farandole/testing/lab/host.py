@@ -1,4 +1,4 @@
-"""One host of a lab: namespaces of its own for network, name, processes, shared memory and mounts; and its faults."""
+"""A host of a lab: its own namespaces for network, name, processes, shared memory and mounts; and its faults."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Stream: TypeAlias = int | IO[bytes] | None
 
 
 class Host:
-    """Made by a Lab, running.
+    """A running host, created by a Lab.
 
     index    from 0 on
-    name     what it is called, also by itself and by the other hosts
-    address  where the others, and the machine, reach it
+    name     its name, also on itself and on the other hosts
+    address  its address for the others and the machine
     folder   for temporary files; TMPDIR of its processes. It is emptied when the host boots
     """
 
@@ -62,8 +62,8 @@ class Host:
         stdout: Stream = None,
         stderr: Stream = None,
     ) -> subprocess.Popen[bytes]:
-        """A process on this host. What is returned waits for it outside, and ends as it does; signals go to it by
-        `signal`, with the number that it has on the host. `environment`: instead of this process's own."""
+        """Start a process on this host. The returned process outside waits for it, and ends as it does; send signals to
+        it by `signal`, with its process id on the host. `environment`: instead of this process's own."""
         if not self.is_up or self._cgroup is None:
             raise LabError(f"{self.name} is off; boot() it first")
         entrances = self._cgroup.entrances
@@ -81,7 +81,7 @@ class Host:
         return process
 
     def run(self, command: Sequence[str], timeout_s: float = 20.0) -> str:
-        """What a command on this host wrote. Raises LabError when it fails or takes too long."""
+        """Return the output of a command on this host. Raises LabError when it fails or takes too long."""
         process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
             said, _ = process.communicate(timeout=timeout_s)
@@ -95,7 +95,7 @@ class Host:
         return text
 
     def processes(self) -> dict[int, int]:
-        """All that run here but the host's first: number on the host -> number outside."""
+        """Return all processes of the host except its first: process id on the host -> process id outside."""
         found = {}
         for pid in self._cgroup.pids() if self._cgroup is not None else []:
             with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -114,23 +114,23 @@ class Host:
     # Faults ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """All its processes stand still, and do not know it; its network still answers pings."""
+        """Stop all its processes, which do not notice it; its network still answers pings."""
         self._need_cgroup().freeze()
 
     def thaw(self) -> None:
         self._need_cgroup().thaw()
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Of all its processes together; the kernel kills one when they want more."""
+        """Limit the memory of all its processes together; the kernel kills one when they want more."""
         self._need_cgroup().limit_memory(limit_bytes)
 
     def power_off(self) -> None:
-        """All its processes are gone, and nobody hears of it: no connection is closed or reset."""
+        """End all its processes without a notice to peers: no connection is closed or reset."""
         self._network.cut(self)
         self.crash()
 
     def crash(self) -> None:
-        """All its processes are killed at once; the kernel closes their connections."""
+        """Kill all its processes at once; the kernel closes their connections."""
         if self._init is None:
             return
         self._init.kill()  # and with it, the child that is the host's first process
@@ -146,10 +146,10 @@ class Host:
         self._network.disconnect(self.index)
 
     def boot(self) -> None:
-        """Up again, with its cable; nothing runs on it yet."""
+        """Start the host again, with its cable; no process runs on it yet."""
         if self.is_up:
             return
-        self.crash()  # what is left of it, if its first process ended by itself
+        self.crash()  # the rest of it, if its first process ended by itself
         self._network.heal(self)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
@@ -179,7 +179,7 @@ class Host:
 
 
 def _numbers(pid: int) -> list[int]:
-    """The numbers of a process, from this PID namespace inwards."""
+    """Return the ids of a process, from this PID namespace inwards."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("NSpid:"):
             return [int(word) for word in line.split()[1:]]

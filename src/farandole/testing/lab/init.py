@@ -1,10 +1,10 @@
-"""The first process of a host: gives it a name and folders of its own, reaps orphans, and ends when the lab ends.
+"""The first process of a host: it sets the host's own name and folders, reaps orphans, and ends when the lab ends.
 
-A script of its own, with the standard library only: host.py starts it in the host's new namespaces. Its arguments are
-the host's name, the file that is to be its /etc/hosts, and the number after which those of its processes begin: no two
-that ran there have the same, not even before and after it was off. It says its number outside of the host on stdout
-once all is done. The lab holds the other end of stdin: when that closes the lab is gone, however it died, and so is
-the host: the kernel kills whatever runs in a namespace whose first process has ended.
+A separate script, with the standard library only: host.py starts it in the host's new namespaces. Its arguments are the
+host's name, the file for its /etc/hosts, and the number after which its process ids begin: no two processes of the host
+have the same, not even before and after it was off. It prints its process id outside of the host on stdout once all is
+done. The lab holds the other end of stdin: when that closes the lab is gone, however it died, and so is the host: the
+kernel kills all processes in a namespace whose first process has ended.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mount(*words: str) -> None:
 
 
 def reap() -> None:
-    """Whoever has no parent any more is a child of this process."""
+    """Reap ended processes: every process without a parent is a child of this process."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

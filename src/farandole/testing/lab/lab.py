@@ -1,4 +1,5 @@
-"""A lab: some hosts and the network between them, made when it is entered and gone when it is left, however that is."""
+"""A lab: some hosts and the network between them, created when it is entered and removed when it is left, in any
+way."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from farandole.testing.lab.tools import LabError
 
 
 class Lab:
-    """`hosts` hosts that reach each other and the machine they are on, which reaches them. Nothing has a name that
-    another lab on the same machine could have, too. It takes root: why_not() says whether it can be had.
+    """A lab of `hosts` hosts that reach each other and their machine, which reaches them. All names differ from those
+    of other labs on the same machine. It needs root: why_not() returns the reason if it is not possible.
 
     hosts    by index, running
-    network  between them, with its faults
+    network  the network between them, with its faults
     """
 
     def __init__(self, hosts: int) -> None:
@@ -35,7 +36,7 @@ class Lab:
         self._everything = contextlib.ExitStack()
 
     def __enter__(self) -> Lab:
-        """Raises LabError when it cannot be had; nothing of it is left then."""
+        """Create the lab. Raises LabError when that fails; nothing of it is left then."""
         reason = why_not()
         if reason is not None:
             raise LabError(reason)

@@ -1,6 +1,6 @@
-"""What labs have left behind whose process was killed: found by name, and removed. Each new lab begins with that.
+"""The removal of groups and folders of labs whose process was killed, found by name. Each new lab begins with it.
 
-Hosts end by themselves when their lab is gone, and networks with them; frozen hosts cannot, and files do not.
+Hosts and networks end by themselves when their lab is gone; frozen hosts cannot, and files do not.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from farandole.testing.lab.names import PREFIX, is_left_over
 
 
 def leftovers() -> list[str]:
-    """Names of groups and folders of labs that are gone."""
+    """Return the names of groups and folders of labs that are gone."""
     return sorted({name for name in groups(PREFIX) if is_left_over(name)} | {path.name for path in _folders()})
 
 
 def remains(name: str) -> list[str]:
-    """What is still there of the lab of this name, which has been left: control groups, folders."""
+    """Return the control groups and folders that remain of the lab of this name, which has been left."""
     folders = [path.name for path in Path(tempfile.gettempdir()).glob(f"{name}*")]
     return sorted(groups(name) | set(folders))
 
 
 def remove_leftovers() -> None:
-    """Kills what still runs there. Nothing of labs that live, or of other PID namespaces, is touched."""
+    """Kill the remaining processes and remove the files. Living labs, and labs of other PID namespaces, are not
+    touched."""
     for name in groups(PREFIX):
         if is_left_over(name):
             Cgroup(name).remove()

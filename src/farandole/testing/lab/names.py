@@ -1,4 +1,4 @@
-"""What things of a lab are called: by the name one sees which process made them, and whether it still lives."""
+"""The names in a lab, which show the creating process, and whether it still lives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
 def new_name() -> str:
-    """frlab-NAMESPACE-PROCESS-STARTED-RANDOM, of this process. Process numbers mean something in one PID namespace
-    only, and are used again: hence the first and the third."""
+    """Return frlab-NAMESPACE-PROCESS-STARTED-RANDOM, of this process. Process ids are valid in one PID namespace only,
+    and are reused: hence the first and the third."""
     return f"{PREFIX}-{_namespace()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(3)}"
 
 
 def is_left_over(name: str) -> bool:
-    """Whether this is the name of something of a lab whose process, one of this PID namespace, is gone."""
+    """Return whether the name belongs to a lab whose process, one of this PID namespace, is gone."""
     found = _NAME.match(name)
     if found is None:
         return False
@@ -31,7 +31,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since the machine was; None when there is no such process."""
+    """Return when a process was started, in ticks since the machine was; None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

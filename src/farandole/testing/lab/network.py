@@ -1,8 +1,8 @@
-"""The network of a lab: a router, a cable to each host and one to the machine; and what can go wrong there.
+"""The network of a lab: a router, a cable to each host and one to the machine; and its faults.
 
-The router is a network namespace without a name. It lives as long as the process that holds it, and that one as long
-as the lab. Of the machine's own network nothing is changed: it gets one more device, with one address and one route,
-which are gone when the router is.
+The router is a network namespace without a name. It lives as long as the process that holds it, which lives as long as
+the lab. The machine's own network is not changed: it gets one more device, with one address and one route, which
+disappear with the router.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from farandole.testing.lab.tools import LabError, in_network_of, ip, run
 
 _MOST_HOSTS = 200
 _TRIES = 20
-_SILENT_RULES = 100  # in front of the kernel's own, which begin at 32766
+_SILENT_RULES = 100  # before the kernel's own, which begin at 32766
 
 
 class Place(Protocol):
-    """A host, or the machine itself: whatever has an address."""
+    """A host, or the machine itself: any object with an address."""
 
     name: str
     address: str
 
 
 class Driver:
-    """The machine itself, as its hosts see it."""
+    """The machine itself, as seen by its hosts."""
 
     name = "driver"
 
@@ -41,7 +41,7 @@ class Driver:
 
 
 class Network:
-    """Packets that a fault swallows are swallowed silently: nobody is told that there is no way.
+    """The network. A fault drops packets silently: the sender gets no error.
 
     driver  the machine itself, as a place of the network
     """
@@ -56,7 +56,7 @@ class Network:
             [*command, "sh", *cgroup.entrances],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the lab's business
+            start_new_session=True,  # Ctrl-C is handled by the lab
         )
         self._rules: set[tuple[str, ...]] = set()
         self._hosts: dict[int, int] = {}  # by index, a process of each
@@ -74,13 +74,14 @@ class Network:
     # Cables ----------------------------------------------------------------------------------------------
 
     def address_of(self, index: int) -> str:
-        """Of the host of this index, from 0 on. Raises ValueError when there cannot be so many."""
+        """Return the address of the host of this index, from 0 on. Raises ValueError for an index beyond the
+        maximum."""
         if not 0 <= index < _MOST_HOSTS:
             raise ValueError(f"a lab has up to {_MOST_HOSTS} hosts; host {index} is asked for")
         return f"{self._net}.{index + 11}"
 
     def connect(self, index: int, pid: int) -> None:
-        """Lay the cable of a host, into the network namespace of the process. It must have none."""
+        """Connect the cable of a host to the network namespace of the process. It must have none."""
         device, address = f"host{index}", self.address_of(index)
         self._hosts[index] = pid
         ip(self._pid, f"link add {device} type veth peer name eth0 netns {pid}", *self._end(device, address))
@@ -94,8 +95,8 @@ class Network:
         )
 
     def disconnect(self, index: int) -> None:
-        """Take the cable of a host away, with all that was set at it; where packets are swallowed they still are."""
-        # It may have gone with the host's namespace already.
+        """Remove the cable of a host, with its settings; dropped packets are still dropped."""
+        # It may have disappeared with the host's namespace already.
         subprocess.run(in_network_of(self._pid, ["ip", "link", "delete", f"host{index}"]), capture_output=True)
         self._hosts.pop(index, None)
         self._slow.discard(index)
@@ -104,21 +105,21 @@ class Network:
     # Faults ----------------------------------------------------------------------------------------------
 
     def cut(self, *places: Place) -> None:
-        """Nothing reaches them any more, and nothing of them arrives."""
+        """Drop all packets from and to these places."""
         self._add(rule for place in places for rule in (("from", place.address), ("to", place.address)))
 
     def one_way(self, sender: Place, receiver: Place) -> None:
-        """Nothing of the sender reaches the receiver; the other way is open."""
+        """Drop all packets from the sender to the receiver; the other direction is open."""
         self._add([("from", sender.address, "to", receiver.address)])
 
     def partition(self, *groups: Iterable[Place]) -> None:
-        """Each group hears its own members only. Places in no group hear everybody."""
+        """Let each group reach only its own members. Places in no group reach all others."""
         sets = [list(group) for group in groups]
         pairs = [(a, b) for one in sets for other in sets if one is not other for a in one for b in other]
         self._add(("from", a.address, "to", b.address) for a, b in pairs)
 
     def heal(self, *places: Place) -> None:
-        """Nothing that is from or to them is swallowed any more. Without places: nothing at all."""
+        """Stop dropping packets from or to these places. Without places: for all."""
         addresses = {place.address for place in places}
         healed = {rule for rule in self._rules if not places or addresses & set(rule)}
         if healed:
@@ -126,8 +127,8 @@ class Network:
         self._rules -= healed
 
     def rate(self, index: int, mbit: float | None) -> None:
-        """So many megabits per second to the host of this index, and as many from it: what comes faster waits, or is
-        lost when it would wait too long. None: as fast as can be."""
+        """Limit the rate to and from the host of this index, in megabits per second: faster packets wait, or are lost
+        when they would wait too long. None: no limit."""
         ends = ((self._pid, f"host{index}"), (self._hosts[index], "eth0"))
         for pid, device in ends:
             if mbit is not None:
@@ -138,7 +139,7 @@ class Network:
         (self._slow.discard if mbit is None else self._slow.add)(index)
 
     def loss(self, index: int, share: float) -> None:
-        """This share of the packets to and from the host of this index is lost, each by chance; 0: none."""
+        """Lose this fraction of the packets to and from the host of this index, each at random; 0: none."""
         if not 0 <= share <= 1:
             raise ValueError(f"the share of packets that are lost is from 0 to 1, not {share}")
         device = f"host{index}"
@@ -158,7 +159,7 @@ class Network:
     # The end ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The router, its cables, and the machine's device are gone when this returns. Idempotent."""
+        """Remove the router, its cables, and the machine's device. Idempotent."""
         if self._holder.poll() is None:
             device = getattr(self, "_device", None)
             if device is not None:
@@ -176,7 +177,7 @@ class Network:
         return self._holder.pid
 
     def _connect_machine(self) -> Driver:
-        """The first network of the range for measurements (RFC 2544) that nobody uses on this machine."""
+        """Connect the machine by the first free network of the range for measurements (RFC 2544) on this machine."""
         device = f"frl{secrets.token_hex(4)}"
         run(["ip", "link", "add", device, "type", "veth", "peer", "name", "driver", "netns", str(self._pid)])
         self._device = device
@@ -188,7 +189,7 @@ class Network:
                 continue
             run(["ip", "address", "add", f"{address}/32", "dev", device])
             try:
-                # The kernel refuses a second route to the same network: of two labs, one looks for another.
+                # The kernel refuses a second route to the same network: of two labs, one tries another.
                 run(
                     [
                         "ip",
@@ -213,7 +214,8 @@ class Network:
         raise LabError(f"no network of 198.18.0.0/15 is free on this machine, of {_TRIES} that were tried")
 
     def _end(self, device: str, address: str) -> list[str]:
-        """The router's end of a cable: one address on all of them, and a route to who is at the other end."""
+        """Return the commands for the router's end of a cable: one address on all of them, and a route to the other
+        end."""
         return [
             f"address add {self._router}/32 dev {device}",
             f"link set {device} up",
@@ -228,7 +230,7 @@ class Network:
 
 
 def _tc(pid: int, *words: str) -> None:
-    """In the network namespace of a process."""
+    """Run `tc` in the network namespace of a process."""
     run(in_network_of(pid, ["tc", *words]))
 
 

@@ -1,4 +1,4 @@
-"""Whether this machine can have a lab. Tests that need one are skipped with the reason."""
+"""The requirements of a lab on this machine. Tests that need one are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _COMMANDS = ("ip", "tc", "nsenter", "unshare", "mount", "sh")
 
 @cache
 def why_not() -> str | None:
-    """Why there cannot be hosts here; None: there can. What may be forbidden is tried, and nothing stays of it."""
+    """Return why hosts are impossible here; None: they are possible. Operations that may be forbidden are tried,
+    without any remains."""
     if not sys.platform.startswith("linux"):
         return f"hosts are namespaces of Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -34,7 +35,7 @@ def why_not() -> str | None:
 
 
 class _Trial:
-    """A control group that is made and removed."""
+    """A control group that is created and removed."""
 
     def __init__(self) -> None:
         self._cgroup = Cgroup(f"{new_name()}.trial")

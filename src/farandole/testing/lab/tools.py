@@ -1,5 +1,5 @@
-"""Running a command of the system's and waiting for its effect: each with a deadline, and an error that says what it
-was. All files of the lab use it."""
+"""Commands of the system and waits for their effect: each with a deadline, and an error that names it. All files of the
+lab use it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _POLL_S = 0.002
 
 
 class LabError(RuntimeError):
-    """Something in the lab did not do what it was told; the message has the command, or what was waited for."""
+    """An operation of the lab failed; the message has the command, or the awaited condition."""
 
 
 def run(command: Sequence[str], said: str = "") -> str:
-    """What the command wrote. `said` is its stdin. Raises LabError when it fails or takes over COMMAND_S."""
+    """Run the command and return its output. `said` is its stdin. Raises LabError when it fails or takes over
+    COMMAND_S."""
     try:
         done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=COMMAND_S)
     except subprocess.TimeoutExpired as error:
@@ -27,17 +28,17 @@ def run(command: Sequence[str], said: str = "") -> str:
 
 
 def in_network_of(pid: int, command: Sequence[str]) -> list[str]:
-    """The command, run in the network namespace of a process."""
+    """Return the command that runs this one in the network namespace of a process."""
     return ["nsenter", "--target", str(pid), "--net", "--", *command]
 
 
 def ip(pid: int, *lines: str) -> None:
-    """Each line is one command of `ip`, without that word, for the network namespace of a process."""
+    """Run each line as a command of `ip`, without that word, in the network namespace of a process."""
     run(in_network_of(pid, ["ip", "-batch", "-"]), "".join(f"{line}\n" for line in lines))
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = COMMAND_S) -> None:
-    """Raises LabError, which says `what` was waited for."""
+    """Wait until the condition holds. Raises LabError, which names `what` was awaited."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """Horovod's names, served by Farandole: scripts that `import horovod.torch as hvd` run unchanged.
 
-Every file below this folder is thin: it gives things of Farandole the place and the name that they have in Horovod.
+Every file below this folder is thin: it provides objects of Farandole under their paths and names in Horovod.
 """
 
 from farandole.errors import ConfigError
@@ -14,6 +14,6 @@ except ConfigError as error:
 from horovod.runner import run
 
 __version__ = "0.28.1+farandole"
-"""The Horovod whose interface this is; with a local part, by which a script can tell the two apart."""
+"""The version of Horovod that has this interface; its local part distinguishes the two."""
 
 __all__ = ["__version__", "run"]

@@ -8,16 +8,16 @@ import farandole
 
 
 class HorovodBasics:
-    """Any public function of Farandole is a method of it. Few scripts make one; `mpi_ops._basics` is one."""
+    """Provides any public function of Farandole as a method. Few scripts create one; `mpi_ops._basics` is one."""
 
     def __init__(self, *_: object) -> None:
-        """Horovod's takes the path of its C++ library; there is none here."""
+        """Ignore the arguments: Horovod's class takes the path of its C++ library; there is none here."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(farandole, name)
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        """The global ranks of each process set that exists now, by its number."""
+        """Return the global ranks of each existing process set, by its number."""
         from farandole.collectives.named.process_sets import process_set_ids_and_ranks
 
         return process_set_ids_and_ranks()

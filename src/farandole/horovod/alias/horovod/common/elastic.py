@@ -1,4 +1,4 @@
-"""The framework-free side of elastic training, where scripts look for it."""
+"""The framework-free side of elastic training, under Horovod's path."""
 
 from farandole import HorovodInternalError, HostsUpdatedInterrupt
 from farandole.elastic import HostUpdateResult, ObjectState, State, notification_manager, run_fn

@@ -13,7 +13,8 @@ __all__ = [
 
 
 class HorovodVersionMismatchError(ImportError):
-    """For scripts that catch it. Nothing is compiled against a version of torch here, so nothing raises it."""
+    """An error for scripts that catch it. Farandole is not compiled against a version of torch, so it never raises
+    it."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version), name=name)
@@ -21,5 +22,6 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """What is wrong when `version` of a framework is found, and `installed_version` was there at the installation."""
+    """Return the message when `version` of a framework is found, and `installed_version` was there at the
+    installation."""
     return f"{name} is version {version} now, and was {installed_version} when Horovod was installed; install it anew"

@@ -1,4 +1,4 @@
-"""Process sets, where scripts look for them."""
+"""Process sets, under Horovod's path."""
 
 from farandole import ProcessSet, add_process_set, global_process_set, remove_process_set
 

@@ -1,4 +1,4 @@
-"""What Horovod's tests and some scripts ask about an installation, and two small tools."""
+"""Queries of Horovod's tests and some scripts about an installation, and two small tools."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 env = changed_environment
-"""`with env(NAME="value"):` the environment is changed inside; names whose value is None are left alone."""
+"""Change the environment inside `with env(NAME="value"):`; names whose value is None are left unchanged."""
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether `horovod.<name>` works here: "torch" does, if torch is installed; nothing else."""
+    """Return whether `horovod.<name>` works here: "torch" does, if torch is installed; nothing else."""
     return ext_base_name == "torch" and util.find_spec("torch") is not None
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raises ImportError unless extension_available() for the last word of `ext_name`, as in "horovod.torch". The other
-    arguments say where Horovod's compiled code would lie, and how it would be built."""
+    """Raise ImportError unless extension_available() for the last word of `ext_name`, as in "horovod.torch". The other
+    arguments give the place of Horovod's compiled code, and its build flags."""
     if not extension_available(ext_name.rpartition(".")[2]):
         raise ImportError(f"{ext_name} is not available: Farandole works with PyTorch only, which must be installed")
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """True: what scripts reach through Gloo, elastic jobs above all, Farandole does itself."""
+    """Return True: Farandole itself does what scripts reach through Gloo, elastic jobs above all."""
     return True
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """False: Farandole needs no MPI."""
+    """Return False: Farandole needs no MPI."""
     return False
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """As farandole.nccl_built(): the version of NCCL in the installed torch; 0: none, or no torch."""
+    """Return farandole.nccl_built(): the version of NCCL in the installed torch; 0: none, or no torch."""
     if not extension_available("torch"):
         return 0
     import farandole
@@ -49,17 +49,17 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """False: there is no IBM DDL in Farandole."""
+    """Return False: there is no IBM DDL in Farandole."""
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """False: there is no Intel oneCCL in Farandole."""
+    """Return False: there is no Intel oneCCL in Farandole."""
     return False
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether torch can use a GPU here."""
+    """Return whether torch can use a GPU here."""
     if not extension_available(ext_base_name):
         return False
     import torch
@@ -68,23 +68,23 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether `num_rank` is 1, 2, 4, 8, ..."""
+    """Return whether `num_rank` is 1, 2, 4, 8, ..."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
 def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
-    """`values` in `n` consecutive parts whose lengths differ by one at most, the longer ones first."""
+    """Split `values` into `n` consecutive parts whose lengths differ by one at most, the longer ones first."""
     size, longer = divmod(len(values), n)
     starts = [part * size + min(part, longer) for part in range(n + 1)]
     return [values[start:stop] for start, stop in itertools.pairwise(starts)]
 
 
 def is_iterable(value: object) -> bool:
-    """Whether `iter(value)` works."""
+    """Return whether `iter(value)` works."""
     return isinstance(value, Iterable) or hasattr(value, "__getitem__")
 
 
 def _cache(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, called once for each set of arguments."""
+    """Cache `function`, so that it is called once for each set of arguments."""
     cached: Any = functools.cache(function)
     return functools.wraps(function)(lambda *args, **kwargs: cached(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Loaders that scripts subclass, also such that read ahead in a thread."""
+"""Loaders that scripts subclass, including ones that read ahead in a thread."""
 
 from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 

@@ -1,4 +1,4 @@
-"""Base classes of loaders: subclasses say how to read batches, and may have a thread read ahead."""
+"""Base classes of loaders: subclasses define how to read batches, and may have a thread read ahead."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_LOOK_S = 0.2  # a thread that waits finds out as soon as this that the loader was closed
+_LOOK_S = 0.2  # a waiting thread notices within this time that the loader was closed
 _CLOSE_S = 10.0
 
 
 class BaseDataLoader:
-    """Subclasses have `__len__`, the number of batches, and `_iterate`, which gives them."""
+    """A loader. Subclasses define `__len__`, the number of batches, and `_iterate`, which yields them."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -25,16 +25,16 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """What a batch becomes before the training loop gets it, in the loop's thread."""
+        """Transform a batch before the training loop gets it, in the loop's thread."""
         return batch
 
 
 class AsyncDataLoaderMixin:
-    """To be named before a BaseDataLoader: `class Mine(AsyncDataLoaderMixin, Loader)`. A thread runs `_iterate`, again
-    and again, and keeps up to `async_loader_queue_size` batches; with 0 there is no thread.
+    """Reads ahead in a thread; named before a BaseDataLoader: `class Mine(AsyncDataLoaderMixin, Loader)`. The thread
+    runs `_iterate` repeatedly, and keeps up to `async_loader_queue_size` batches; with 0 there is no thread.
 
-    What is left of a pass that was broken off comes first in the next one, as in Horovod. What `_iterate` raises, the
-    training loop gets; the pass after that one begins anew. `debug_data_loader` changes nothing.
+    The remaining batches of an interrupted pass come first in the next one, as in Horovod. An exception of `_iterate`
+    is raised in the training loop; the pass after that one begins anew. `debug_data_loader` has no effect.
     """
 
     _iterate: Callable[[], Iterator[Any]]
@@ -51,7 +51,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises RuntimeError after close_async_loader()."""
+        """Iterate over the batches. Raises RuntimeError after close_async_loader()."""
         if self.async_loader_queue_size <= 0:
             for batch in self._iterate():
                 yield self._process_batch(batch)
@@ -65,7 +65,7 @@ class AsyncDataLoaderMixin:
             raise read.error
 
     def close_async_loader(self) -> None:
-        """End the thread, waiting until it is through with the batch that it reads, up to 10 s. Idempotent."""
+        """End the thread, and wait until it has finished the batch that it reads, up to 10 s. Idempotent."""
         self._is_closed.set()
         if self._reader is not None:
             self._reader.join(_CLOSE_S)
@@ -90,7 +90,7 @@ class AsyncDataLoaderMixin:
             self._keep(end)
 
     def _keep(self, read: _Batch | _End) -> bool:
-        """Put it into the queue, once there is room. False if the loader was closed first."""
+        """Put it into the queue, once there is room. Return False if the loader was closed first."""
         while not self._is_closed.is_set():
             try:
                 self._ahead.put(read, timeout=_LOOK_S)
@@ -106,7 +106,7 @@ class _Batch:
 
 
 class _End:
-    """Of one pass: well, or by what `_iterate` raised."""
+    """The end of one pass: success, or the exception of `_iterate`."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

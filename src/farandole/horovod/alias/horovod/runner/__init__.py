@@ -65,7 +65,7 @@ _ARGUMENTS = (
 
 
 class _HorovodArgs(Namespace):
-    """What launch.parse_args() gives, with nothing asked for but one worker."""
+    """The result of launch.parse_args(), with the default of one worker."""
 
     def __init__(self) -> None:
         super().__init__(**dict.fromkeys(_ARGUMENTS), num_proc=1)
@@ -100,8 +100,8 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[T]:
-    """Call `func(*args, **kwargs)` in every worker of a job; its results by rank, with `min_num_proc` those of
-    the first so many. See farandole.run(), which knows the same arguments.
+    """Call `func(*args, **kwargs)` in every worker of a job, and return the results by rank, with `min_num_proc` those
+    of the first `min_num_proc` ranks. See farandole.run(), which has the same parameters.
 
     Raises RuntimeError when a worker fails, ValueError for arguments that exclude each other.
     """

@@ -11,7 +11,7 @@ from horovod.runner.common.util.settings import BaseSettings
 def gloo_run(
     settings: BaseSettings, nics: object, env: Mapping[str, str], server_ip: object, command: Sequence[str]
 ) -> None:
-    """Run `command` as `settings.num_proc` workers, with `env` beside this process's environment. Raises
+    """Run `command` as `settings.num_proc` workers, with `env` in addition to this process's environment. Raises
     RuntimeError when one fails."""
     from horovod.runner import _HorovodArgs
     from horovod.runner.launch import _run_static
@@ -25,5 +25,5 @@ def gloo_run(
 
 
 def _get_min_start_hosts(settings: object) -> int:
-    """1: Farandole needs no second host to learn about the network from."""
+    """Return 1: Farandole needs no second host to examine the network."""
     return 1

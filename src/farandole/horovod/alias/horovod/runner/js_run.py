@@ -6,12 +6,12 @@ from typing import NoReturn
 
 
 def is_jsrun_installed() -> bool:
-    """False: nothing here is started through jsrun."""
+    """Return False: no process here is started through jsrun."""
     return False
 
 
 def js_run(*_: object, **__: object) -> NoReturn:
-    """Raises RuntimeError, which says what to do instead."""
+    """Raise RuntimeError, whose message gives the alternative."""
     raise RuntimeError("Farandole starts workers itself and not through jsrun: leave out --jsrun")
 
 

@@ -1,4 +1,4 @@
-"""horovodrun's inside, as far as programs call it: parse its command line, run what that asks for."""
+"""The internals of horovodrun that programs call: parse its command line, and run the job."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from horovod.runner.mpi_run import mpi_run
 
 
 def parse_args() -> Namespace:
-    """sys.argv as horovodrun understands it. Raises SystemExit for what it does not know, ValueError for settings
-    out of range."""
+    """Parse sys.argv as horovodrun does. Raises SystemExit for unknown arguments, ValueError for settings out of
+    range."""
     parser, words = run_parser("horovodrun")
     ours, command = split_command(sys.argv[1:], words)
     args = parser.parse_args(ours)
@@ -56,7 +56,7 @@ def _set_from_file(args: Namespace) -> None:
 
 
 def run_commandline() -> int:
-    """What the command horovodrun does. Its exit code."""
+    """Run the command horovodrun and return its exit code."""
     return _horovodrun()
 
 
@@ -72,8 +72,7 @@ def run_controller(
     js_run: Callable[[], object],
     verbosity: int | None,
 ) -> None:
-    """Call the one of the three that was asked for; gloo_run unless asked otherwise. Raises ValueError when it is
-    not available."""
+    """Call the requested one of the three; gloo_run by default. Raises ValueError when it is not available."""
     if not use_gloo and (use_mpi or use_jsrun):
         if not mpi_built():
             raise ValueError("MPI is not used by Farandole: leave out --mpi and --jsrun")
@@ -85,7 +84,7 @@ def run_controller(
 
 
 def _run(args: Namespace) -> Any:
-    """Run what the arguments ask for: a command, or `args.run_func`, whose results by rank this gives. Raises
+    """Run the job of the arguments: a command, or `args.run_func`, whose results by rank are returned. Raises
     RuntimeError when the job fails."""
     if args.use_mpi:
         mpi_run()
@@ -97,7 +96,7 @@ def _is_elastic(args: Namespace) -> bool:
 
 
 def _run_static(args: Namespace, env: Mapping[str, str] | None = None) -> Any:
-    """A job of fixed size: who is lost ends it."""
+    """Run a job of fixed size: the loss of a worker ends it."""
     config = JobConfig(
         num_proc=args.num_proc,
         min_np=args.num_proc,
@@ -110,7 +109,7 @@ def _run_static(args: Namespace, env: Mapping[str, str] | None = None) -> Any:
 
 
 def _run_elastic(args: Namespace) -> Any:
-    """A job that follows its hosts, between the least and the most number of workers."""
+    """Run a job that follows its hosts, between the least and the largest number of workers."""
     config = JobConfig(
         num_proc=args.num_proc,
         min_np=args.min_num_proc or args.num_proc,
@@ -152,5 +151,5 @@ def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None =
 
 
 def _failed(reason: str) -> str:
-    """In words by which programs know Horovod's failures."""
+    """Return the message by which programs recognize Horovod's failures."""
     return f"Horovod detected that one or more processes exited with non-zero status, so the job has ended: {reason}"

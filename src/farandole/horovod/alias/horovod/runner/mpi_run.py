@@ -1,4 +1,4 @@
-"""MPI as a launcher: not in Farandole, which starts workers itself. `mpirun python train.py` works all the same."""
+"""MPI as a launcher: not in Farandole, which starts workers itself. `mpirun python train.py` still works."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _LARGE_CLUSTER_THRESHOLD = 64
 
 
 def mpi_available(env: object = None) -> bool:
-    """False: nothing here is started through MPI."""
+    """Return False: no process here is started through MPI."""
     return False
 
 
 def mpi_run(*_: object, **__: object) -> NoReturn:
-    """Raises RuntimeError, which says what to do instead."""
+    """Raise RuntimeError, whose message gives the alternative."""
     raise RuntimeError(
         "Farandole starts workers itself and not through MPI: leave out --mpi or use_mpi, or start the script with "
         "mpirun, under which it is a job of fixed size"

@@ -1,4 +1,4 @@
-"""horovod.torch: the same names as farandole's, with arguments in the same order."""
+"""horovod.torch has the names of farandole, with arguments in the same order."""
 
 from farandole import (
     Adasum,

@@ -1,4 +1,4 @@
-"""Compression, where scripts look for it."""
+"""Compression, under Horovod's path."""
 
 from farandole.collectives.named.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 

@@ -1,4 +1,4 @@
-"""Whole objects between ranks, where scripts look for them."""
+"""Operations on whole objects, under Horovod's path."""
 
 from farandole import (
     allgather_object,

@@ -1,4 +1,4 @@
-"""The operations, where scripts look for them: `from horovod.torch.mpi_ops import synchronize`."""
+"""The operations, under Horovod's path: `from horovod.torch.mpi_ops import synchronize`."""
 
 from farandole import (
     Adasum,

@@ -1,4 +1,4 @@
-"""DistributedOptimizer, where scripts look for it."""
+"""DistributedOptimizer, under Horovod's path."""
 
 from farandole import DistributedOptimizer
 

@@ -1,4 +1,4 @@
-"""SyncBatchNorm, where scripts look for it."""
+"""SyncBatchNorm, under Horovod's path."""
 
 from farandole import SyncBatchNorm
 

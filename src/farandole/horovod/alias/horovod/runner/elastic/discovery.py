@@ -1,4 +1,4 @@
-"""Where the hosts of an elastic job come from."""
+"""The source of the hosts of an elastic job."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _DEADLINE_S = 60.0
 
 
 class HostDiscovery:
-    """Says which hosts there are now."""
+    """Returns the current hosts."""
 
     def find_available_hosts_and_slots(self) -> dict[str, Any]:
-        """The number of slots of each host."""
+        """Return the number of slots of each host."""
         raise NotImplementedError
 
 
 class FixedHosts(HostDiscovery):
-    """Always the same hosts, until others are set."""
+    """A constant list of hosts, until others are set."""
 
     def __init__(self, host_slots: dict[str, int]) -> None:
         self._host_slots = host_slots
@@ -30,13 +30,13 @@ class FixedHosts(HostDiscovery):
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """The lines `host` or `host:slots` that a script prints; `slots` are those of a host without a number."""
+    """A script that prints lines `host` or `host:slots`; `slots` are those of a host without a number."""
 
     def __init__(self, discovery_script: str, slots: Any) -> None:
         self._script, self._slots = discovery_script, slots
 
     def find_available_hosts_and_slots(self) -> dict[str, Any]:
-        """Raises RuntimeError when the script fails or takes longer than a minute."""
+        """Run the script. Raises RuntimeError when it fails or takes longer than a minute."""
         found: dict[str, Any] = {}
         for line in self._execute_discovery_script().split():
             host, colon, slots = line.partition(":")

@@ -9,7 +9,7 @@ from horovod.runner.elastic.discovery import HostDiscovery
 
 
 class ElasticSettings(BaseSettings):
-    """What an elastic job has beside the settings of all jobs."""
+    """The settings of an elastic job beside those of all jobs."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What may have happened to the hosts of a job, as numbers that scripts compare."""
+"""Changes of a job's hosts, as numbers that scripts compare."""
 
 from farandole.elastic import HostUpdateResult
 

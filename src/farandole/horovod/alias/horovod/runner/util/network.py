@@ -1,4 +1,4 @@
-"""Which hosts are this machine."""
+"""The test whether a host is this machine."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from farandole.launch.host_list import is_this_machine
 
 
 def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:
-    """The names that are not this machine's."""
+    """Return the names that do not refer to this machine."""
     return [name for name in all_host_names if not is_this_machine(name)]

@@ -38,8 +38,8 @@ def on_event(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Call `func(*args)` in a thread of its own once `event` is set, unless `stop` is set first. Raises ValueError
-    without an event, and for a thread that nothing would end."""
+    """Call `func(*args)` in its own thread once `event` is set, unless `stop` is set first. Raises ValueError without
+    an event, and for a thread that would never end."""
     if event is None:
         raise ValueError("Event must not be None")
     _check_tuple(args)
@@ -62,8 +62,8 @@ def execute_function_multithreaded(
     block_until_all_done: bool = True,
     max_concurrent_executions: int = 1000,
 ) -> dict[int, Any] | None:
-    """Call `fn` once with each list of arguments, in threads; what each call gave, by its place in the list, or
-    None at once when not blocking. Raises the first exception that a call raised."""
+    """Call `fn` once with each list of arguments, in threads. Return the result of each call, by its place in the list,
+    or None at once when not blocking. Raises the first exception that a call raised."""
     pool = ThreadPoolExecutor(max(1, min(max_concurrent_executions, len(args_list))))
     calls = [pool.submit(fn, *args) for args in args_list]
     pool.shutdown(wait=block_until_all_done)

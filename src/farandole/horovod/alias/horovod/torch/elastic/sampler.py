@@ -1,4 +1,4 @@
-"""ElasticSampler, where scripts look for it."""
+"""ElasticSampler, under Horovod's path."""
 
 from farandole.elastic import ElasticSampler
 

@@ -1,4 +1,4 @@
-"""The states and their handlers, where scripts look for them."""
+"""The states and their handlers, under Horovod's path."""
 
 from farandole.elastic import (
     ModelStateHandler,

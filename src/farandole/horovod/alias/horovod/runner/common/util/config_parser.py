@@ -15,7 +15,7 @@ NCCL_IB_DISABLE = "NCCL_IB_DISABLE"
 
 
 def set_env_from_args(env: MutableMapping[str, str], args: Namespace) -> MutableMapping[str, str]:
-    """Set in `env`, and give back, what the arguments of launch.parse_args() say."""
+    """Set the variables for the arguments of launch.parse_args() in `env`, and return it."""
     values = {setting.name: getattr(args, setting.name, None) for setting in SETTINGS}
     env.update(variables({name: Given(value, name) for name, value in values.items() if value is not None}))
     if getattr(args, "tcp_flag", None):

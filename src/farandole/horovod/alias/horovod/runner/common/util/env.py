@@ -6,5 +6,5 @@ from farandole.env import read_rank_and_size
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """(rank, size) as the launcher said; (0, 1) without one. Raises RuntimeError when it said only one of them."""
+    """Return (rank, size) from the launcher; (0, 1) without one. Raises RuntimeError when only one of them is set."""
     return read_rank_and_size()

@@ -1,4 +1,4 @@
-"""A name for this machine that two processes agree on if they share its memory."""
+"""A name for this machine on which two processes agree if they share its memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAMESPACES = Path("/proc/self/ns")
 
 
 def host_hash(salt: str | None = None) -> str:
-    """The host's short name and a digest of its full name, its Linux namespaces and `salt`."""
+    """Return the host's short name and a digest of its full name, its Linux namespaces and `salt`."""
     full = socket.gethostname()
     namespaces = sorted(str(each.readlink()) for each in _NAMESPACES.iterdir()) if _NAMESPACES.exists() else []
     words = [full, *namespaces, *([salt] if salt else [])]

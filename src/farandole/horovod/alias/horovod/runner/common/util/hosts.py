@@ -10,20 +10,20 @@ from farandole.launch import host_list as farandole_hosts
 
 @dataclass(frozen=True)
 class HostInfo:
-    """One host and how many workers it has room for."""
+    """A host, and for how many workers it has capacity."""
 
     hostname: str
     slots: int
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """`name:slots`."""
+        """Parse `name:slots`."""
         return parse_hosts(host_string)[0]
 
 
 @dataclass
 class SlotInfo:
-    """One worker's place."""
+    """The place of one worker."""
 
     hostname: str
     rank: int
@@ -35,18 +35,18 @@ class SlotInfo:
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """`a:2,b:2`. Raises ValueError for anything else."""
+    """Parse `a:2,b:2`. Raises ValueError for anything else."""
     return [HostInfo(host.name, host.slots) for host in farandole_hosts.parse_hosts(hosts_string)]
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
-    """The names, and the slots of each."""
+    """Return the names, and the slots of each."""
     parsed = parse_hosts(hosts)
     return [host.hostname for host in parsed], {host.hostname: host.slots for host in parsed}
 
 
 def parse_host_files(filename: str) -> str:
-    """The lines `name slots=2` of a file as `name:2,...`."""
+    """Return the lines `name slots=2` of a file as `name:2,...`."""
     from pathlib import Path
 
     return ",".join(f"{host.name}:{host.slots}" for host in farandole_hosts.parse_hostfile(Path(filename)))
@@ -55,7 +55,7 @@ def parse_host_files(filename: str) -> str:
 def get_host_assignments(
     hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
 ) -> list[SlotInfo]:
-    """The places of all workers, host by host, in order of rank; at most `max_num_proc`. Raises ValueError when
+    """Return the places of all workers, host by host, in order of rank; at most `max_num_proc`. Raises ValueError when
     the hosts have fewer slots than `min_num_proc`."""
     slots = [(host.hostname, local) for host in hosts for local in range(host.slots)][:max_num_proc]
     if len(slots) < min_num_proc:

@@ -1,4 +1,4 @@
-"""A shell command whose output is handed on while it runs, and which can be ended from elsewhere."""
+"""A shell command whose output is passed on while it runs, and which other code can end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Protocol, TextIO
 from farandole.clock import wall_time_s
 
 GRACEFUL_TERMINATION_TIME_S = 5
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
 _LOOK_S = 0.1
@@ -36,10 +36,10 @@ def execute(
     events: Iterable[threading.Event] | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> int:
-    """Run `command` in a shell, with this environment or with this process's own, and give its exit code; 128 + N
-    when signal N ended it. What it prints goes to the two streams, sys.stdout and sys.stderr unless given, line by
-    line; `index`, when given, stands in front of each. The command and its children are ended as soon as one of
-    `events` is set, or an exception comes up here."""
+    """Run `command` in a shell, with this environment or with this process's own, and return its exit code; 128 + N
+    when signal N ended it. Its output goes to the two streams, sys.stdout and sys.stderr unless given, line by line;
+    `index`, when given, stands in front of each. The command and its children are ended as soon as one of `events` is
+    set, or an exception is raised here."""
     process = subprocess.Popen(
         command,
         shell=True,

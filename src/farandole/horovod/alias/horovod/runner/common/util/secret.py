@@ -1,4 +1,4 @@
-"""Keys and digests, for programs that used Horovod's."""
+"""Keys and digests, for programs that use Horovod's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"
 
 
 def make_secret_key() -> bytes:
-    """A new random key."""
+    """Return a new random key."""
     return secrets.token_bytes(SECRET_LENGTH)
 
 
 def compute_digest(key: bytes, message: bytes) -> bytes:
-    """HMAC-SHA256."""
+    """Return the HMAC-SHA256 of the message."""
     return hmac.digest(key, message, hashlib.sha256)
 
 
 def check_digest(key: bytes, message: bytes, digest: bytes) -> bool:
-    """Whether `digest` is that of `message`; takes equally long for any wrong one."""
+    """Return whether `digest` is that of `message`; the time is the same for any wrong digest."""
     return hmac.compare_digest(compute_digest(key, message), digest)

@@ -1,4 +1,4 @@
-"""The settings of a job, as programs hand them to gloo_run."""
+"""The settings of a job, as passed by programs to gloo_run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class BaseSettings:
-    """What all jobs have. Values that Farandole has no use for are kept and ignored."""
+    """The settings of all jobs. Values that Farandole does not use are kept and ignored."""
 
     num_proc: int | None = None
     verbose: int = 0
@@ -28,7 +28,7 @@ class BaseSettings:
 
 
 class Settings(BaseSettings):
-    """Of a job of fixed size."""
+    """The settings of a job of fixed size."""
 
     def __init__(self, hosts: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -1,4 +1,4 @@
-"""A deadline that says what it was for."""
+"""A deadline whose error names the activity."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class TimeoutException(Exception):
 
 
 class Timeout:
-    """`timeout` seconds from now on; `message` may contain `{activity}`."""
+    """A deadline `timeout` seconds from now; `message` may contain `{activity}`."""
 
     def __init__(self, timeout: float, message: str) -> None:
         self._timeout_s, self._message = timeout, message
         self._deadline_s = now_s() + timeout
 
     def remaining(self) -> float:
-        """Seconds, never below 0."""
+        """Return the remaining seconds, never below 0."""
         return max(0.0, self._deadline_s - now_s())
 
     def timed_out(self) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
         return now_s() > self._deadline_s
 
     def check_time_out_for(self, activity: str) -> None:
-        """Raises TimeoutException when it is over."""
+        """Raise TimeoutException when it is over."""
         if self.timed_out():
             raise TimeoutException(f"{self._message.format(activity=activity)} ({self._timeout_s:g} s)")
