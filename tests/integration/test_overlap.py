@@ -46,7 +46,7 @@ def test_the_size_of_buckets_is_tried_out_once_whoever_comes_and_goes(
     flags = ["-np", "3", "--restarts", "9", "--transport", "tcp"]
     with EndlessJob(tmp_path, flags, "--width", "65536") as running:  # 3 MB of gradients
         latest = running.wait_until(all_training(3), 60)
-        running.kill(latest[1]["pid"])  # in the middle of the first trial, most likely
+        running.kill(latest[1]["pid"])  # in the middle of the first autotune, most likely
         latest = running.wait_until(beyond(latest[0]["generation"], 3), 60)
         latest = running.wait_until(beyond_step(step_of(latest) + 25), 60)
         running.kill(latest[0]["pid"])
@@ -54,7 +54,7 @@ def test_the_size_of_buckets_is_tried_out_once_whoever_comes_and_goes(
         running.wait_until(beyond_step(step_of(latest) + 25), 60)
         running.finish()
     check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=3)
-    said = [line for line in (tmp_path / "output").read_text().splitlines() if "after a trial" in line]
+    said = [line for line in (tmp_path / "output").read_text().splitlines() if "after the autotune" in line]
     said = [line for line in said if line.startswith("[0] ")]  # the last words of those that were killed come again
     assert len(said) == 1, said
     assert said[0].count(" ms with ") == 2
