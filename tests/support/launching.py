@@ -27,6 +27,7 @@ _END_S = 30.0
 _ENVIRONMENT = dict(os.environ)  # as it was before any test changed it
 # Read when Python or a library is loaded, which the job server has done already.
 _READ_EARLY = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH_", "CUDA_", "NCCL_", "LD_", "LC_", "LANG")
+_SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")  # scikit-learn sets them for the process that imports it
 
 
 class Launched:
@@ -133,7 +134,7 @@ def launch(
 def needs_imports_of_its_own(environment: Mapping[str, str] | None = None) -> bool:
     """Whether this environment, or this process's own, differs from the job server's in what is read early."""
     wanted = os.environ if environment is None else environment
-    names = [name for name in {*wanted, *_ENVIRONMENT} if name.startswith(_READ_EARLY)]
+    names = [name for name in {*wanted, *_ENVIRONMENT}.difference(_SET_BY_IMPORTS) if name.startswith(_READ_EARLY)]
     return any(wanted.get(name) != _ENVIRONMENT.get(name) for name in names)
 
 
