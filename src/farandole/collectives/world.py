@@ -112,7 +112,7 @@ def raise_if_refused(op: str) -> None:
 
 
 def _refuse_in_child() -> None:
-    """Drop the world in a forked child: it inherits its parent's rank, but must not act as that rank."""
+    """Refuse collectives in a forked child: it inherits its parent's rank, but must not act as that rank."""
     if _current is not None:
         refuse_collectives(
             f"in process {os.getpid()}, which was forked by a worker and is no worker itself: train in the worker, or "

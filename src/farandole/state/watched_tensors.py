@@ -33,7 +33,7 @@ class WatchedTensors:
         self._versions: list[int] = []
         self._changing: set[str] = set()
         self._changing_late: set[str] = set()
-        self._said: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._changing_names: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self._copies: dict[str, torch.Tensor] = {}
         self._sampled = SampledElements()
         self._is_suspicious = False  # a change without a new version: the next step is inspected
@@ -58,9 +58,9 @@ class WatchedTensors:
     def changing(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of the tensors that are copied at each boundary, and of the tensors that are copied when a step is
         aborted."""
-        if self._said is None:  # it is needed in each step
-            self._said = tuple(sorted(self._changing)), tuple(sorted(self._changing_late))
-        return self._said
+        if self._changing_names is None:  # it is needed in each step
+            self._changing_names = tuple(sorted(self._changing)), tuple(sorted(self._changing_late))
+        return self._changing_names
 
     def add_changing(self, names: Iterable[str]) -> None:
         """Copy these tensors at each boundary from now on."""
@@ -68,7 +68,7 @@ class WatchedTensors:
         if not new:
             return
         self._changing |= new
-        self._said = None
+        self._changing_names = None
         size = sum(_bytes(each) for name, each in self.items() if name in new)
         logger.info(
             "%d tensor%s (%s) of the state, %.1f MB, change in the loop body before optimizer.step(): they are copied "
@@ -82,7 +82,7 @@ class WatchedTensors:
     def add_changing_late(self, names: Iterable[str]) -> None:
         """Copy these tensors when a step is aborted, from now on."""
         self._changing_late.update(names)
-        self._said = None
+        self._changing_names = None
 
     def changed(self, since: Sequence[int] | None = None) -> list[str]:
         """Return the names of the tensors that were written since the last capture(), or since mark()."""

@@ -42,6 +42,10 @@ logger = logging.getLogger("farandole")
 
 _ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
 _EPOCH_END = struct.Struct("<3qQ")  # epoch, decided steps, prepared, digest
+_SECOND_CALL = (
+    "Farandole has called this elastic function before, on this worker, to warm up before the worker joined. Code in "
+    "front of its loop has to work in a second call, too; TorchState(rehearse=False) leaves the warm-up out"
+)
 _INTERRUPTED = "a worker was lost in this run of the loop body; the others take part again after it"
 
 
@@ -57,6 +61,7 @@ class StepLoop:
         self._is_busy = False  # the run loop, not user code, changes the state
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
+        self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._calls = BodyCalls(
             boundary=lambda: state.boundary,
@@ -108,6 +113,10 @@ class StepLoop:
                 if self._job is None:
                     raise
                 logger.info("leaving the elastic function to regroup: %s", error)
+            except Exception as error:
+                if self._is_second_call:
+                    error.add_note(_SECOND_CALL)
+                raise
             else:
                 if all_have_finished(self._job, self._shortfall()):
                     if self._checkpoints is not None:
@@ -163,7 +172,7 @@ class StepLoop:
         if self._state.loader is not None:
             self._state.loader.warm_up()
         self._is_busy = False
-        warm_up(job, self._state, call)
+        self._is_second_call = warm_up(job, self._state, call)
         self._is_busy = True
 
     # Requests of the loader (data/loader_hooks.py) -----------------------------------------------------------
@@ -290,7 +299,7 @@ class StepLoop:
     def _pass_boundary(self) -> None:
         """Remember the metadata, and seed the step's random numbers from (seed, step, rank): a step that is repeated
         gets the same numbers."""
-        state = self._state
+        state, self._is_second_call = self._state, False
         state.boundary += 1
         # Before the rehearsal the effects of the loop body are unknown.
         is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1

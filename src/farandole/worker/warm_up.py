@@ -25,19 +25,22 @@ logger = logging.getLogger("farandole")
 _WORTH_TELLING_S = 1.0
 
 
-def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
+def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> bool:
     """Call the elastic function with batches without effect, and return the state to what it was.
 
     Meanwhile rank() and size() have the values of the last member of the next generation, so that this worker skips the
     work of rank 0; every collective is local. An exception of the function is ignored here: it is raised again after
     the admission, if its cause persists.
 
+    Returns:
+        Whether the function was called.
+
     Raises:
         JobEnded: The job is over.
     """
     loader = state.loader
     if loader is None or not state.rehearse or not _is_plain(state):
-        return
+        return False
     began_s, metadata = now_s(), state.copy_of_metadata()
     hooks, loader.hooks = loader.hooks, _WarmUp(job, state, loader, metadata)
     with world.placed_as(job.link.members, job.link.members + 1):
@@ -47,8 +50,13 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
             took_s = now_s() - began_s
             level = logging.INFO if took_s > _WORTH_TELLING_S else logging.DEBUG
             logger.log(level, "ran the loop body ahead of the admission, which took %.1f s", took_s)
-        except Exception:
-            logger.debug("the loop body cannot be run ahead of the admission", exc_info=True)
+        except Exception as error:
+            logger.info(
+                "the loop body cannot be run ahead of the admission, so that the others wait for its first run: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            logger.debug("where it was raised", exc_info=True)
         finally:
             loader.hooks = hooks
             step.close()
@@ -56,6 +64,7 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> None:
     state.load_metadata(metadata)
     for optimizer in state.optimizers():
         optimizer.zero_grad(set_to_none=True)
+    return True
 
 
 class _WarmedUp(BaseException):
@@ -67,7 +76,7 @@ class _WarmUp(NoLoaderHooks):
 
     def __init__(self, job: Job, state: StepState, loader: Loader, metadata: dict[str, Any]) -> None:
         self._job, self._state, self._loader, self._metadata = job, state, loader, metadata
-        self._shares = _shares(job.link.members)
+        self._local_batches = _local_batches(job.link.members)
         self._sizes = set[int]()
         self._is_due = False  # a local batch is prepared, and was not handed out yet
 
@@ -81,7 +90,7 @@ class _WarmUp(NoLoaderHooks):
             return
         step.close()
         self._state.load_metadata(self._metadata)
-        for rank, size, is_at_tail in self._shares:
+        for rank, size, is_at_tail in self._local_batches:
             samples = self._loader.start_rehearsal(rank, size, is_at_tail)
             if samples and samples not in self._sizes:
                 self._sizes.add(samples)
@@ -103,7 +112,7 @@ class _WarmUp(NoLoaderHooks):
         """Do nothing: no effect is permanent yet."""
 
 
-def _shares(members: int) -> Iterator[tuple[int, int, bool]]:
+def _local_batches(members: int) -> Iterator[tuple[int, int, bool]]:
     """Yield rank, size and whether it is the epoch's last global batch, for the local batches that this worker may get.
     First those with this worker as an additional member; then those after the loss of another one. Two sizes are enough
     for a compiler that generalizes to any size after the second one."""
