@@ -23,6 +23,15 @@ from tests.support.joined import JoinedJob
 SAMPLES, LONG_S = 600, 60.0
 
 
+def check_that_the_last_step_was_saved(checkpoints: Path, records: Path) -> None:
+    """One worker writes the emergency checkpoint. Another one may have applied one more step in the same moment."""
+    saved = [json.loads(path.read_text())["step"] for path in checkpoints.glob("*/manifest.json")]
+    applied = [len(steps) for steps in Proof(records).applied().values()]
+    assert len(saved) == 1
+    assert saved[0] in applied
+    assert saved[0] >= max(applied) - 1
+
+
 class CheckpointedJob(RunningJob):
     """Trains until it is asked to end, and writes no checkpoint before."""
 
@@ -35,9 +44,7 @@ class CheckpointedJob(RunningJob):
 
     def check_that_it_ended_in_good_order(self, folder: Path) -> None:
         assert self.wait(LONG_S) == 130, (folder / "output").read_text()
-        steps = Proof(self.records).steps()
-        manifests = [json.loads(path.read_text()) for path in self.checkpoints.glob("*/manifest.json")]
-        assert [each["step"] for each in manifests] == [steps], "the emergency checkpoint, of the last step"
+        check_that_the_last_step_was_saved(self.checkpoints, self.records)
         assert processes_with(str(folder)) == []
 
 
@@ -61,8 +68,7 @@ def test_the_terminal_closes_and_the_job_saves_its_state_and_leaves_nothing(tmp_
             job.wait_until(all_training(2), LONG_S)
             os.close(ours)
             assert job.wait(LONG_S) == 130
-    manifests = [json.loads(path.read_text()) for path in checkpoints.glob("*/manifest.json")]
-    assert [each["step"] for each in manifests] == [Proof(records).steps()]
+    check_that_the_last_step_was_saved(checkpoints, records)
     assert processes_with(str(tmp_path)) == []
 
 
