@@ -97,13 +97,10 @@ def draw_losses(seed: str, hits: Hits, every: int, steps: int) -> Case:
     loss another worker waits until the replacement comes."""
     chance = random.Random(seed)
     workers = chance.choice([2, 3, 3, 4])
-    # The library's lines that run more often are not spread evenly over the steps: a loss would come at another step, and
-    # the worker that waits for its replacement would have gone on.
-    lines = {
-        place: count
-        for place, count in hits["w0"].items()
-        if count >= steps and (count < 2 * steps or "/" not in place)
-    }
+    # Lines of the library that run more often are not spread evenly over the steps: a loss would come at another step,
+    # and the worker that waits for its replacement would have gone on.
+    most = {place: 2 * steps if "/" in place else count + 1 for place, count in hits["w0"].items()}
+    lines = {place: count for place, count in hits["w0"].items() if steps <= count < most[place]}
     own = sorted(place for place in lines if "/" not in place)
     since = {f"w{number}": 0 for number in range(workers)}  # the step at which each living worker has come
     faults = []
