@@ -112,7 +112,7 @@ def _followed_by_commit(state: Any, step: ways.Step) -> ways.Step:
 
 def _unpromised(state: Any, step: ways.Step) -> ways.Step:
     """Without commits: where the last one left its copy to be made, it is made here, in a step that does not count."""
-    from farandole.state.background_copy import finish_all
+    from farandole.state.deep_copy import finish_all
 
     def run() -> None:
         finish_all()

@@ -18,7 +18,7 @@ from picture import draw
 
 from farandole.ledger.check import check
 from farandole.ledger.findings import Findings, in_words
-from farandole.ledger.reading import Folder
+from farandole.ledger.proving import Folder
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
 

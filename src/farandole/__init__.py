@@ -27,20 +27,6 @@ if TYPE_CHECKING:
         reducescatter_async,
     )
     from farandole.collectives.named.compression import Compression
-    from farandole.collectives.named.constants import (
-        Adasum,
-        Average,
-        Max,
-        Min,
-        Product,
-        Sum,
-    )
-    from farandole.collectives.named.grouped import (
-        grouped_allgather,
-        grouped_allreduce,
-        grouped_allreduce_,
-        grouped_reducescatter,
-    )
     from farandole.collectives.named.handles import poll, synchronize
     from farandole.collectives.named.objects import (
         allgather_object,
@@ -56,8 +42,13 @@ if TYPE_CHECKING:
         barrier,
         broadcast,
         broadcast_,
+        grouped_allgather,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_reducescatter,
         join,
         reducescatter,
+        sparse_allreduce_async,
     )
     from farandole.collectives.named.process_sets import (
         ProcessSet,
@@ -65,9 +56,9 @@ if TYPE_CHECKING:
         global_process_set,
         remove_process_set,
     )
-    from farandole.collectives.named.sparse import sparse_allreduce_async
+    from farandole.collectives.named.settings import Adasum, Average, Max, Min, Product, Sum
     from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
-    from farandole.collectives.named.timeline_control import start_timeline, stop_timeline
+    from farandole.collectives.named.timeline import start_timeline, stop_timeline
     from farandole.errors import (
         FarandoleError,
         FatalError,
@@ -118,17 +109,16 @@ _HOMES = {
         "grouped_allreduce_async_ grouped_reducescatter_async reducescatter_async"
     ),
     "collectives.named.compression": "Compression",
-    "collectives.named.constants": "Adasum Average Max Min Product Sum",
-    "collectives.named.grouped": "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter",
     "collectives.named.handles": "poll synchronize",
     "collectives.named.objects": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
     "collectives.named.operations": (
-        "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ join reducescatter"
+        "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ grouped_allgather grouped_allreduce "
+        "grouped_allreduce_ grouped_reducescatter join reducescatter sparse_allreduce_async"
     ),
     "collectives.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
-    "collectives.named.sparse": "sparse_allreduce_async",
+    "collectives.named.settings": "Adasum Average Max Min Product Sum",
     "collectives.named.sync_batch_norm": "SyncBatchNorm",
-    "collectives.named.timeline_control": "start_timeline stop_timeline",
+    "collectives.named.timeline": "start_timeline stop_timeline",
     "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),
     "launch.run_function": "run",
     "optim.distributed_optimizer": "DistributedOptimizer",

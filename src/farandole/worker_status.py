@@ -1,7 +1,7 @@
 """The status of a worker, as far as others can see it. Pure.
 
-Workers report it (status_reporting.py), agents read it (status_page.py) and forward it, the coordinator evaluates it
-(coordinator/hang_detection.py).
+Workers report it (liveness/status_reporting.py), agents read it (liveness/status_page.py) and forward it, the
+coordinator evaluates it (coordinator/hang_detection.py).
 """
 
 from __future__ import annotations

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from farandole.testing.faults.backends import ThisMachine
-from farandole.testing.faults.bringing import Bringer, Pace
+from farandole.testing.faults.bringing import Bringer, Pace, Triggers
 from farandole.testing.faults.fault_plan import AtLastStepOf, OneWay
-from farandole.testing.faults.fault_triggers import Triggers
 from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab, LabError
-from farandole.testing.lab.leftovers import remains
+from farandole.testing.lab.lab import remains
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
 from tests.chaos import invariants

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.ledger.check import check
-from farandole.ledger.reading import Folder
+from farandole.ledger.proving import Folder
 from farandole.testing.proof import Proof
 from tests.gallery import verdict
 from tests.gallery.catalogue import BODIES

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from farandole.collectives.nccl import nccl_group as nccl_group
-from farandole.collectives.nccl.availability import own_problem
-from farandole.collectives.nccl.nccl_group import NcclGroup
-from farandole.collectives.reduction import Reduction
+from farandole.collectives import nccl_transport
+from farandole.collectives.nccl_transport import NcclGroup, own_problem
+from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.tensor_bytes import DTYPES
-from farandole.collectives.torch_groups.group_operations import _WIDER
-from farandole.collectives.torch_groups.ring_store import ExchangedStore
+from farandole.collectives.torch_group import _WIDER
+from farandole.collectives.transport import Reduction
 from farandole.env import prepare_for_nccl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(own_problem()), reason=own_problem())]
@@ -45,7 +44,7 @@ def end(made: NcclGroup, store: ExchangedStore) -> None:
         assert time.monotonic() < deadline_s, "NCCL's abort does not end"
         threading.Event().wait(0.001)
     store.close()
-    assert nccl_group._stuck == []
+    assert nccl_transport._stuck == []
 
 
 def reduced(group: NcclGroup, flat: torch.Tensor, op: Reduction) -> torch.Tensor:

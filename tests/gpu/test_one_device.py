@@ -10,13 +10,11 @@ import torch
 
 import farandole as fd
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.device_transport import DeviceTransport
-from farandole.collectives.nccl.availability import own_problem
-from farandole.collectives.nccl.nccl_builder import NcclGroups
+from farandole.collectives.device_transport import DeviceTransport, StagedTransport
+from farandole.collectives.nccl_transport import NcclGroups, own_problem
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.staging import StagedTransport
 from farandole.errors import ConfigError
-from farandole.optim.device_order import Arrivals
+from farandole.optim.buckets import Arrivals
 from farandole.state.digest import digest_of
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training

@@ -14,13 +14,14 @@ from typing import TypeVar
 
 import pytest
 
-from farandole.authentication import derive_data_key, new_token
-from farandole.channel import Channel, accept
+from farandole.agent.agent import Agent, AgentConfig
 from farandole.events import ConnectionRefused, CoordinatorLost, StoppedWorkerKilled
-from farandole.launch.agent import Agent, AgentConfig
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.membership import Address, GenerationId, Peer, Placement
-from farandole.messages import (
+from farandole.wire.authentication import derive_data_key, new_token
+from farandole.wire.channel import Channel, accept
+from farandole.wire.codec import AGENT_MESSAGES
+from farandole.wire.messages import (
     Abort,
     AgentHello,
     AgentMessage,
@@ -43,7 +44,6 @@ from farandole.messages import (
     WorkerExited,
     WorkersSeen,
 )
-from farandole.wire import AGENT_MESSAGES
 from tests.support.jobs import SCRIPTS, processes_with
 from tests.support.waiting import DEADLINE_S, EventLog, run
 

@@ -7,15 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
-from farandole.authentication import Role, new_token
-from farandole.channel import Channel, connect
+from farandole.agent.agent import HeartbeatSocket
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.events import AgentJoined, AgentWasLost
-from farandole.heartbeat_datagram import HeartbeatSeal
-from farandole.launch.heartbeat_socket import HeartbeatSocket
+from farandole.liveness.heartbeats import HeartbeatSeal
 from farandole.membership import Address
-from farandole.messages import (
+from farandole.wire.authentication import Role, new_token
+from farandole.wire.channel import Channel, connect
+from farandole.wire.codec import TO_AGENT
+from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     CoordinatorHeartbeat,
@@ -28,7 +29,6 @@ from farandole.messages import (
     Welcome,
     WorkerPrinted,
 )
-from farandole.wire import TO_AGENT
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()

@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from farandole.authentication import new_token
-from farandole.channel import connect
 from farandole.config import JobConfig
-from farandole.control import AskScale, AskStatus, ClientHello, Declined
 from farandole.coordinator.server import Coordinator
 from farandole.errors import AuthenticationError
 from farandole.events import ConnectionRefused
-from farandole.launch.client import Client, NoAnswer
-from farandole.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
-from farandole.wire import TO_CLIENT
+from farandole.launch.control_commands import Client, NoAnswer
+from farandole.wire.authentication import new_token
+from farandole.wire.channel import connect
+from farandole.wire.codec import TO_CLIENT
+from farandole.wire.control import AskScale, AskStatus, ClientHello, Declined
+from farandole.wire.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()

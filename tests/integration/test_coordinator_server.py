@@ -11,16 +11,17 @@ from typing import TypeVar
 
 import pytest
 
-from farandole import channel as channel_module
-from farandole.authentication import new_token
-from farandole.channel import Channel, connect
 from farandole.clock import now_s
 from farandole.config import JobConfig
-from farandole.coordinator import server as server_module
+from farandole.coordinator import server
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.errors import ConfigError
 from farandole.events import AgentJoined, AgentWasLost, ConnectionRefused, CoordinatorStalled
-from farandole.messages import (
+from farandole.wire import channel as channel_module
+from farandole.wire.authentication import new_token
+from farandole.wire.channel import Channel, connect
+from farandole.wire.codec import TO_AGENT, frame
+from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     FromWorker,
@@ -32,7 +33,6 @@ from farandole.messages import (
     ToAgent,
     WorkerExited,
 )
-from farandole.wire import TO_AGENT, frame
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
@@ -175,7 +175,7 @@ def test_who_takes_too_long_to_prove_the_token_is_refused(monkeypatch: pytest.Mo
 
 
 def test_no_more_than_so_many_strangers_are_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STRANGERS_LIMIT", 1)
+    monkeypatch.setattr(server, "STRANGERS_LIMIT", 1)
 
     async def test() -> None:
         async with serving() as running:

@@ -17,11 +17,11 @@ from farandole.collectives.dialer import Dialer
 from farandole.collectives.handshake import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
 from farandole.collectives.listener import DataListener
 from farandole.collectives.p2p.incoming import CHANNEL, Incoming
-from farandole.collectives.probe import answering
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.errors import GenerationEnded
 from farandole.membership import Address, GenerationId
 from farandole.testing.running_job import all_training
+from farandole.worker.link_probe import answering
 from tests.support.jobs import ELASTIC_JOB, RunningJob
 from tests.support.rings import DEADLINE_S, KEY, build, in_threads, listeners, make_start
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from farandole import wire
 from farandole.env import worker_environment
-from farandole.messages import Abort, Message, Prepare
+from farandole.wire import codec
+from farandole.wire.messages import Abort, Message, Prepare
 from tests.support.waiting import DEADLINE_S
 
 PROGRAM = """
 import threading
 from farandole.env import read_worker_env
 from farandole.membership import Address
-from farandole.messages import Leaving
+from farandole.wire.messages import Leaving
 from farandole.worker.link import Link
 
 def fail(*_):
@@ -53,7 +53,7 @@ class Worker:
             self._connection, _ = listener.accept()
 
     def tell(self, message: Message) -> None:
-        self._connection.sendall(wire.frame(wire.encode(message)))
+        self._connection.sendall(codec.frame(codec.encode(message)))
 
     def hang_up(self) -> None:
         self._connection.close()

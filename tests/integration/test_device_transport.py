@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from farandole.collectives import device_transport
-from farandole.collectives.device_transport import DeviceTransport
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.device_transport import DeviceTransport, StagedTransport, host_transport
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.staging import StagedTransport, host_transport
+from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.tensor_bytes import DTYPES
-from farandole.collectives.torch_groups.construction import Construction
-from farandole.collectives.torch_groups.ring_store import ExchangedStore
+from farandole.collectives.torch_group import Construction
+from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, PeerLost
 from tests.support import rings
 from tests.support.rings import GlooDevices, listeners

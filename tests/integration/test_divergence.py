@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from farandole.ledger.proving import prove
-from farandole.ledger.reading import Folder
+from farandole.ledger.proving import Folder, prove
 from farandole.state.state_digest import STRIKES
 from tests.support.jobs import SCRIPTS, farandole_run
 

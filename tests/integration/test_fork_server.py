@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from farandole.agent.fork_server import ForkServer
+from farandole.agent.guard import Guard
+from farandole.agent.process import WorkerProcess
+from farandole.agent.spawner import Spawner, make_spawner
+from farandole.agent.subreaper import reap_group
 from farandole.events import Event, ForkServerLost, ForkServerReady
-from farandole.launch.fork_server import ForkServer
-from farandole.launch.guard import Guard
-from farandole.launch.process import WorkerProcess
-from farandole.launch.spawner import Spawner, make_spawner
-from farandole.launch.subreaper import reap_group
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
 from tests.support.jobs import ELASTIC_JOB, SCRIPTS, check_job, processes_with

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from farandole.ledger.check import check
-from farandole.ledger.reading import Folder
+from farandole.ledger.proving import Folder
 from farandole.testing.running_job import FARANDOLE_RUN
 from tests.support.jobs import processes_with
 

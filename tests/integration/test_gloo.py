@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.collectives.gloo.gloo_builder import use_gloo
-from farandole.collectives.gloo.gloo_transport import GlooTransport
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.gloo_transport import GlooTransport, use_gloo
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import Header, Operation
 from farandole.collectives.tensor_bytes import dtype_code
+from farandole.collectives.transport import Reduction
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training

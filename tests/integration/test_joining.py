@@ -13,15 +13,16 @@ from typing import TypeVar, cast
 
 import pytest
 
-from farandole.authentication import Handshake, Role, new_token
-from farandole.channel import Channel, accept
+from farandole.agent.agent import EndOfService, Service
+from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.errors import ConfigError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits
-from farandole.heartbeat_datagram import HEARTBEAT_ID_BYTES, HeartbeatSeal
-from farandole.launch.agent import EndOfService, Service
-from farandole.launch.remote_agent import CannotJoin, JoiningAgent, JoinOptions
+from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.membership import Address
-from farandole.messages import (
+from farandole.wire.authentication import Handshake, Role, new_token
+from farandole.wire.channel import Channel, accept
+from farandole.wire.codec import AGENT_MESSAGES, LENGTH, frame
+from farandole.wire.messages import (
     AgentHello,
     AgentLeaving,
     AgentMessage,
@@ -37,7 +38,6 @@ from farandole.messages import (
     WorkerPrinted,
     WorkerSilent,
 )
-from farandole.wire import AGENT_MESSAGES, LENGTH, frame
 from tests.support.jobs import processes_with
 from tests.support.waiting import DEADLINE_S, EventLog, run
 

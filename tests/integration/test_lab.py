@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.lab import Host, Lab, LabError, why_not
-from farandole.testing.lab.leftovers import leftovers, remove_leftovers
+from farandole.testing.lab.lab import leftovers, remove_leftovers
 from farandole.testing.lab.tools import wait_until
 from tests.scripts.lab_listener import PORT
 from tests.support.jobs import SCRIPTS

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from farandole.agent import fork_server_process
+from farandole.agent.guard import Guard
 from farandole.collectives.alone import AloneTransport
-from farandole.launch import fork_server_process
-from farandole.launch.guard import Guard
 from farandole.launch.nonblocking_writer import write_all
-from farandole.testing.thread_world import ThreadWorld
 from tests.integration.test_p2p import p2p_group
+from tests.support.thread_world import ThreadWorld
 
 DEADLINE_S = 20.0
 _LIMIT = 1024

@@ -15,9 +15,9 @@ from farandole.collectives.listener import DataListener
 from farandole.collectives.p2p.incoming import CHANNEL
 from farandole.collectives.p2p.p2p_transport import P2PTransport
 from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
-from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import OnBroken
 from farandole.collectives.tensor_bytes import DTYPES
+from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
 from tests.support.rings import KEY, in_threads

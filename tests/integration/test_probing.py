@@ -12,10 +12,9 @@ import pytest
 
 from farandole.clock import now_s
 from farandole.collectives.listener import DataListener
-from farandole.collectives.probe import ATTEMPTS, answering
 from farandole.membership import Address, Peer
-from farandole.messages import Probed
-from farandole.worker.link_probe import Connections, LinkProbe
+from farandole.wire.messages import Probed
+from farandole.worker.link_probe import ATTEMPTS, Connections, LinkProbe, answering
 from tests.support.waiting import DEADLINE_S
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.process import DRAIN_S, WorkerProcess, spawn
+from farandole.agent.process import DRAIN_S, WorkerProcess, spawn
 from tests.support.waiting import run
 
 # A worker that forks a child as a loader would; both then wait for ever.

@@ -13,7 +13,7 @@ from farandole.clock import now_s
 from farandole.env import FixedEnv
 from farandole.errors import ConfigError, JobEnded
 from farandole.membership import Address
-from farandole.worker.fixed_size import Rendezvous
+from farandole.worker.fixed_job import Rendezvous
 from tests.support.jobs import SCRIPTS
 
 HERE = Address("127.0.0.1", 1)

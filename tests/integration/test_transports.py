@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from farandole.collectives.hierarchical.layout import layout
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.host_layout import layout
 from farandole.collectives.tensor_bytes import DTYPES
-from farandole.collectives.transport import Transport
+from farandole.collectives.transport import Reduction, Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from tests.support import rings
 from tests.support.rings import DEADLINE_S, HOSTS, Ring, listeners

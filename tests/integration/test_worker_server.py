@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farandole.launch import worker_server
-from farandole.launch.worker_server import WorkerServer
+from farandole.agent import worker_server
+from farandole.agent.worker_server import WorkerServer
 from farandole.membership import Address
-from farandole.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
-from farandole.wire import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.wire.codec import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.wire.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
 from tests.support.waiting import DEADLINE_S, run
 
 

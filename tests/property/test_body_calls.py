@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.errors import PeerLost
-from farandole.testing.thread_world import ThreadTransport, ThreadWorld
 from farandole.worker.body_calls import BodyCalls
+from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 CALLS = 4  # of one loop body
 

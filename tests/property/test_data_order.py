@@ -11,17 +11,15 @@ from itertools import chain, repeat
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farandole.data.epoch import NoLoaderHooks
 from farandole.data.index_stream import IndexStream
 from farandole.data.loader import DataLoader
-from farandole.data.loader_hooks import NoLoaderHooks
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.data.partition import Layout, batches, even_slice, global_batch_range, make_global_batch, micro_batches
 from farandole.data.permutation import Permutation
-from farandole.data.torch_permutation import permute
 from farandole.errors import DataError, StepError
 from farandole.state import step
 from farandole.state.global_batch import Batch
@@ -103,7 +101,6 @@ def test_one_position_at_a_time_gives_the_same_as_many(size: int, seed: int, dat
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)
     order = Permutation(size, seed, 1)
     assert order(positions).tolist() == [order.sample_at(int(position)) for position in positions]
-    assert permute(order, torch.from_numpy(positions)).tolist() == order(positions).tolist()
 
 
 @settings(no_deadline, max_examples=500)

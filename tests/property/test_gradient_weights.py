@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import farandole as fd
 from farandole.state import step
-from farandole.testing.thread_workers import run_workers
+from tests.support.thread_workers import run_workers
 
 INPUTS = 3
 

@@ -25,7 +25,7 @@ from farandole.coordinator import (
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
 from farandole.events import HostDrained, HostUndrained, LinksDistrusted
 from farandole.membership import Address, Origin
-from farandole.messages import (
+from farandole.wire.messages import (
     AgentLeaving,
     AgentMessage,
     Elastic,
@@ -44,8 +44,8 @@ from farandole.messages import (
     WorkerExited,
     WorkerMessage,
 )
-from farandole.testing.membership_invariants import MembershipInvariants
-from farandole.testing.simulated_job import Habits, SimulatedJob
+from tests.support.membership_invariants import MembershipInvariants
+from tests.support.simulated_job import Habits, SimulatedJob
 
 SCHEDULES = int(os.environ.get("MEMBERSHIP_SCHEDULES", "800"))  # `make schedules` runs 8,000
 HOSTS_SCHEDULES = SPARES_SCHEDULES = SCHEDULES

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.collectives.named.operation_requests import AllJoined, Execute, Fail, Key, Kind, Request
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 from tests.support.negotiating import Ranks, allreduce, group, request
 
 many = settings(deadline=None, max_examples=250)  # a busy machine is not a failure

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.data.prefetch import Prefetch
 from farandole.data.stream_loader import StreamLoader
+from farandole.data.torch_loader import Prefetch
 from farandole.state import step
 
 no_deadline = settings(deadline=None)

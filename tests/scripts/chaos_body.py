@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from farandole.testing.faults.orders import Orders
+from farandole.testing.faults.bringing import Orders
 
 SAMPLES, BATCH, SEED, EPOCHS = 1812, 12, 5, 3
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
 
     sys.path.insert(0, str(ROOT))
     import farandole as fd
-    from farandole.status_reporting import report_progress
+    from farandole.liveness.status_reporting import report_progress
     from farandole.testing.quick_start import without_compiler
     from farandole.testing.step_records import Records
     from tests.gallery.catalogue import BODIES, FOLDER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farandole.testing.faults.orders import Orders
+from farandole.testing.faults.bringing import Orders
 
 SAMPLES, BATCH, SEED, EPOCHS = 1053, 7, 11, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
@@ -31,7 +31,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
     from chaos_data import Numbers
 
     import farandole as fd
-    from farandole.status_reporting import report_progress
+    from farandole.liveness.status_reporting import report_progress
     from farandole.testing.quick_start import without_compiler
     from farandole.testing.step_records import Records
 

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 
 from farandole.env import read_worker_env
 from farandole.membership import Address
-from farandole.messages import (
+from farandole.wire.codec import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Elastic,
@@ -34,7 +35,6 @@ from farandole.messages import (
     ToWorker,
     WorkerMessage,
 )
-from farandole.wire import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 
 
 class Conversation:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from farandole.ledger.check import check
-from farandole.ledger.reading import Folder
+from farandole.ledger.proving import Folder
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.scripts.framework_model import EPOCHS, SAMPLES, STEPS_PER_EPOCH, train_plainly

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _import_all() -> None:
-    from farandole.launch.fork_server_process import PRELOADED
+    from farandole.agent.fork_server_process import PRELOADED
 
     launcher = ("asyncio", "farandole.launch.local", "farandole.launch.control_commands", "farandole.horovod")
     for name in (*PRELOADED, *launcher, "torch.optim.swa_utils", "torch.nn.parallel", "torch.utils.data"):
@@ -185,10 +185,11 @@ def _be_launcher(asked: Mapping[str, Any], output: int, error: int) -> NoReturn:
 
 
 def _launch(arguments: Sequence[str], nursery: socket.socket) -> int:
-    from farandole.launch import agent, cli
-    from farandole.launch.fork_server import ForkServer
-    from farandole.launch.spawner import make_spawner
-    from farandole.launch.subreaper import adopting_orphans
+    from farandole.agent import agent
+    from farandole.agent.fork_server import ForkServer
+    from farandole.agent.spawner import make_spawner
+    from farandole.agent.subreaper import adopting_orphans
+    from farandole.launch import cli
 
     sys.argv = ["farandole", *arguments]
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -235,7 +236,7 @@ def _nurse(connection: socket.socket, launcher: int) -> NoReturn:
 
 def _be_fork_server(place: Mapping[str, Any], descriptor: int) -> int:
     """Comes back in a worker that has come to its end, by SystemExit."""
-    from farandole.launch import fork_server_process
+    from farandole.agent import fork_server_process
 
     os.setsid()
     number = int(place["words"][0])

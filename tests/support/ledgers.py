@@ -6,8 +6,18 @@ from collections.abc import Iterable
 
 from farandole.data.partition import even_slice
 from farandole.ledger.check import Line
-from farandole.ledger.hashing import ids_hash
-from farandole.ledger.records import FORMAT, WHOLE, Applied, EpochEnded, Intent, Opened, Record, Started, compact
+from farandole.ledger.records import (
+    FORMAT,
+    WHOLE,
+    Applied,
+    EpochEnded,
+    Intent,
+    Opened,
+    Record,
+    Started,
+    compact,
+    ids_hash,
+)
 
 TWO_STREAMS = "streams-2"
 

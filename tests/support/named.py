@@ -12,9 +12,9 @@ from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.operation import Operation
 from farandole.collectives.named.operation_requests import GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.settings import NamedSettings
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 from farandole.membership import Placement
-from farandole.testing.thread_world import ThreadTransport, ThreadWorld
+from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 ResultT = TypeVar("ResultT")
 

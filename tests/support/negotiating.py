@@ -20,7 +20,7 @@ from farandole.collectives.named.operation_requests import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 
 
 def allreduce(name: str = "x", **more: object) -> Request:

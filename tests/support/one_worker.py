@@ -12,8 +12,8 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import GenerationEnded
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress
-from farandole.messages import Start
 from farandole.state.sync import Standing
+from farandole.wire.messages import Start
 
 
 def as_a_newcomer(payload: bytes) -> bytes:

@@ -12,22 +12,19 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from farandole.collectives.device_transport import DeviceTransport
-from farandole.collectives.gloo.gloo_builder import connect_gloo
-from farandole.collectives.gloo.gloo_group import GlooGroup
-from farandole.collectives.hierarchical.hierarchical_builder import share_memory_within_hosts
-from farandole.collectives.hierarchical.layout import layout
+from farandole.collectives.device_transport import DeviceTransport, StagedTransport
+from farandole.collectives.gloo_transport import GlooGroup, connect_gloo
+from farandole.collectives.hierarchical_transport import share_memory_within_hosts
+from farandole.collectives.host_layout import layout
 from farandole.collectives.listener import DataListener
-from farandole.collectives.nccl.nccl_builder import NcclGroups
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.nccl_transport import NcclGroups
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import RingBuilder
-from farandole.collectives.shared_memory.shared_memory_builder import share_memory
-from farandole.collectives.staging import StagedTransport
-from farandole.collectives.transport import Transport
+from farandole.collectives.shared_memory.shared_memory_transport import share_memory
+from farandole.collectives.transport import Reduction, Transport
 from farandole.collectives.transport_choice import choose
 from farandole.membership import Address, GenerationId, Peer, Placement
-from farandole.messages import Start
+from farandole.wire.messages import Start
 
 DEADLINE_S = 20.0
 KEY = secrets.token_bytes(32)

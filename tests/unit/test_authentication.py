@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole import authentication
-from farandole.authentication import Handshake, Role, Session, derive_data_key, new_token
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.membership import GenerationId
-from farandole.messages import PROTOCOL_VERSION
+from farandole.wire import authentication
+from farandole.wire.authentication import Handshake, Role, Session, derive_data_key, new_token
+from farandole.wire.messages import PROTOCOL_VERSION
 
 TOKEN = new_token()
 

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from farandole.authentication import Handshake, Role, Session, new_token
-from farandole.channel import Channel
-from farandole.keep_alive import keep_alive
-from farandole.wire import TO_AGENT
+from farandole.wire.authentication import Handshake, Role, Session, new_token
+from farandole.wire.channel import Channel
+from farandole.wire.codec import TO_AGENT
+from farandole.wire.sockets import keep_alive
 from tests.support.waiting import run
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from farandole.deadline import to_its_end, within
+from farandole.wire.deadline import to_its_end, within
 
 
 def test_what_comes_in_time_is_given() -> None:

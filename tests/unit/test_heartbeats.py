@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.authentication import Role, new_token
-from farandole.heartbeat_datagram import HEARTBEAT_ID_BYTES, HeartbeatSeal, heartbeat_id_of
-from farandole.heartbeats import Heartbeats, heartbeat_period_s
+from farandole.liveness.heartbeats import (
+    HEARTBEAT_ID_BYTES,
+    Heartbeats,
+    HeartbeatSeal,
+    heartbeat_id_of,
+    heartbeat_period_s,
+)
+from farandole.wire.authentication import Role, new_token
 
 TOKEN, HEARTBEAT_ID = new_token(), b"i" * HEARTBEAT_ID_BYTES
 

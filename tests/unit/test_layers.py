@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 BASE = "base"  # the files directly under farandole/, and these folders
-BASE_FOLDERS = {"env", "events"}
+BASE_FOLDERS = {"env", "events", "liveness", "wire"}
 MAY_IMPORT = {
     BASE: set(),
     "collectives": set(),
@@ -28,10 +28,11 @@ MAY_IMPORT = {
     "elastic": {"collectives", "process_group", "state", "optim", "data", "worker"},
     "frameworks": {"collectives", "state", "optim", "data", "worker", "elastic"},
     "coordinator": set(),
-    "launch": {"coordinator", "horovod", "ledger", "checkpoint"},  # where the alias lies; folders, without torch
+    "agent": set(),
+    "launch": {"agent", "coordinator", "horovod", "ledger", "checkpoint"},
     "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names
 }
-WITHOUT_TORCH = {BASE, "coordinator", "launch", "ledger"}
+WITHOUT_TORCH = {BASE, "agent", "coordinator", "launch", "ledger"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 

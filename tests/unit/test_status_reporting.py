@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole import status_reporting
-from farandole.status_page import PAGE_BYTES, STACKS_AT, OwnStatusPage, StatusPage
-from farandole.status_reporting import InPhase, WaitingForPeers
+from farandole.liveness import status_reporting
+from farandole.liveness.status_page import PAGE_BYTES, STACKS_AT, OwnStatusPage, StatusPage
+from farandole.liveness.status_reporting import InPhase, WaitingForPeers
 from farandole.worker_status import Phase, WorkerStatus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
@@ -23,7 +23,8 @@ DEADLINE_S = 20.0
 def run(page: StatusPage, code: str) -> str:
     """In a process of its own that has the page: its last line."""
     begin = (
-        "import os, sys, threading\nfrom farandole import status_reporting\nfrom farandole.worker_status import Phase\n"
+        "import os, sys, threading\nfrom farandole.liveness import status_reporting\n"
+        "from farandole.worker_status import Phase\n"
     )
     begin += "status_reporting.open_status_page(sys.argv[1], gives_exit_notice=False)\n"
     done = subprocess.run(
@@ -155,7 +156,7 @@ os.wait()
 
 
 def test_a_page_that_is_not_there_takes_nothing_from_the_worker() -> None:
-    code = "import sys\nfrom farandole import status_reporting\n"
+    code = "import sys\nfrom farandole.liveness import status_reporting\n"
     code += "status_reporting.open_status_page('/proc/self/fd/99', gives_exit_notice=True)\n"
     code += "print(status_reporting.set_phase(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)

@@ -12,18 +12,7 @@ from hypothesis import strategies as st
 
 from farandole.errors import ProtocolError
 from farandole.membership import Address, GenerationId, Peer, Placement
-from farandole.messages import (
-    Abort,
-    FromWorker,
-    Hello,
-    Message,
-    Ready,
-    Spawn,
-    Start,
-    StartWorkers,
-    TellWorkers,
-)
-from farandole.wire import (
+from farandole.wire.codec import (
     AGENT_MESSAGES,
     TO_AGENT,
     TO_WORKER,
@@ -33,6 +22,7 @@ from farandole.wire import (
     encode,
     frame,
 )
+from farandole.wire.messages import Abort, FromWorker, Hello, Message, Ready, Spawn, Start, StartWorkers, TellWorkers
 
 PEER = Peer("w1", 1, Address("127.0.0.1", 4000))
 START = Start(GenerationId(1, 1, 2, "n"), Placement(0, 2, 0, 2, 0, 1), PEER, PEER, bootstrap=True)

@@ -1,19 +1,21 @@
 """A checkpoint's files: written from a value, and read back to an equal one. checkpoint_writer.py writes them,
-restore.py reads them."""
+restore.py reads them.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from farandole.checkpoint.folder import Found, write_file
-from farandole.checkpoint.json_values import from_json
 from farandole.checkpoint.manifest import FileSum
-from farandole.checkpoint.store import Store
-from farandole.checkpoint.tensor_file import read_tensors, write_tensors
+from farandole.checkpoint.snapshot import from_json
+from farandole.checkpoint.store import Store, write_all
 from farandole.errors import ConfigError
 
 STATE, TENSORS = "state.json", "tensors.safetensors"
@@ -45,3 +47,129 @@ def read_files(found: Found) -> Any:
         return from_json(json.loads(text), read_tensors(store, f"{name}/{TENSORS}", files[TENSORS]))
     except (ConfigError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint {found.place} cannot be read: {error}") from error
+
+
+# Named tensors in a file of the safetensors format: a length, a JSON header, and raw memory. No code in it.
+#
+# Written here rather than by the safetensors package, in slices: training continues in between, a checksum is
+# computed on the way, and the write can be aborted. https://github.com/huggingface/safetensors#format
+
+
+_LENGTH = struct.Struct("<Q")
+_HEADER_LIMIT = 100 << 20  # the format's own
+_SLICE_BYTES = 1 << 22
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_EXACT = "farandole.dtype."  # + name: of a tensor whose dtype the format lacks; its bytes are stored as U8
+
+
+def write_tensors(
+    store: Store, name: str, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
+) -> FileSum:
+    """Write a new file; contiguous CPU tensors are written directly from their memory.
+
+    check  called before each slice of 4 MB; may raise, to give up
+
+    Raises OSError when there is no space; the part written until then is left behind.
+    """
+    # Large elements first: all of them are aligned then.
+    keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    with store.create(name) as file:
+        sum = _Sum(file)
+        sum.write(_header(tensors, keys))
+        for key in keys:
+            memory = memoryview(_bytes_of(tensors[key].detach().cpu().contiguous()))
+            for start in range(0, len(memory), _SLICE_BYTES):
+                check()
+                sum.write(memory[start : start + _SLICE_BYTES])
+    return sum.result()
+
+
+def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file, each with memory of its own. Raises ConfigError when the file differs from the
+    written one, OSError when it cannot be read."""
+    path, size = f"{store.place}/{name}", store.size(name)
+    if size is None:
+        raise FileNotFoundError(f"{path} is gone")
+    with store.open(name) as file:
+        if size != expected.size_bytes:
+            raise ConfigError(f"{path} has {size} bytes, and {expected.size_bytes} were written")
+        crc = 0
+        prefix = file.read(_LENGTH.size)
+        (length,) = _LENGTH.unpack(prefix)
+        if length > min(size, _HEADER_LIMIT):
+            raise ConfigError(f"{path} is damaged: its header cannot have {length} bytes")
+        text = _read_exactly(file, path, bytearray(length))
+        crc = zlib.crc32(text, zlib.crc32(prefix))
+        header = json.loads(bytes(text))
+        exact = header.pop("__metadata__", {})
+        tensors = {}
+        for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype = getattr(torch, exact[_EXACT + key]) if _EXACT + key in exact else _DTYPES[entry["dtype"]]
+            shape = entry["shape"][:-1] if _EXACT + key in exact else entry["shape"]
+            tensors[key] = torch.empty(shape, dtype=dtype)
+            crc = zlib.crc32(_read_exactly(file, path, _bytes_of(tensors[key])), crc)
+    if crc != expected.crc32:
+        raise ConfigError(f"{path} is damaged: its checksum is {crc:08x}, and {expected.crc32:08x} was written")
+    return tensors
+
+
+class _Sum:
+    """A writer that counts bytes and computes the checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._bytes, self._crc32 = file, 0, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._crc32 = zlib.crc32(data, self._crc32)
+        self._bytes += len(data)
+        write_all(self._file, data)
+
+    def result(self) -> FileSum:
+        return FileSum(self._bytes, self._crc32)
+
+
+def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:
+    header: dict[str, object] = {}
+    exact: dict[str, str] = {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        dtype, shape, size = _NAMES.get(tensor.dtype), list(tensor.shape), tensor.numel() * tensor.element_size()
+        if dtype is None:
+            exact[_EXACT + name] = str(tensor.dtype).removeprefix("torch.")
+            dtype, shape = "U8", [*shape, tensor.element_size()]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    if exact:
+        header["__metadata__"] = exact
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, not a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _read_exactly(file: BinaryIO, path: str, room: bytearray | memoryview) -> memoryview:
+    rest = memoryview(room)
+    while len(rest):
+        count = file.readinto(rest)  # type: ignore[attr-defined]  # a raw file
+        if not count:
+            raise ConfigError(f"{path} ends too early")
+        rest = rest[count:]
+    return memoryview(room)

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from farandole.checkpoint.local_store import LocalStore
-from farandole.checkpoint.store import Store
+from farandole.checkpoint.store import LocalStore, Store
 from farandole.errors import ConfigError
 
 _JOB = "job.json"

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from farandole.clock import now_s
 from farandole.collectives.ring_schedules import Outgoing, Schedule
 from farandole.errors import CollectiveMismatch
-from farandole.status_reporting import report_progress
+from farandole.liveness.status_reporting import report_progress
 
 _SLICE_MS = 1000
 _BUFFERS_PER_SEND = 16

@@ -12,8 +12,8 @@ from farandole.clock import now_s
 from farandole.collectives.handshake import INTRODUCTION_LIMIT, NONCE_BYTES, Introduction, decode_introduction
 from farandole.errors import ProtocolError
 from farandole.fork_safety import close_at_fork
-from farandole.keep_alive import keep_alive
 from farandole.membership import Address
+from farandole.wire.sockets import keep_alive
 
 _BACKLOG = 1024  # no thread accepts while another one holds the interpreter
 _SILENT_S = 5  # a caller that connects and sends nothing stays out of the backlog for at least this time

@@ -12,9 +12,8 @@ from typing import NoReturn
 import torch
 
 from farandole.clock import now_s
-from farandole.collectives.algorithm import Algorithm, algorithm
+from farandole.collectives.chunks import Algorithm, algorithm
 from farandole.collectives.connection_pair import Broken, ConnectionPair, Interruption, PeerCalled
-from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, sequence_of
 from farandole.collectives.ring_schedules import (
     Agreement,
@@ -27,9 +26,10 @@ from farandole.collectives.ring_schedules import (
     reduce_around,
 )
 from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
+from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
+from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.membership import Peer
-from farandole.status_reporting import WaitingForPeers
 
 OnBroken = Callable[[str, str, str], None]
 """on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""

@@ -10,8 +10,8 @@ import enum
 import struct
 from typing import NamedTuple
 
-from farandole.collectives.reduction import Reduction
 from farandole.collectives.tensor_bytes import DTYPES
+from farandole.collectives.transport import Reduction
 
 _LAYOUT = struct.Struct("!4sBBHQQQ")
 _MAGIC = b"Frd1"

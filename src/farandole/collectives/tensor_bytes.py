@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,

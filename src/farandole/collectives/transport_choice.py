@@ -15,12 +15,12 @@ from typing import Literal, get_args
 import msgspec
 import torch
 
-from farandole.collectives.hierarchical.hierarchical_builder import Connect, share_memory_within_hosts
-from farandole.collectives.hierarchical.layout import layout
-from farandole.collectives.nccl.availability import own_problem
+from farandole.collectives.device_transport import StagedTransport
+from farandole.collectives.hierarchical_transport import Connect, share_memory_within_hosts
+from farandole.collectives.host_layout import layout
+from farandole.collectives.nccl_transport import own_problem
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory.shared_memory_builder import ControlBlocks, share_memory
-from farandole.collectives.staging import StagedTransport
+from farandole.collectives.shared_memory.shared_memory_transport import ControlBlocks, share_memory
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
 
@@ -96,7 +96,7 @@ def choose(
     if way in (Way.ALONE, Way.TCP) or not isinstance(ring, RingTransport):
         return ring, way
     if way is Way.GLOO:
-        from farandole.collectives.gloo.gloo_builder import use_gloo  # loaded only if it is chosen
+        from farandole.collectives.gloo_transport import use_gloo  # loaded only if it is chosen
 
         return use_gloo(ring), way
     if isinstance(control_blocks, str):
@@ -186,7 +186,7 @@ def for_devices(
     if not through_nccl:
         return staged, way.value
     from farandole.collectives.device_transport import DeviceTransport  # loaded only if it is needed
-    from farandole.collectives.nccl.nccl_builder import NcclGroups
+    from farandole.collectives.nccl_transport import NcclGroups
 
     transport = DeviceTransport(staged, ring, NcclGroups(), is_required=choice == "nccl")
     return transport, f"{way.value}; those on CUDA devices through torch's NCCL, if each worker has a device of its own"

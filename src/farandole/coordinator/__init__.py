@@ -1,6 +1,5 @@
 """The membership of a job. `decide` is the whole coordinator; sockets, processes and clocks are a shell around it."""
 
-from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.inputs import (
     AgentConnected,
@@ -17,6 +16,7 @@ from farandole.coordinator.inputs import (
     UndrainRequested,
 )
 from farandole.coordinator.job import Job, new_job
+from farandole.coordinator.transition import Action, EndJob, Log, SendAgent
 
 __all__ = [
     "Action",

@@ -1,12 +1,11 @@
-"""The permission to publish a checkpoint. A worker asks before it publishes one; a worker that was cut off gets no
-answer, or a refusal."""
+"""Checkpoints from the coordinator's side: the permission to publish one, and the return to the newest one."""
 
 from __future__ import annotations
 
 from farandole.coordinator.job import Job, Worker
 from farandole.coordinator.transition import Transition
-from farandole.events import CheckpointFailed, CheckpointSaved
-from farandole.messages import CheckpointEnded, MayPublish, PublishAnswer
+from farandole.events import CheckpointFailed, CheckpointSaved, StateLost
+from farandole.wire.messages import CheckpointEnded, MayPublish, PublishAnswer
 
 
 def may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> None:
@@ -39,3 +38,20 @@ def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
     if newest is not None and asked.progress < newest:
         return f"a newer one, of step {newest.step}, is published already"
     return ""
+
+
+# Resume from the newest checkpoint after all holders of the state are lost: newcomers read it, as at a job's start.
+#
+# A new run id begins, so that no checkpoint of the old one is mistaken for it (protocol, rule 4). The next generation
+# is a bootstrap: rank 0 reads the checkpoint, and the others copy its state.
+
+
+def is_state_lost(job: Job) -> bool:
+    return job.was_synced and not any(worker.synced for worker in job.survivors())
+
+
+def resume(transition: Transition) -> None:
+    """Reset the job's progress to "no state". Only for a job with a checkpoint."""
+    job = transition.job
+    transition.change(run_id=job.run_id + 1, was_synced=False, is_finishing=False, lost_at=job.steps_seen, steps_seen=0)
+    transition.log(StateLost(job.run_id + 1, "; ".join(loss.sentence for loss in job.losses)))

@@ -26,23 +26,16 @@ depends on which input came last, and old, repeated or contradictory ones change
 from __future__ import annotations
 
 from farandole.coordinator import (
-    bootstrap,
-    completion,
-    deferred_restart,
-    hang_response,
+    hang_detection,
     hosts,
     link_failures,
-    quarantine,
     recovery,
     regroup,
     shutdown,
-    slot_backoff,
     slots,
-    spares,
     worker_failure,
     worker_messages,
 )
-from farandole.coordinator.actions import Action
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -58,9 +51,9 @@ from farandole.coordinator.inputs import (
     UndrainRequested,
 )
 from farandole.coordinator.job import Job
-from farandole.coordinator.transition import Transition
+from farandole.coordinator.transition import Action, Transition
 from farandole.events import WorkerStacks
-from farandole.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerDying, WorkerExited
+from farandole.wire.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerDying, WorkerExited
 
 
 def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
@@ -89,8 +82,8 @@ def next_deadline(job: Job) -> float | None:
     deadlines = [
         job.start_deadline_s,
         *(() if regroup.awaits_exits(job) else of_regroup),
-        quarantine.deadline(job),
-        slot_backoff.deadline(job),
+        hosts.quarantine_deadline(job),
+        slots.backoff_deadline(job),
         job.restart_deferred_until_s,
         *(worker.kill_at_s for worker in job.workers.values()),
     ]
@@ -116,7 +109,7 @@ def _apply_input(transition: Transition, input: Input) -> None:
         case UndrainRequested(host):
             hosts.undrain(transition, host)
         case StepsStalled():
-            hang_response.steps_stalled(transition, input)
+            hang_detection.steps_stalled(transition, input)
         case StepsSeen(step):
             transition.change(steps_seen=max(step, transition.job.steps_seen))
         case Tick():
@@ -148,18 +141,18 @@ def _agent_told(transition: Transition, agent: str, message: AgentMessage) -> No
 def _settle(transition: Transition) -> None:
     if transition.job.ending is None:
         worker_messages.kill_overdue(transition)
-        quarantine.let_back(transition)
-        slot_backoff.let_back(transition)
-        deferred_restart.end_in_time(transition)
+        hosts.end_quarantines(transition)
+        slots.end_backoffs(transition)
+        recovery.end_deferral_in_time(transition)
         hosts.dismiss_idle(transition)
         recovery.tell_when_over(transition)
         slots.follow_hosts(transition)
         slots.fill(transition)
-        spares.warn_of_missing(transition)
+        slots.warn_of_missing_spares(transition)
         if transition.job.generation is None:
-            bootstrap.advance(transition)
+            regroup.advance_bootstrap(transition)
         elif transition.job.is_released:
-            completion.advance(transition)
+            shutdown.advance_completion(transition)
         elif transition.job.is_elastic:
             _settle_elastic(transition)
     if transition.job.ending is None:
@@ -171,7 +164,7 @@ def _settle(transition: Transition) -> None:
 def _settle_elastic(transition: Transition) -> None:
     if regroup.awaits_exits(transition.job):
         return
-    for rule in (regroup.end_if_hopeless, link_failures.judge, completion.release_if_all_finished, regroup.advance):
+    for rule in (regroup.end_if_hopeless, link_failures.judge, shutdown.release_if_all_finished, regroup.advance):
         rule(transition)
         if transition.job.ending is not None or transition.job.is_released:
             return

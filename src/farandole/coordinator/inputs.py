@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from farandole.messages import AgentMessage
+from farandole.wire.messages import AgentMessage
 
 
 @dataclass(frozen=True)

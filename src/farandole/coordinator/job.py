@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from farandole.config import JobConfig
 from farandole.membership import Address, GenerationId, Origin, Progress, Shortfall
-from farandole.messages import FirstStep
+from farandole.wire.messages import FirstStep
 
 
 @dataclass(frozen=True, order=True)

@@ -1,18 +1,13 @@
-"""The cost of a regroup, reported when all its members have applied a step and the exits of the lost ones are known.
-
-The coordinator measures its own part: from the fault, or the first report of one, to START. The members measure the
-rest, each by its own clock. The time of a worker's actual death is unknown to all of them.
-"""
+"""Recovery from the loss of a worker, up to the first step, before which no replacement is started. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import deferred_restart
-from farandole.coordinator.job import Change, LostMember, Recovery, Worker
+from farandole.coordinator.job import Change, Job, LostMember, Recovery, Worker
 from farandole.coordinator.transition import Transition
 from farandole.events import Recovered
-from farandole.messages import FirstStep
+from farandole.wire.messages import FirstStep
 
 
 def record_lost_member(transition: Transition, member: LostMember) -> None:
@@ -55,7 +50,7 @@ def tell_when_over(transition: Transition) -> None:
     if not all(worker.name in recovery.steps or job.has_finished(worker) for worker in job.survivors()):
         return
     transition.change(recovery=None, lost_members=(), lost_at=None)
-    deferred_restart.end(transition)
+    end_deferral(transition)
     if recovery.steps:
         transition.log(_report(recovery, job.lost_members, job.lost_at))
 
@@ -93,3 +88,36 @@ def _report(recovery: Recovery, lost_members: tuple[LostMember, ...], lost_at: i
 
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 2)
+
+
+# The deferred restart. After a fault the survivors train first: the start of a replacement takes processor time and
+# memory bandwidth from the step for which all members wait.
+#
+# The replacement is started as soon as all survivors have applied a step, mostly within milliseconds; or after
+# `deferred_restart_s`, for long steps and for scripts that commit rarely; or at once if the job cannot continue
+# without it.
+
+
+def defer_restarts(transition: Transition) -> None:
+    """Defer the replacement of lost workers after a fault. Further faults before the survivors train again do not
+    extend the time: they may never stop."""
+    if transition.job.restart_deferred_until_s is None and transition.job.config.deferred_restart_s:
+        transition.change(restart_deferred_until_s=transition.now_s + transition.job.config.deferred_restart_s)
+
+
+def end_deferral(transition: Transition) -> None:
+    """End the deferral: the survivors train, or the time is over."""
+    transition.change(restart_deferred_until_s=None)
+
+
+def end_deferral_in_time(transition: Transition) -> None:
+    """End the deferral when its time is over. Called whenever time may have passed."""
+    until_s = transition.job.restart_deferred_until_s
+    if until_s is not None and transition.now_s >= until_s:
+        end_deferral(transition)
+
+
+def defers_restarts(job: Job) -> bool:
+    """Return whether lost workers are not replaced yet."""
+    staying = sum(not worker.is_leaving for worker in job.survivors())
+    return job.restart_deferred_until_s is not None and staying >= max(1, job.config.min_np)

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import assignment, capacity, deferred_restart, formatting, recovery, slots, spares
-from farandole.coordinator.checkpoint_resume import is_state_lost, resume
+from farandole.coordinator import capacity, formatting, recovery, slots
+from farandole.coordinator.checkpoint_publishing import is_state_lost, resume
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
 from farandole.coordinator.transition import Transition
 from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
 from farandole.membership import GenerationId
-from farandole.messages import Abort, Left, Prepare, Start, StartWorkers
+from farandole.wire.messages import Abort, Left, Prepare, Start, StartWorkers
 
 # The effect of a planned change on the membership, in Horovod's numbers; their sum for both.
 _REMOVED, _ADDED = 1, 2
@@ -31,7 +31,7 @@ def abort(transition: Transition, reason: str) -> None:
         reasons = f"{old.reason}; {reason}"
         change = replace(change, began_s=old.began_s, reason=reasons, short_since_s=old.short_since_s)
     transition.change(number=number, change=change)
-    deferred_restart.begin(transition)
+    recovery.defer_restarts(transition)
     transition.change(links=LinkTrouble(retries=transition.job.links.retries))
     survivors = tuple(worker.name for worker in transition.job.survivors())
     transition.tell(survivors, Abort(number, reason))
@@ -74,12 +74,12 @@ def wanted_members(job: Job) -> list[Worker]:
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name == emergency_writer]
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
-    most = spares.most_members(job)
+    most = slots.most_members(job)
     if most is None:
         return [*staying, *job.candidates()]
     if len(staying) == 1 and staying[0].is_leaving:
         most = max(most, 2)  # else there would be no room for the worker that receives the state
-    return [*staying, *spares.admitted(job, staying, most - len(staying))]
+    return [*staying, *slots.choose_newcomers(job, staying, most - len(staying))]
 
 
 def start(transition: Transition, members: Sequence[Worker]) -> None:
@@ -89,8 +89,8 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     number = change.number
     id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
-    places = assignment.placements([job.host_of(worker) for worker in members])
-    neighbours = assignment.ring([(name, address) for name, address in addresses if address is not None])
+    places = capacity.placements([job.host_of(worker) for worker in members])
+    neighbours = capacity.ring([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
         starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, bootstrap=not job.was_synced)
@@ -135,7 +135,7 @@ def _may_go_on_elsewhere(transition: Transition) -> bool:
 
 def _awaited(job: Job) -> list[Worker]:
     """Return the newcomers that the members wait for. A spare that came before one of them has taken its place."""
-    is_full = job.config.spares and len(wanted_members(job)) >= (spares.most_members(job) or 0)
+    is_full = job.config.spares and len(wanted_members(job)) >= (slots.most_members(job) or 0)
     return [] if is_full else job.awaited()
 
 
@@ -265,3 +265,78 @@ def _why_hopeless(job: Job) -> str | None:
     if not (survivors or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
         return f"No worker is left ({how}), and none can be started: {formatting.why_not_refilled(job)}."
     return None
+
+
+# The bootstrap, from the first agent to generation 1: all workers call init(), then they start together ---------------
+
+
+def advance_bootstrap(transition: Transition) -> None:
+    """Start generation 1 once all workers wait in init(), or detect that it cannot start."""
+    job = transition.job
+    waiting = [worker for worker in job.newcomers() if worker.address is not None]
+    if job.plain_exits and not job.workers:
+        transition.end(0, "All workers exited with code 0; none of them called init().")
+    elif job.plain_exits and waiting:
+        transition.end(
+            1,
+            f"{_are_waiting(waiting)} in init(), but {formatting.listed(job.plain_exits)} exited with code 0 "
+            "without calling it: either all workers of a job call init(), or none.",
+        )
+    elif job.target == 0 and not job.config.fills_slots:
+        transition.end(1, "All workers were asked to leave before training began.")
+    elif _can_never_start(job):
+        needed = formatting.counted(job.config.num_proc, "worker")
+        transition.end(1, f"Training cannot begin with {needed} (-np): {formatting.why_not_refilled(job)}.")
+    elif len(waiting) == job.target and _has_slots(job):
+        transition.change(start_deadline_s=None)
+        start(transition, sorted(waiting, key=job.slot_order))
+    else:
+        _watch_the_clock(transition, waiting)
+
+
+def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:
+    """Keep the deadline for the start. A plain script may run for hours without init(); but once one worker waits, the
+    others must come in time."""
+    job = transition.job
+    lacks_slots = (bool(job.agents) or job.offers is not None) and not _has_slots(job)
+    if not (waiting or lacks_slots):
+        transition.change(start_deadline_s=None)
+    elif job.start_deadline_s is None:
+        transition.change(start_deadline_s=transition.now_s + job.config.start_timeout_s)
+    elif transition.now_s < job.start_deadline_s:
+        return
+    elif job.config.fills_slots and len(waiting) >= job.config.num_proc:
+        transition.change(start_deadline_s=None)
+        start(transition, sorted(waiting, key=job.slot_order))
+    else:
+        transition.end(1, _too_late(job, waiting))
+
+
+def _has_slots(job: Job) -> bool:
+    """Return whether there are slots for all workers with which training begins."""
+    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
+    return sum(use.is_open for use in job.slots.values()) >= needed
+
+
+def _can_never_start(job: Job) -> bool:
+    """Return whether too many hosts are banned permanently."""
+    needed = job.config.num_proc if job.config.fills_slots else job.target
+    return any(map(job.is_banned, job.bans)) and capacity.worker_capacity(job) < needed and not job.may_get_slots()
+
+
+def _too_late(job: Job, waiting: list[Worker]) -> str:
+    silent = [formatting.worker_name(job, worker) for worker in job.newcomers() if worker.address is None]
+    reasons = []
+    if silent:
+        reasons.append(f"{formatting.listed(silent)} did not call init()")
+    if not _has_slots(job):
+        reasons.append(formatting.why_not_refilled(job))
+    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
+    return (
+        f"{len(waiting)} of {formatting.counted(needed, 'worker')} waited in init() for "
+        f"{job.config.start_timeout_s:g} s (--start-timeout): {'; '.join(reasons)}."
+    )
+
+
+def _are_waiting(waiting: list[Worker]) -> str:
+    return f"{formatting.listed(worker.name for worker in waiting)} {'waits' if len(waiting) == 1 else 'wait'}"

@@ -1,21 +1,20 @@
 """The coordinator's shell: it feeds the messages of agents and the clock to `decide`, and sends messages to agents.
-launch/local.py runs it."""
+launch/local.py runs it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from farandole.channel import HANDSHAKE_DEADLINE_S, Channel, accept
 from farandole.clock import now_s
 from farandole.config import JobConfig
-from farandole.control import ClientHello, ClientMessage
-from farandole.coordinator.actions import Action, EndJob, Log, SendAgent
 from farandole.coordinator.agent_heartbeats import AgentHeartbeats
-from farandole.coordinator.clients import Clients
+from farandole.coordinator.control_requests import describe, judge
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.hang_detection import HangDetector
 from farandole.coordinator.inputs import (
@@ -29,13 +28,27 @@ from farandole.coordinator.inputs import (
     StopRequested,
     Tick,
 )
-from farandole.coordinator.job import new_job
+from farandole.coordinator.job import Job, new_job
 from farandole.coordinator.liveness import JobClock, Silence
-from farandole.deadline import within
+from farandole.coordinator.transition import Action, EndJob, Log, SendAgent
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
 from farandole.membership import Address, Origin
-from farandole.messages import (
+from farandole.wire.channel import HANDSHAKE_DEADLINE_S, Channel, accept
+from farandole.wire.codec import AGENT_MESSAGES, CLIENT_MESSAGES, DIALERS_MESSAGES
+from farandole.wire.control import (
+    AskDrain,
+    AskScale,
+    AskStatus,
+    AskUndrain,
+    ClientHello,
+    ClientMessage,
+    PastEvent,
+    Status,
+)
+from farandole.wire.deadline import within
+from farandole.wire.messages import (
+    PROTOCOL_VERSION,
     AgentHello,
     AgentMessage,
     Heartbeat,
@@ -50,7 +63,6 @@ from farandole.messages import (
     WorkerSilent,
     WorkersSeen,
 )
-from farandole.wire import AGENT_MESSAGES, CLIENT_MESSAGES, DIALERS_MESSAGES
 
 STRANGERS_LIMIT = 512
 """Connections that may prove the token at the same time."""
@@ -359,3 +371,54 @@ async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> Agen
     if not isinstance(message, AgentHello | ClientHello):
         raise ProtocolError(f"it said {type(message).__name__} before AgentHello")
     return message
+
+
+# Answers to the user's commands: status, scale, drain. server.py passes their connections to this module --------------
+
+
+EVENTS_KEPT = 20
+
+
+class Clients:
+    """Answers each request from the current job; one request after the other on each connection.
+
+    job     returns the current job         decide  applies an input to the job
+    now_s   the job's clock                 steps   by worker, the last seen number of decided steps
+    """
+
+    def __init__(
+        self,
+        job: Callable[[], Job],
+        decide: Callable[[Input], None],
+        now_s: Callable[[], float],
+        steps: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._job, self._decide, self._now_s, self._steps = job, decide, now_s, steps
+        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
+
+    def remember(self, event: Event) -> None:
+        """Keep the event for the list of events in later answers to the status command."""
+        self._events.append((self._now_s(), event.line()))
+
+    def status(self) -> Status:
+        """Return the status of the job now."""
+        now_s = self._now_s()
+        events = tuple(PastEvent(max(0.0, now_s - at_s), line) for at_s, line in self._events)
+        return msgspec.structs.replace(describe(self._job(), now_s, self._steps()), events=events)
+
+    async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
+        """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the
+        command violates the protocol."""
+        if hello.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"a command of version {hello.version} dialed; this job has {PROTOCOL_VERSION}")
+        while True:
+            match await channel.receive():
+                case AskStatus():
+                    channel.send(self.status())
+                case AskScale() | AskDrain() | AskUndrain() as asked:
+                    answer, happened = judge(self._job(), asked)
+                    if happened is not None:
+                        self._decide(happened)
+                    channel.send(answer)
+                case ClientHello():
+                    raise ProtocolError("a command said ClientHello twice")

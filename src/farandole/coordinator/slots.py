@@ -1,14 +1,24 @@
-"""The assignment of workers to slots: when hosts come, when a worker has to be replaced, when the job is scaled."""
+"""The slots of a job: starting workers in them, keeping spares, and backing off after failures. Pure."""
 
 from __future__ import annotations
 
+import signal
+from collections import Counter
 from collections.abc import Sequence
 
-from farandole.coordinator import capacity, deferred_restart, spares
+from farandole.coordinator import capacity, recovery
 from farandole.coordinator.job import Job, Slot, SlotUse, Worker
 from farandole.coordinator.transition import Transition
-from farandole.events import ScaleChanged, ScaleRefused, SlotsMissing, WorkerSpawned
-from farandole.messages import Left, Spawn
+from farandole.events import (
+    ScaleChanged,
+    ScaleRefused,
+    SlotBackoff,
+    SlotsMissing,
+    SparesMissing,
+    SpareWaits,
+    WorkerSpawned,
+)
+from farandole.wire.messages import Left, Spawn
 
 
 def scale_requested(transition: Transition, size: int) -> None:
@@ -38,7 +48,7 @@ def follow_hosts(transition: Transition) -> None:
 def wants_more(job: Job) -> bool:
     """Return whether the job wants more members than it has, and has not opened slots for all of them."""
     staying = [worker for worker in job.survivors() if not worker.is_leaving]
-    return len(staying) < job.target and _open(job) < spares.slots_wanted(job)
+    return len(staying) < job.target and _open(job) < slots_wanted(job)
 
 
 def close(transition: Transition, slot: Slot) -> None:
@@ -110,7 +120,7 @@ def fill(transition: Transition) -> None:
 def _refill(transition: Transition) -> list[str]:
     """Replace lost workers within their slots' budgets."""
     new, occupied = list[str](), _occupants(transition.job)
-    if deferred_restart.is_on(transition.job):
+    if recovery.defers_restarts(transition.job):
         return new
     for slot, use in transition.job.slots.items():
         vacant = use.is_open and not use.is_held_back and use.backoff_until_s is None and slot not in occupied
@@ -123,7 +133,7 @@ def _refill(transition: Transition) -> list[str]:
 def _open_more(transition: Transition) -> list[str]:
     """Open slots until there are as many as the job wants workers, host by host."""
     job, new = transition.job, list[str]()
-    missing, missing_members = spares.slots_wanted(job) - _open(job), job.target - _open(job)
+    missing, missing_members = slots_wanted(job) - _open(job), job.target - _open(job)
     if missing <= 0 or (job.config.fills_slots and job.generation is not None and not job.is_elastic):
         return new  # A script that has not entered an elastic function cannot admit workers.
     in_use = {slot for slot, use in job.slots.items() if use.is_open} | _occupants(job).keys()
@@ -160,7 +170,7 @@ def _aim_at(transition: Transition, size: int) -> None:
     staying = [worker for worker in transition.job.survivors() if not worker.is_leaving]
     for worker in staying[size:]:
         vacate(transition, worker.slot, reason)
-    for slot in _dispensable(transition.job)[: max(0, _open(transition.job) - spares.slots_wanted(transition.job))]:
+    for slot in _dispensable(transition.job)[: max(0, _open(transition.job) - slots_wanted(transition.job))]:
         vacate(transition, slot, reason)
 
 
@@ -193,3 +203,115 @@ def _dispensable(job: Job) -> Sequence[Slot]:
         return (1 if worker.name not in ranks else 2, -ranks.get(worker.name, 0), -slot.index)
 
     return sorted((slot for slot, use in job.slots.items() if use.is_open), key=use_of)
+
+
+# Backoff for slots whose workers fail repeatedly: a broken device must not cost the others a regroup every few
+# seconds.
+#
+# A healthy worker is always replaced at once: a worker that lived for HEALTHY_S inside its elastic function, or that
+# held the state and was killed by SIGKILL, which its own code never does. The first unhealthy worker is replaced at
+# once, too. From the second in a row on the slot stays empty for FIRST_S, then for twice as long with each further
+# one, up to LONGEST_S.
+
+
+HEALTHY_S = 1.0
+FIRST_S = 1.0
+LONGEST_S = 60.0
+
+
+def backoff_s(failures: int) -> float:
+    """Return how long, in seconds, a slot stays empty after this many failures in a row."""
+    return 0.0 if failures < 2 else min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 2, 30))
+
+
+def count_failure(transition: Transition, worker: Worker, exit_code: int | None) -> None:
+    """Count the loss of a slot's worker that was not asked to leave. A failure of the host does not count against the
+    slot."""
+    job, slot = transition.job, worker.slot
+    use = job.slots.get(slot)
+    if use is None or not use.is_open or not job.agents[slot.agent].is_connected:
+        return
+    if _was_healthy(worker, exit_code, transition.now_s):
+        transition.change_slot(slot, failures=0)
+        return
+    failures = use.failures + 1
+    transition.change_slot(slot, failures=failures)
+    if (pause := backoff_s(failures)) and use.restarts < job.config.restarts:
+        transition.change_slot(slot, backoff_until_s=transition.now_s + pause)
+        transition.log(SlotBackoff(slot.index, job.host(slot), failures, pause))
+
+
+def _was_healthy(worker: Worker, exit_code: int | None, now_s: float) -> bool:
+    if worker.elastic_s is None:
+        return False
+    was_killed = exit_code == -signal.SIGKILL and not worker.killed_for
+    return now_s - worker.elastic_s >= HEALTHY_S or (was_killed and worker.synced > 0)
+
+
+def end_backoffs(transition: Transition) -> None:
+    """Let slots be filled again whose backoff is over."""
+    for slot, use in transition.job.slots.items():
+        if use.backoff_until_s is not None and transition.now_s >= use.backoff_until_s:
+            transition.change_slot(slot, backoff_until_s=None)
+
+
+def backoff_deadline(job: Job) -> float | None:
+    """Return when the next slot may be filled again."""
+    return min((use.backoff_until_s for use in job.slots.values() if use.backoff_until_s is not None), default=None)
+
+
+# Spares: workers beyond the training ones. They wait, READY for any generation, until a member is lost.
+#
+# A spare is a newcomer for which there is no rank yet. No worker is a spare by name: when a generation starts with as
+# many members as the job wants, the remaining newcomers wait on. So a loss and its replacement are one regroup, and
+# the worker that is started in the lost worker's slot is the next spare.
+
+
+def slots_wanted(job: Job) -> int:
+    """Return in how many slots the job wants to have a worker. A script that has not entered an elastic function cannot
+    admit workers: until then no spare is started, since it would slow down the start of the others."""
+    return job.target + (job.spares if job.is_elastic else 0)
+
+
+def most_members(job: Job) -> int | None:
+    """Return the largest number of members that the next generation may reach by admitting newcomers; None: any
+    number."""
+    most = job.config.max_np
+    if not job.config.spares:
+        return most
+    # To avoid an end for lack of workers, members that were asked to leave are replaced as well.
+    wanted = max(job.target, job.config.min_np)
+    return wanted if most is None else min(most, wanted)
+
+
+def choose_newcomers(job: Job, staying: Sequence[Worker], room: int) -> list[Worker]:
+    """Return the newcomers that the next generation admits, at most `room`. Each is taken from the host that has the
+    fewest members, so that the loss of a host costs as few as possible."""
+    waiting, chosen = job.candidates(), list[Worker]()
+    members = Counter(job.host_of(worker) for worker in staying)
+    while waiting and len(chosen) < room:
+        best = min(waiting, key=lambda worker: members[job.host_of(worker)])  # the first slot among equals
+        waiting.remove(best)
+        chosen.append(best)
+        members[job.host_of(best)] += 1
+    return sorted(chosen, key=job.slot_order)
+
+
+def report_spare(transition: Transition, worker: Worker) -> None:
+    """Report a newcomer that has no rank among the members and waits."""
+    job = transition.job
+    staying = [member for member in job.survivors() if not member.is_leaving]
+    is_full = job.change is None and len(staying) >= job.target
+    if job.spares and is_full and not job.is_member(worker.name):
+        transition.log(SpareWaits(worker.name, worker.slot.index, job.host_of(worker)))
+
+
+def warn_of_missing_spares(transition: Transition) -> None:
+    """Warn, once, that there is no slot for some of the spares."""
+    job = transition.job
+    if not (job.is_elastic and job.spares) or job.is_released:
+        return
+    missing = min(job.spares, max(0, slots_wanted(job) - capacity.worker_capacity(job)))
+    if missing > job.missing_spares:
+        transition.log(SparesMissing(job.spares, missing))
+    transition.change(missing_spares=missing)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from farandole.coordinator.actions import Action, Log, SendAgent
 from farandole.coordinator.job import Ending, Job, Slot
 from farandole.events import Event, JobEnds
-from farandole.messages import Kill, Stop, TellWorkers, ToAgent, ToWorker
+from farandole.wire.messages import Kill, Stop, TellWorkers, ToAgent, ToWorker
 
 # After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
 REAP_S = 5.0
@@ -76,3 +75,32 @@ class Transition:
             self.tell([emergency_writer], Stop(reason, saves=True))
         for name in self.job.workers:
             self.kill(name, grace_s, "the job ends", dumps_stacks)
+
+
+# The actions that `decide` returns. The coordinator's shell carries them out in this order ----------------------------
+
+
+@dataclass(frozen=True)
+class SendAgent:
+    """Send `message` to a connected agent. Messages to one agent must arrive in the order of the actions."""
+
+    agent: str
+    message: ToAgent
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """The last action of a job. `reason` is for people; `exit_code` is the exit code of `farandole run`."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """Log an event."""
+
+    event: Event
+
+
+Action: TypeAlias = SendAgent | EndJob | Log

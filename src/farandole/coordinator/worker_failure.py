@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farandole.coordinator import formatting, quarantine, recovery, regroup, slot_backoff, slots
+from farandole.coordinator import formatting, hosts, recovery, regroup, slots
 from farandole.coordinator.inputs import AgentLost
 from farandole.coordinator.job import Job, Loss, LostMember, Worker
 from farandole.coordinator.transition import Transition
 from farandole.events import AgentWasLost, WorkerEnded, WorkerLost
-from farandole.messages import SpawnFailed, WorkerExited
+from farandole.wire.messages import SpawnFailed, WorkerExited
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
             transition.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
         else:
             unexpected.append(one)
-            slot_backoff.worker_lost(transition, one.worker, one.exit_code)
+            slots.count_failure(transition, one.worker, one.exit_code)
     if transition.job.generation is None:
         _before_generation_1(transition, unexpected)
     elif transition.job.is_released:
@@ -141,8 +141,7 @@ def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]
     if transition.job.config.on_failure != "host":
         return []
     stopped = {
-        host: quarantine.take_out(transition, host)
-        for host in {transition.job.host_of(one.worker): None for one in gone}
+        host: hosts.quarantine(transition, host) for host in {transition.job.host_of(one.worker): None for one in gone}
     }
     return [f"{formatting.listed(names)} on {host} had to go with it" for host, names in stopped.items() if names]
 

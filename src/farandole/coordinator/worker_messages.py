@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import (
-    checkpoint_publishing,
-    completion,
-    link_failures,
-    link_probes,
-    recovery,
-    regroup,
-    slots,
-    spares,
-)
+from farandole.coordinator import checkpoint_publishing, link_failures, recovery, regroup, shutdown, slots
 from farandole.coordinator.job import Worker
 from farandole.coordinator.transition import Transition
 from farandole.events import StatesDiverged, TransportChosen, UserCodeFailed, WorkerLeaves
 from farandole.membership import Address
-from farandole.messages import (
+from farandole.wire.messages import (
     CheckpointEnded,
     Connected,
     Elastic,
@@ -56,7 +47,7 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case LinkBroken():
                 link_failures.link_broken(transition, worker, message)
             case Probed():
-                link_probes.probed(transition, worker, message)
+                link_failures.note_probe_result(transition, worker, message)
             case Connected(number, way):
                 transition.log(TransportChosen(number, way))
             case FirstStep():
@@ -66,7 +57,7 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Failed():
                 _failed(transition, worker, message)
             case Finished():
-                completion.finished(transition, worker, message)
+                shutdown.worker_finished(transition, worker, message)
             case Leaving():
                 _leaving(transition, worker)
             case MayPublish():
@@ -96,7 +87,7 @@ def _elastic(transition: Transition, worker: Worker) -> None:
         return
     transition.change_worker(worker.name, is_elastic=True, elastic_s=transition.now_s)
     transition.change(is_elastic=True)
-    spares.tell_of(transition, worker)
+    slots.report_spare(transition, worker)
     gone = set(transition.job.generation.members).difference(transition.job.workers)
     if gone and transition.job.change is None:
         # They ended with code 0 while the script still looked static. The other workers need them.

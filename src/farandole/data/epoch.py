@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from farandole.data.loader_hooks import LoaderHooks
 from farandole.errors import StepError
 from farandole.membership import Shortfall
 
@@ -133,3 +132,58 @@ class Epoch(int):
 
         self._loader.hooks.once(int(self), call, count)
         return True
+
+
+# The hooks that a loader calls at each boundary. The elastic run loop implements them; without one, they do nothing.
+
+
+class LoaderHooks(Protocol):
+    """The points at which workers may regroup: between two batches, and between two epochs."""
+
+    def reach(self) -> None:
+        """Handle that a batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
+        ...
+
+    def rehearses(self) -> bool:
+        """Return whether the next batch is a rehearsal's: it has no effect, and comes again."""
+        ...
+
+    def leave_batches(self) -> bool:
+        """Handle the end of the epoch's batches, before the code after them. False: there was a regroup instead, and
+        the loader's epoch and cursor are those on which the workers agreed."""
+        ...
+
+    def reach_epoch_end(self) -> bool:
+        """Handle this worker's end of an epoch. True: all workers have ended it, and the epoch's number advances.
+        False: there was a regroup instead, and the loader's epoch and cursor are those on which the workers agreed."""
+        ...
+
+    def begin_epoch(self) -> None:
+        """Handle that the epoch's number has advanced."""
+        ...
+
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
+        """Call the function, the `call`-th one of this epoch, when all workers have arrived at it."""
+        ...
+
+
+class NoLoaderHooks:
+    """The hooks of a worker without an elastic run loop."""
+
+    def reach(self) -> None:
+        pass
+
+    def rehearses(self) -> bool:
+        return False
+
+    def leave_batches(self) -> bool:
+        return True
+
+    def reach_epoch_end(self) -> bool:
+        return True
+
+    def begin_epoch(self) -> None:
+        pass
+
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
+        function()

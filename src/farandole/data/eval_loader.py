@@ -9,12 +9,10 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.collectives import world
-from farandole.data.by_value import SmallByValue
-from farandole.data.map_dataset import MapDataset, size_of
 from farandole.data.partition import even_slice
-from farandole.data.rows import Rows, are_rows, as_it_is
+from farandole.data.torch_loader import MapDataset, Rows, SmallByValue, are_rows, as_it_is, size_of
 from farandole.errors import DataError, StepError
-from farandole.status_reporting import report_progress
+from farandole.liveness.status_reporting import report_progress
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext

@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from farandole.data import torch_arguments
+from farandole.data import torch_loader
 from farandole.data.augmentation import with_places
-from farandole.data.by_value import SmallByValue
-from farandole.data.compiled import has_compiled
-from farandole.data.epoch import Epoch, EpochRecord
+from farandole.data.epoch import Epoch, EpochRecord, LoaderHooks, NoLoaderHooks
 from farandole.data.index_stream import IndexedBatch, IndexStream
-from farandole.data.loader_hooks import LoaderHooks, NoLoaderHooks
-from farandole.data.map_dataset import MapDataset, size_of
+from farandole.data.loader_steps import Padding, has_compiled
 from farandole.data.orders import Order, Sequential, Shuffled
-from farandole.data.padding import Padding
 from farandole.data.partition import Layout, Tail, batches, global_batch_range, make_global_batch
 from farandole.data.permutation import FORMAT_VERSION
-from farandole.data.prefetch import Prefetch
-from farandole.data.rows import Rows, are_rows, as_it_is
+from farandole.data.torch_loader import MapDataset, Prefetch, Rows, SmallByValue, are_rows, as_it_is, size_of
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import recording, step
@@ -122,7 +117,7 @@ class DataLoader:
         min_local_batch: int = 1,
         **refused: object,
     ) -> None:
-        torch_arguments.refuse(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
+        torch_loader.refuse_torch_arguments(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
         if micro_batch_size is not None:
             if max_local_batch is not None:
                 raise DataError(

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farandole.data.intervals import Intervals, difference, first, measure, positions_at
+from farandole.state.recording import Part
 
 # The samples at positions of the epoch's order (int64, same shape).
 Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
@@ -94,3 +95,25 @@ class Remainder:
         while start < self.per_rank:
             yield from self.samples(start, start + block)
             start, block = start + block, min(2 * block, _LARGEST_BLOCK)
+
+
+# Records of an ElasticSampler in the form for the sample ledger: by epoch, as samples ---------------------------------
+
+
+def parts_by_epoch(
+    order: Order, size: int, epoch: int, ids: Positions, everyone: Positions | None, repeats: Positions
+) -> list[Part]:
+    """Return a Part for each epoch of these positions: those below 0 belong to earlier epochs, and were carried.
+
+    size  samples of an epoch;  ids, everyone, repeats  positions, as in Part
+    """
+    told = [positions for positions in (ids, everyone, repeats) if positions is not None]
+    back = np.unique(np.concatenate(told) // size)
+
+    def of(positions: Positions, epochs: int) -> Positions:
+        return order(positions[positions // size == epochs])
+
+    return [
+        Part(epoch + epochs, of(ids, epochs), of(repeats, epochs), None if everyone is None else of(everyone, epochs))
+        for epochs in back.tolist()
+    ]

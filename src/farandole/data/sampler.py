@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from operator import index
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from farandole.collectives import world
 from farandole.data import intervals
-from farandole.data.calling_loader import dataset_of_caller
 from farandole.data.intervals import Intervals
 from farandole.data.permutation import FORMAT_VERSION, Permutation
-from farandole.data.remainder import Order, Remainder
-from farandole.data.sampler_parts import parts_by_epoch
+from farandole.data.remainder import Order, Remainder, parts_by_epoch
 from farandole.errors import DataError
 from farandole.state import recording
 
@@ -427,3 +429,28 @@ def _warn_of_repeats() -> None:
         "leave it out",
         stacklevel=3,
     )
+
+
+# Search for the data set that will be read at a sampler's indices: that of the DataLoader that iterates the sampler.
+
+
+_DEPTH = 8  # the loader's iterator is 2 to 4 calls up: batch samplers may be wrapped
+
+
+def dataset_of_caller() -> Any:
+    """Return the data set of the DataLoader that has called, also indirectly; None when there is none.
+
+    A DataLoader does not tell its sampler its data set, and a sampler made for a smaller one trains a part of it
+    without an error. So the callers are inspected, once for each loop over the loader.
+    """
+    for frame in islice(_callers(inspect.currentframe()), _DEPTH):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, _BaseDataLoaderIter):
+            return caller._dataset
+    return None
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

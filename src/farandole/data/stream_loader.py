@@ -10,19 +10,15 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_collate
 
-from farandole.data import torch_arguments
-from farandole.data.by_value import SmallByValue
-from farandole.data.compiled import has_compiled
-from farandole.data.epoch import Epoch, EpochRecord
-from farandole.data.loader_hooks import LoaderHooks, NoLoaderHooks
-from farandole.data.padding import Padding
+from farandole.data import torch_loader
+from farandole.data.epoch import Epoch, EpochRecord, LoaderHooks, NoLoaderHooks
+from farandole.data.loader_steps import Padding, has_compiled
 from farandole.data.partition import even_slice
 from farandole.data.permutation import FORMAT_VERSION
-from farandole.data.prefetch import Prefetch
 from farandole.data.stream_order import Place
-from farandole.data.stream_reader import Reply, StreamReader
-from farandole.data.stream_requests import FetchStart, Requests, Sizes
+from farandole.data.stream_reader import FetchStart, Reply, Requests, Sizes, StreamReader
 from farandole.data.streams import Mark, Source
+from farandole.data.torch_loader import Prefetch, SmallByValue
 from farandole.errors import DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import recording, step
@@ -108,8 +104,8 @@ class StreamLoader:
         min_local_batch: int = 1,
         **refused: object,
     ) -> None:
-        torch_arguments.refuse(
-            refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", torch_arguments.OF_STREAMS
+        torch_loader.refuse_torch_arguments(
+            refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", torch_loader.STREAM_ARGUMENTS
         )
         self._sizes = Sizes(global_batch_size, _most(max_local_batch, micro_batch_size), min_local_batch)
         _check(dataset, streams)

@@ -13,13 +13,12 @@ from farandole.state.handlers import (
     get_handler_registry,
     set_handler_registry,
 )
-from farandole.state.host_updates import HostUpdateResult
+from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.object_state import ObjectState, State
 from farandole.state.step_state import StepState
 from farandole.state.torch_state import TorchState
 from farandole.worker.host_update_listeners import notification_manager
-from farandole.worker.run_fn import run_fn
-from farandole.worker.run_loop import run
+from farandole.worker.run_loop import run, run_fn
 
 __all__ = [
     "Bucketed",

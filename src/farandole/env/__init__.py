@@ -20,7 +20,6 @@ from farandole.env.agent_env import (
     worker_environment,
 )
 from farandole.env.checkpoint_env import CheckpointEnv, checkpoint_environment, read_checkpoint_env
-from farandole.env.gradients import read_bucket_mb
 from farandole.env.horovod import (
     HorovodSettings,
     horovod_environment,
@@ -36,9 +35,7 @@ from farandole.env.inheritance import (
     replace_environment,
 )
 from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
-from farandole.env.malloc_settings import has_malloc_settings
-from farandole.env.nccl import prepare_for_nccl
-from farandole.env.runtime import read_runtime_folder
+from farandole.env.tuning import has_malloc_settings, prepare_for_nccl, read_bucket_mb, read_runtime_folder
 
 __all__ = [
     "CheckpointEnv",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from farandole.env.agent_env import EXIT_NOTICE
-from farandole.env.gradients import BUCKET_MB
+from farandole.env.tuning import BUCKET_MB
 
 
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -111,7 +111,7 @@ class Recovered(Event):
     synced_ms      until all members had the state
     first_step_ms  until a step was applied
     steps_redone, samples_redone  begun before, and repeated; under the commit rule those since the commit
-    counts         the unit of progress, as in FirstStep (messages.py)
+    counts         the unit of progress, as in FirstStep (wire/messages.py)
     began_at       progress in that unit when training continued
     lost_at        least progress in that unit when no holder of the state was left: training continued from a
                    checkpoint. None: a worker held the state

@@ -5,15 +5,34 @@ It relies on Lightning's loops, which are not a public interface: pyproject.toml
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from farandole.collectives import world
+from farandole.collectives.agreement import any as any_worker
+from farandole.collectives.agreement import mean
+from farandole.collectives.named.objects import broadcast_object
+from farandole.elastic import TorchState
 from farandole.errors import ConfigError
-from farandole.frameworks.lightning_loop import ElasticFitLoop
-from farandole.frameworks.lightning_strategy import FarandoleStrategy
+from farandole.frameworks.feed import Feed
+from farandole.optim.distributed_optimizer import DistributedOptimizer
+from farandole.state import loop_hooks
+from farandole.worker.context import device, local_rank
+
+if TYPE_CHECKING:
+    from farandole.frameworks.feed import Feed
+
 
 __all__ = ["FarandoleStrategy", "Trainer"]
 
@@ -97,3 +116,222 @@ class _StepWithoutClosure(Precision):
         result = self._wrap_closure(model, optimizer, closure)
         optimizer.step(**kwargs)
         return result
+
+
+# Lightning's fit loop inside an elastic function: it begins at the current position. The Trainer uses it --------------
+
+
+class ElasticFitLoop(_FitLoop):
+    """A fit loop whose counters follow from the loader and the step counter of the state, whenever it begins."""
+
+    @classmethod
+    def like(cls, loop: _FitLoop) -> ElasticFitLoop:
+        """Return an elastic loop in place of a Trainer's own."""
+        ours = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
+        ours.epoch_loop = loop.epoch_loop
+        return ours
+
+    def run(self) -> None:
+        """Run the whole training as an elastic function."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        # Now, outside the elastic function: Lightning counts all workers' batches when it first sees a loader.
+        self.setup_data()
+        feed = self._feed()
+        if self.epoch_loop._should_check_val_epoch():
+            trainer.validating = True
+            self.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        schedulers = {f"scheduler_{i}": each.scheduler for i, each in enumerate(trainer.lr_scheduler_configs)}
+        state: Any = TorchState(
+            model=trainer.lightning_module,
+            optimizer=strategy.optimizers[0],
+            loader=feed.loader,
+            callbacks=_Callbacks(trainer),
+            **schedulers,
+        )
+        state.register_reset_callbacks([strategy.take_rank])
+        strategy.feed = feed
+        epochs = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else 2**31
+        steps = trainer.estimated_stepping_batches
+        try:
+            feed.train(
+                state, epochs, steps, lambda is_left: self._enter(feed, is_left), lambda: bool(trainer.should_stop)
+            )
+        finally:
+            strategy.feed = None
+
+    def setup_data(self) -> None:
+        """Prepare the training loader. `estimated_stepping_batches` in configure_optimizers() calls it before run()
+        does, and Lightning keeps the first loader that it sees, so the feed has to be in place here."""
+        self._feed()
+        super().setup_data()
+
+    def _feed(self) -> Feed:
+        """Return the feed, made of the loader that was given to fit(), and put into its place."""
+        if is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+            raise ConfigError("training_step(dataloader_iter) is not supported: take a batch")
+        source = self._data_source
+        loader = source.dataloader()
+        feed = loader if isinstance(loader, Feed) else Feed(loader)
+        source.instance, source.name = feed, ""
+        return feed
+
+    def _enter(self, feed: Feed, is_left: bool) -> None:
+        if not is_left:
+            return
+        self.trainer.training = True  # an error may have left it in validation
+        self.trainer.strategy.take_rank()
+        iter(self._data_fetcher)
+        self._begin_at(*feed.place)
+        super().run()
+
+    def _begin_at(self, epoch: int, batches: int, steps: int) -> None:
+        """Set Lightning's counters to this position."""
+        is_inside = batches > 0
+        progress = self.epoch_loop.batch_progress
+        optimizer = self.epoch_loop.automatic_optimization.optim_progress.optimizer
+        for tracker in (self.epoch_progress.current, self.epoch_progress.total):
+            _count(tracker, epoch + is_inside, epoch)
+        for counted, batch, step in ((progress, batches, steps), (optimizer.step, batches, steps)):
+            _count(counted.current, batch, batch)
+            _count(counted.total, step, step)
+        progress.is_last_batch = False
+        self.epoch_loop._batches_that_stepped = steps
+        _Loop.restarting.fset(self, is_inside)  # Lightning's own setter adds to it
+
+
+class _Callbacks:
+    """The state of Lightning's callbacks, and whether one of them requests a stop: the same on all workers."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {each.state_key: each.state_dict() for each in self._trainer.callbacks}
+        return {"should_stop": self._trainer.should_stop, "states": {key: each for key, each in states.items() if each}}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._trainer.should_stop = saved["should_stop"]
+        for each in self._trainer.callbacks:
+            if each.state_key in saved["states"]:
+                each.load_state_dict(saved["states"][each.state_key])
+
+
+def _count(tracker: Any, begun: int, done: int) -> None:
+    """Set the counts of a tracker, which has two to four of these."""
+    for name, number in (("ready", begun), ("started", begun), ("processed", done), ("completed", done)):
+        if hasattr(tracker, name):
+            setattr(tracker, name, number)
+
+
+# Lightning's strategy for a worker of Farandole: one device, our optimizer, our ranks. The Trainer uses it ------------
+
+
+class FarandoleStrategy(Strategy):
+    """A strategy whose gradients are reduced by DistributedOptimizer. Inside fit() only explicit requests are
+    collectives: metrics with sync_dist=True, and the decision to stop. Barriers and broadcasts, which guard files in
+    Lightning, are not: rank 0 alone writes files."""
+
+    optimizers: Any
+    strategy_name = "farandole"
+    is_distributed = True  # else Lightning skips sync_dist
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed: Feed | None = None  # during training
+        self._repeated: list[Any] = []  # the batch in place of Lightning's, if there is one
+        self.take_rank()
+
+    def take_rank(self) -> None:
+        """Copy the rank to the global variables with which Lightning decides which process may print and write."""
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    # Placement -------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        return world.current().placement.rank
+
+    @property
+    def local_rank(self) -> int:
+        return local_rank()
+
+    @property
+    def world_size(self) -> int:
+        return world.current().placement.size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        return device()
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # The step --------------------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Set up the optimizer as Lightning does, and wrap it."""
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        if len(self.optimizers) != 1 or not module.automatic_optimization:
+            raise ConfigError(
+                f"{type(module).__name__} has {len(self.optimizers)} optimizers, automatic_optimization="
+                f"{module.automatic_optimization}; Farandole's Trainer takes one optimizer and automatic optimization"
+            )
+        plain = self.optimizers[0]
+        plain._opt_called = True  # schedulers check that it has stepped; ours steps in its place
+        self.optimizers = [DistributedOptimizer(plain)]
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run forward and backward until the gradients of a global batch are complete; then the step."""
+        assert self.feed is not None
+        first = object()
+
+        def compute(batch: Any) -> Any:
+            self._repeated = [] if batch is first else [self._on_device(batch)]
+            return closure()
+
+        until_reduced = partial(self.feed.until_reduced, first, compute)
+        return super().optimizer_step(optimizer, until_reduced, model, **kwargs)
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = self._repeated[0] if self._repeated else batch
+        return super().training_step(batch, *args, **kwargs)
+
+    def _on_device(self, batch: Any) -> Any:
+        """Return a batch after Lightning's transfer of a fetched batch."""
+        batch = self.precision_plugin.convert_input(batch)
+        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch, dataloader_idx=0)
+
+    # Collectives -----------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean or the sum of all workers' values; float64 for whole numbers."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = str(reduce_op or "mean").lower()
+        if name not in ("mean", "avg", "sum"):
+            raise ConfigError(f"metrics are reduced by mean or sum, got {reduce_op!r}")
+        reduced = mean(tensor)
+        return reduced * self.world_size if name == "sum" else reduced
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all workers decide so; or any."""
+        return not any_worker(not decision) if all else any_worker(decision)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Raise ConfigError: not supported, since the use of the result would depend on the number of workers."""
+        raise ConfigError("all_gather() of a LightningModule is not supported; use farandole.allgather()")
+
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcast the names of files before training; inside fit() return each worker's own object."""
+        return obj if loop_hooks.is_elastic() or self.world_size == 1 else broadcast_object(obj, src)

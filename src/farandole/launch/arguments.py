@@ -17,13 +17,12 @@ from farandole.env import (
     transport_environment,
 )
 from farandole.errors import ConfigError
-from farandole.launch.alias import alias_environment
-from farandole.launch.checkpoint_settings import checkpoint_settings
-from farandole.launch.command import checked
+from farandole.launch.agent_command import Joining, check_address, joining, local_hosts
+from farandole.launch.checkpoint_place import checkpoint_settings
+from farandole.launch.command import alias_environment, checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, check_stall_times, variables, without_effect
 from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
-from farandole.launch.join_settings import Joining, check_address, joining, local_hosts
 from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
 
 
@@ -159,7 +158,7 @@ def _in_vain(options: argparse.Namespace) -> list[str]:
 
 
 def _without_fork_server(command: Sequence[str]) -> list[str]:
-    from farandole.launch.spawner import forkable
+    from farandole.agent.spawner import forkable
 
     if forkable(command) is not None:
         return []
@@ -172,7 +171,7 @@ def _without_fork_server(command: Sequence[str]) -> list[str]:
 def _ledger_environment(folder: Path, may_go_on: bool) -> dict[str, str]:
     """Prepare the ledger folder. `may_go_on`: the job may resume from a checkpoint, and its ledger may continue,
     too."""
-    from farandole.launch.ledger_folder import ready_ledger_folder
+    from farandole.launch.ledger_command import ready_ledger_folder
 
     return sample_ledger_environment(str(ready_ledger_folder(folder, may_hold_records=may_go_on)))
 

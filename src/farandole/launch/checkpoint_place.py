@@ -1,5 +1,6 @@
 """The place of a job's checkpoints, from the side of the launcher: locked for as long as the job runs, and kept up to
-date. Used by cli.py and in_thread.py."""
+date. Used by cli.py and in_thread.py.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from farandole.checkpoint.beginning import begin
+from farandole.checkpoint.folder import begin
 from farandole.checkpoint.job_lock import JobLock
-from farandole.checkpoint.local_store import LocalStore
+from farandole.checkpoint.schedule import parse_every
+from farandole.checkpoint.store import LocalStore, normalized
 from farandole.env import CheckpointEnv, checkpoint_environment
+from farandole.errors import ConfigError
 from farandole.events import Event, GenerationStarted, StateLost
 from farandole.membership import Origin
 
@@ -99,3 +103,14 @@ class _Counting:
     def _write(self) -> None:
         with contextlib.suppress(OSError):
             self._lock.count(self._run_id, self._generation)
+
+
+# The user's settings of checkpoints, checked --------------------------------------------------------------------------
+
+
+def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> CheckpointEnv | None:
+    """Return the user's settings, checked; None for no checkpoints. Raises ConfigError."""
+    parse_every(every)
+    if keep < 1:
+        raise ConfigError(f"--checkpoint-keep must be at least 1, got {keep}")
+    return None if place is None else CheckpointEnv(normalized(str(place)), every, keep)

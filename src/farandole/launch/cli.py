@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from farandole import __version__
 from farandole.errors import ConfigError
 from farandole.launch.arguments import FARANDOLE_RUN, Program, RunOptions, parse_run
-from farandole.launch.control_parser import COMMANDS as CONTROL
+from farandole.launch.control_commands import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
     from farandole.events import Event
     from farandole.launch.discovery import HostDiscovery
-    from farandole.launch.event_file import EventFile
     from farandole.launch.host_list import HostSlots
+    from farandole.launch.job_files import EventFile
     from farandole.launch.report import Report
 
 INTERRUPTED = 130  # what a shell makes of SIGINT
@@ -126,7 +126,7 @@ def _run(options: RunOptions) -> int:
 
 
 def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[EventFile | None]:
-    from farandole.launch.event_file import EventFile
+    from farandole.launch.job_files import EventFile
 
     return nullcontext() if options.events is None else EventFile(options.events, report.note)
 

@@ -5,22 +5,38 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from farandole.clock import wall_time_s
-from farandole.control import Accepted, AskDrain, AskScale, AskUndrain, ClientMessage, Status, is_drained, is_scaled
-from farandole.errors import AuthenticationError, ConfigError, ProtocolError
-from farandole.launch.client import Client, NoAnswer
-from farandole.launch.control_parser import control_parser
+from farandole.clock import now_s, wall_time_s
+from farandole.errors import AuthenticationError, ConfigError, FatalError, ProtocolError
+from farandole.launch.agent_command import read_token_file
 from farandole.launch.job_files import JobFile, running
-from farandole.launch.run_parser import USAGE_ERROR
-from farandole.launch.status_text import in_words
-from farandole.launch.token_file import read_token_file
+from farandole.launch.run_parser import USAGE_ERROR, Parser
 from farandole.membership import Address
+from farandole.wire.channel import Channel, connect
+from farandole.wire.codec import TO_CLIENT
+from farandole.wire.control import (
+    Accepted,
+    AskDrain,
+    AskScale,
+    AskStatus,
+    AskUndrain,
+    ClientHello,
+    ClientMessage,
+    HostStatus,
+    Status,
+    ToClient,
+    WorkerStatus,
+    is_drained,
+    is_scaled,
+)
+from farandole.wire.deadline import within
+from farandole.wire.messages import PROTOCOL_VERSION
 
 DONE, NOT_DONE = 0, 1
 
@@ -156,3 +172,189 @@ def _without_token(job: JobFile) -> dict[str, object]:
 def _say_error(command: str, error: object, code: int) -> int:
     print(f"farandole {command}: {error}", file=sys.stderr)
     return code
+
+
+# The options of `farandole status`, `jobs`, `scale`, `drain` and `undrain` --------------------------------------------
+
+
+COMMANDS = {
+    "status": "how a job that runs is, or which there are",
+    "jobs": "which jobs of this user run here",
+    "scale": "change the number of a job's workers",
+    "drain": "have a host's workers leave, with nothing redone",
+    "undrain": "let a drained host be used again",
+}
+
+WAIT_S = 600.0
+
+
+def control_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of one of COMMANDS."""
+    parser = Parser(prog=f"farandole {command}", description=f"{COMMANDS[command].capitalize()}.", allow_abbrev=False)
+    if command == "scale":
+        parser.add_argument("size", type=int, metavar="N", help="workers that the job should have")
+    elif command in ("drain", "undrain"):
+        parser.add_argument("host", metavar="HOST", help="its name, as `farandole status` shows it")
+    if command in ("status", "jobs"):
+        parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    if command == "jobs":
+        return parser
+    add = parser.add_argument_group("which job (not needed where only one runs)").add_argument
+    add("--job", metavar="ID", help="a job of this user that runs here, by the beginning of its name")
+    add("--address", metavar="HOST:PORT", help="where the coordinator of a job elsewhere listens")
+    add("--token-file", type=Path, metavar="FILE", help="a copy of the file that job was given as --token-file")
+    if command in ("scale", "drain"):
+        group = parser.add_argument_group("when to return (default: once it is accepted)")
+        group.add_argument("--wait", action="store_true", help="once it is done")
+        group.add_argument(
+            "--timeout",
+            type=float,
+            default=WAIT_S,
+            metavar="S",
+            help="with --wait: seconds after which to give up waiting; the job goes on with it (default: %(default)g)",
+        )
+    return parser
+
+
+# A command's connection to the coordinator of a running job. control_commands.py uses it ------------------------------
+
+
+ANSWER_S = 10.0
+"""Seconds within which a coordinator must answer; it is busy for milliseconds at most."""
+
+_LOOK_S = 0.1
+
+
+class NoAnswer(FatalError):
+    """The coordinator does not answer, or does not any more."""
+
+
+class Client:
+    """A connection made by `dial`, to be closed. Every call raises NoAnswer when there is no answer, and
+    AuthenticationError or ProtocolError when the process that listens there does not know the token, or violates the
+    protocol."""
+
+    def __init__(self, channel: Channel[ToClient]) -> None:
+        self._channel = channel
+
+    @classmethod
+    async def dial(cls, address: Address, token: bytes, job: str | None) -> Client:
+        """Connect, with a proof of the token by both ends."""
+        try:
+            channel = await connect(address.host, address.port, token, job, TO_CLIENT)
+        except OSError as error:
+            raise NoAnswer(f"no job that this token belongs to answers at {address}: {error}") from None
+        channel.send(ClientHello(PROTOCOL_VERSION))
+        return cls(channel)
+
+    async def ask(self, request: ClientMessage) -> ToClient:
+        """Return the answer to one request."""
+        self._channel.send(request)
+        try:
+            return await within(ANSWER_S, self._channel.receive())
+        except ConnectionError:
+            raise NoAnswer("the job has ended") from None
+        except TimeoutError:
+            raise NoAnswer(f"the coordinator did not answer within {ANSWER_S:g} s") from None
+
+    async def status(self) -> Status:
+        answer = await self.ask(AskStatus())
+        if not isinstance(answer, Status):
+            raise NoAnswer(f"the coordinator answered {type(answer).__name__} when asked for the status")
+        return answer
+
+    async def wait_until(self, condition: Callable[[Status], bool], timeout_s: float) -> Status:
+        """Return the first status that fulfils the condition. Raises NoAnswer after `timeout_s` seconds, or when the
+        job ends."""
+        deadline_s = now_s() + timeout_s
+        while not condition(status := await self.status()):
+            if now_s() >= deadline_s:
+                raise NoAnswer(f"it is not done after {timeout_s:g} s; the job goes on with it")
+            await asyncio.sleep(_LOOK_S)
+        return status
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+# The status of a job, in words for a terminal -------------------------------------------------------------------------
+
+
+_EVENTS_SHOWN = 8
+
+
+def in_words(status: Status) -> list[str]:
+    """Return the status as lines of text."""
+    lines = [f"job {status.job}: {_headline(status)}"]
+    if status.members or status.newcomers:
+        lines += ["", *_workers((*status.members, *status.newcomers))]
+    if status.hosts:
+        lines += ["", *_hosts(status.hosts)]
+    there = sum(each.slots for each in status.hosts if not (each.is_drained or each.out_for_s))
+    if there < status.wanted:
+        missing = status.wanted - there
+        lines.append(
+            f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are there)"
+        )
+    lines += [
+        f"slot {each.slot} on {each.host} is in backoff for {each.for_s:.1f} s more, "
+        f"after {each.failures} failures in a row"
+        for each in status.backoffs
+    ]
+    if status.events:
+        lines += ["", "last events"]
+        lines += [f"  {_ago(event.ago_s):>7} ago  {event.line}" for event in status.events[-_EVENTS_SHOWN:]]
+    return lines
+
+
+def _headline(status: Status) -> str:
+    parts = [status.state]
+    if status.generation:
+        parts.append(f"generation {status.generation}")
+    if status.change:
+        parts.append(f"change to generation {status.change} under way")
+    if status.step is not None:
+        parts.append(f"step {status.step}")
+    most = "" if status.max_np is None else f", at most {status.max_np}"
+    parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}{most})")
+    if status.spares:
+        waiting = sum(each.state == "waits" for each in status.newcomers)
+        parts.append(f"{waiting} of {status.spares} spares wait")
+    parts.append(f"{status.regroups} regroups" if status.regroups != 1 else "1 regroup")
+    return ", ".join(parts)
+
+
+def _workers(workers: Sequence[WorkerStatus]) -> list[str]:
+    rows = [("rank", "worker", "host", "slot", "pid", "state", "step", "restarts left")]
+    for each in workers:
+        rank = "-" if each.rank is None else str(each.rank)
+        pid = str(each.pid) if each.pid else "-"
+        step = "-" if each.step is None else str(each.step)
+        rows.append((rank, each.worker, each.host, str(each.slot), pid, each.state, step, str(each.restarts_left)))
+    return _table(rows)
+
+
+def _hosts(hosts: Iterable[HostStatus]) -> list[str]:
+    rows = [("host", "slots", "workers", "state")]
+    rows += [(each.host, str(each.slots), str(each.workers), _host_state(each)) for each in hosts]
+    return _table(rows)
+
+
+def _host_state(host: HostStatus) -> str:
+    if host.is_drained:
+        return "drained" if host.workers == 0 else "is being drained"
+    if host.out_for_s:
+        how_long = "for ever" if host.out_for_s < 0 else f"for {host.out_for_s:.0f} s more"
+        return f"out {how_long}, after {host.failures} failure{'' if host.failures == 1 else 's'}"
+    return "in use" if host.is_connected else "no agent"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"

@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Awaitable
 from typing import Protocol
 
-from farandole.deadline import to_its_end, within
 from farandole.errors import ConfigError, FarandoleError
 from farandole.launch.host_list import HostSlots, parse_host
+from farandole.wire.deadline import to_its_end, within
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0

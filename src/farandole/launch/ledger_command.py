@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +19,10 @@ def ledger_command(arguments: Sequence[str]) -> int:
     argparse does."""
     options = _parser().parse_args(arguments)
     from farandole.ledger.findings import as_json, in_words
-    from farandole.ledger.proving import prove  # with numpy, for which `farandole run --help` should not wait
-    from farandole.ledger.reading import Folder
+    from farandole.ledger.proving import (
+        Folder,
+        prove,  # with numpy, for which `farandole run --help` should not wait
+    )
 
     try:
         findings = prove(Folder(options.folder))
@@ -42,3 +45,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, metavar="DIR", help="what farandole run --sample-ledger was given")
     parser.add_argument("--json", action="store_true", help="everything that was found, as JSON")
     return parser
+
+
+# The folder of `--sample-ledger`, prepared before any worker starts ---------------------------------------------------
+
+
+def ready_ledger_folder(folder: Path, may_hold_records: bool = False) -> Path:
+    """Prepare the folder and return its absolute path. Raises ConfigError where it is not writable, and where it has
+    records already, unless `may_hold_records` because this job continues their job."""
+    try:
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        holds_records = any(folder.glob("*.jsonl"))
+    except OSError as error:
+        raise ConfigError(f"--sample-ledger {folder} cannot be written to: {error.strerror}") from None
+    if holds_records and not may_hold_records:
+        raise ConfigError(
+            f"--sample-ledger {folder} holds the ledger of an earlier job: give each job a folder of its own"
+        )
+    return folder

@@ -10,26 +10,24 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from farandole.authentication import new_token
+from farandole.agent.agent import Agent, AgentConfig
+from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
+from farandole.agent.remote_output import RemoteOutput
 from farandole.config import ForkServerUse, JobConfig
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import carried_environment, inherited_environment
 from farandole.errors import ConfigError
 from farandole.events import AgentsAwaited, Event, JobNotAnnounced, StopAsked
-from farandole.launch.agent import Agent, AgentConfig
-from farandole.launch.core_sharing import share_cores, workers_at_most
-from farandole.launch.descriptors import reserve_descriptors
+from farandole.launch.agent_command import Joining
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.ending_signals import ending_signals
 from farandole.launch.host_list import HostSlots
-from farandole.launch.host_watch import HostWatch
 from farandole.launch.job_files import announced
-from farandole.launch.join_settings import Joining
-from farandole.launch.local_agents import LocalAgents, refuse_other_machines
+from farandole.launch.local_agents import HostWatch, LocalAgents, refuse_other_machines
 from farandole.launch.output import OutputOptions, OutputSink
-from farandole.launch.remote_output import RemoteOutput
 from farandole.membership import Origin
-from farandole.messages import Welcome
+from farandole.wire.authentication import new_token
+from farandole.wire.messages import Welcome
 
 
 async def run_local(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import BinaryIO, Generic, TextIO, TypeVar, cast
 
-from farandole.readiness import can_write
+from farandole.wire.sockets import can_write
 
 BACKLOG_BYTES = 64 << 20
 """Bytes that may wait to be written. Further data is dropped: training does not stop for its output."""

@@ -17,7 +17,7 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
 from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
-from farandole.launch.checkpoint_settings import checkpoint_settings
+from farandole.launch.checkpoint_place import checkpoint_settings
 from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
 from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.in_thread import run_job

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -105,8 +110,6 @@ class _CheckBuild(argparse.Action):
     """Print the information and end, as --version does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from farandole.launch.check_build import describe_build
-
         print(describe_build())
         parser.exit()
 
@@ -366,3 +369,65 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
         group.add_argument(setting.flag, choices=setting.choices, help=text)
     else:
         group.add_argument(setting.flag, type=convert, metavar=metavar, help=text)
+
+
+# The output of `--check-build`: frameworks, controllers and tensor operations that are available here -----------------
+
+
+_TIME_LIMIT_S = 120.0  # a cold import of torch from a network disk can take a minute
+_LAUNCHERS = ("torchrun", "mpirun", "srun")
+
+
+def describe_build() -> str:
+    """Return the whole output. Imports torch in a separate process, which takes about a second."""
+    return format_build(_ask_torch(), {name: _find(name) for name in _LAUNCHERS})
+
+
+def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
+    """Format the output. `torch`: the report of worker/capabilities.py, or why there is none. `launchers`: their
+    paths."""
+    said: Mapping[str, object] = {} if isinstance(torch, str) else torch
+    version = f" {said['torch']}" if said else f": {torch}"
+    devices = ", ".join(["CPU", *(name for key, name in _DEVICES if said.get(key))])
+    groups = {
+        "Available Frameworks": [(bool(said), f"PyTorch{version}"), (False, "TensorFlow"), (False, "MXNet")],
+        "Available Controllers": [(True, "Farandole's own"), (False, "MPI")],
+        "Available Tensor Operations": [
+            (bool(said), f"Farandole's own TCP ring ({devices} tensors)" if said else "Farandole's own TCP ring"),
+            (False, "NCCL"),
+            (False, "DDL"),
+            (False, "CCL"),
+            (False, "MPI"),
+            (False, "Gloo"),
+        ],
+        "Backends of the installed torch.distributed (Farandole does not need them)": [
+            (bool(said.get(key)), name) for key, name in _BACKENDS
+        ],
+        "Launchers whose workers init() understands, beside farandole run and horovodrun": [
+            (path is not None, f"{name} ({path})" if path else name) for name, path in launchers.items()
+        ],
+    }
+    lines = [f"Farandole v{__version__}:"]
+    for title, entries in groups.items():
+        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for there, name in entries)]
+    return "\n".join(lines)
+
+
+_DEVICES = (("cuda", "CUDA"), ("rocm", "ROCm"))
+_BACKENDS = (("gloo", "Gloo"), ("nccl", "NCCL"), ("mpi", "MPI"))
+
+
+def _find(program: str) -> str | None:
+    return shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
+
+
+def _ask_torch() -> dict[str, object] | str:
+    command = [sys.executable, "-m", "farandole.worker.capabilities"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"import did not end within {_TIME_LIMIT_S:g} s"
+    if done.returncode != 0:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer

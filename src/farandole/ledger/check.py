@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from farandole.errors import ConfigError
 from farandole.ledger.findings import EpochFinding, Findings
-from farandole.ledger.hashing import MASK, ids_hash
 from farandole.ledger.records import (
     HOLED,
+    MASK,
     Applied,
     EpochEnded,
     Generation,
@@ -28,6 +28,7 @@ from farandole.ledger.records import (
     Record,
     Started,
     expand,
+    ids_hash,
     name_of,
 )
 from farandole.ledger.weights import WeightsStory

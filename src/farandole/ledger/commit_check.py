@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from farandole.errors import ConfigError
 from farandole.ledger.check import Line, settled
 from farandole.ledger.findings import EpochFinding, Findings
-from farandole.ledger.hashing import MASK, ids_hash
-from farandole.ledger.records import HOLED, Entered, Entry, EpochLeft, Ids, Opened, Trained, expand
+from farandole.ledger.records import HOLED, MASK, Entered, Entry, EpochLeft, Ids, Opened, Trained, expand, ids_hash
 
 Call = tuple[Entry, str, int, int]
 """A call of a sampler on all ranks: entry, sampler, number, epoch."""

@@ -7,25 +7,25 @@ thread, at the end: it carries the step header.
 from __future__ import annotations
 
 import logging
+import queue
 import struct
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from farandole.clock import now_s
 from farandole.collectives import world
-from farandole.collectives.named.compression import Compressor
+from farandole.collectives.named.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
+from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.transport import Transport
 from farandole.errors import StepError
-from farandole.optim.background import Background
+from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.optim.bucket_autotune import BucketAutotune, fastest
-from farandole.optim.buckets import Buckets
-from farandole.optim.compressed import CompressedReduce
-from farandole.optim.device_order import Arrivals
+from farandole.optim.buckets import Arrivals, Buckets, agree_on_buckets
 from farandole.optim.header import StepHeader
 from farandole.optim.parameters import describe
-from farandole.optim.plan_agreement import agree_on_buckets
 
 logger = logging.getLogger("farandole")
 
@@ -232,3 +232,103 @@ def _in_words(least_bytes: int) -> str:
     if not least_bytes:
         return "any size, when backward has ended"
     return f"{least_bytes / 2**20:.1f} MB, while backward goes on"
+
+
+# Reductions that run while the main thread computes: one after the other, in one thread of the process ----------------
+
+
+_tasks: queue.SimpleQueue[Callable[[], object]] | None = None
+
+
+class Background:
+    """A sequence of tasks of one owner, run in the order in which they are added. After a task that raised, no further
+    task is run."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting = 0
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._waiting > 0
+
+    def add(self, task: Callable[[], object]) -> None:
+        with self._condition:
+            self._waiting += 1
+        _queue().put(partial(self._run, task))
+
+    def finish(self) -> BaseException | None:
+        """Wait for all tasks. Returns the error of a task, if any."""
+        with self._condition:
+            if self._waiting:
+                with WaitingForPeers():
+                    self._condition.wait_for(lambda: self._waiting == 0)
+            error, self._error = self._error, None
+        return error
+
+    def _run(self, task: Callable[[], object]) -> None:
+        try:
+            if self._error is None:
+                task()
+        except BaseException as error:  # noqa: BLE001 - finish() returns it
+            self._error = error
+        with self._condition:
+            self._waiting -= 1
+            self._condition.notify_all()
+
+
+def _queue() -> queue.SimpleQueue[Callable[[], object]]:
+    """Return the queue of the thread, which is started at its first use and lives as long as the process."""
+    global _tasks
+    if _tasks is None:
+        _tasks = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(_tasks,), name="farandole-gradients", daemon=True).start()
+    return _tasks
+
+
+def _work(tasks: queue.SimpleQueue[Callable[[], object]]) -> None:
+    while True:
+        tasks.get()()
+
+
+# An all-reduce with fewer bytes on the wire. All ranks add rounded values and receive the rounded sum: their results
+# are bitwise equal, on the owner of a part too.
+
+
+_DTYPES: dict[object, torch.dtype] = {BF16Compressor: torch.bfloat16, FP16Compressor: torch.float16}
+
+
+class CompressedReduce:
+    """All-reduce with a compressor. It keeps the memory of the sent tensors, whose sizes are equal in each step.
+
+    Farandole's own compressors cost only the casts in both directions; others return new tensors each time.
+    """
+
+    def __init__(self, compression: Compressor) -> None:
+        self._compression = compression
+        self._dtype = _DTYPES.get(compression)
+        self._sent: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Drop the buffers, since other tensors will follow."""
+        self._sent.clear()
+
+    def all_reduce(self, transport: Transport, flat: torch.Tensor, trailer: bytes) -> list[bytes]:
+        """Reduce as the transport does: `flat` is overwritten with the sum."""
+        if self._compression is NoneCompressor or flat.dtype == self._dtype:
+            return transport.all_reduce(flat, trailer)
+        if self._dtype is None or not flat.is_floating_point():
+            sent, ctx = self._compression.compress(flat)
+            trailers = transport.all_reduce(sent, trailer)
+            if sent is not flat:
+                flat.copy_(self._compression.decompress(sent, ctx))
+            return trailers
+        key = (flat.data_ptr(), flat.numel())
+        small = self._sent.get(key)
+        if small is None:
+            small = self._sent[key] = shareable_zeros(flat.numel(), self._dtype, flat.device)
+        small.copy_(flat)
+        trailers = transport.all_reduce(small, trailer)
+        flat.copy_(small)
+        return trailers

@@ -10,16 +10,15 @@ from typing import Any, Literal
 import torch
 
 from farandole.collectives.named.compression import Compression, Compressor
-from farandole.collectives.named.constants import Adasum, Average
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.named.settings import Adasum, Average
+from farandole.collectives.transport import Reduction
 from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
-from farandole.optim.advice import recommend_fused
 from farandole.optim.loader_path import LoaderPath
 from farandole.optim.named_path import NamedPath
 from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, wrap
-from farandole.optim.options import Options, groups_of
+from farandole.optim.options import Options, groups_of, recommend_fused
 from farandole.optim.scaled_step import zeroing
 from farandole.state import step
 from farandole.state.global_batch import Batch

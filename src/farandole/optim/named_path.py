@@ -9,12 +9,21 @@ step().
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from farandole.collectives import world
+from farandole.collectives.named.compression import NoneCompressor
+from farandole.collectives.named.handles import Handle, synchronize
+from farandole.collectives.named.operations import sparse_allreduce_async
+from farandole.collectives.named.process_sets import engine
+from farandole.collectives.named.settings import Average, Sum
+from farandole.collectives.named.timeline import process_timeline
+from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.errors import HorovodInternalError
-from farandole.optim.named_reduction import Named, NamedReduction
 from farandole.optim.optimizer_mixin import counts_passes
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
@@ -133,3 +142,170 @@ def _groups(parameters: list[torch.Tensor], asked: int | Sequence[Sequence[torch
         count = min(asked, len(parameters))
         return {id(parameter): place * count // len(parameters) for place, parameter in enumerate(parameters)}
     return {id(parameter): number for number, group in enumerate(asked) for parameter in group}
+
+
+# Gradients in named reductions: all are submitted together, then waited for, then written to `.grad`.
+#
+# Submitting and waiting are two steps, so that two optimizers whose gradients come from one backward pass can both
+# submit before either waits, in any order on other ranks.
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter whose gradient is reduced.
+
+    name   its name, equal on all ranks
+    group  parameters with equal numbers are reduced together; None: by itself
+    """
+
+    parameter: torch.Tensor
+    name: str
+    group: int | None = None
+
+
+_under_way: dict[str, NamedReduction] = {}
+"""Running reductions by name of a gradient. Two optimizers may use a name twice; then one is finished before the other
+begins."""
+
+
+class NamedReduction:
+    """Reduction of some gradients of one optimizer. They must not be changed between submit() and finish().
+
+    sparse_dims  number of sparse dimensions of a parameter's sparse gradients, by its id; grows
+    """
+
+    def __init__(self, named: Sequence[Named], options: Options, sparse_dims: dict[int, int]) -> None:
+        self._named = named
+        self._options = options
+        self._sparse_dims = sparse_dims
+        self._waits: list[Callable[[], None]] = []
+
+    def submit(self) -> None:
+        """Submit all gradients. Parameters without one take part with zeros. Raises the errors of the operations."""
+        if self._is_alone():
+            return
+        for other in {id(each): each for each in map(_under_way.get, self._names()) if each is not None}.values():
+            other.finish()
+        _under_way.update(dict.fromkeys(self._names(), self))
+        try:
+            units = self._units()
+            dense = [self._pack(unit) for unit in units if not self._is_gathered(unit[0].parameter)]
+            handle = allreduce_together_(
+                [unit.reduced for unit in dense], self._options.op, *self._scales(), self._options.process_set
+            )
+            self._waits.append(lambda: self._unpack(dense, handle))
+            for unit in units:
+                if self._is_gathered(unit[0].parameter):
+                    self._waits.append(self._gathers(unit[0]))
+        except Exception:
+            self._end()
+            raise
+
+    def finish(self) -> None:
+        """Wait for all operations; then every `.grad` is the reduced one. Raises the first error, after all operations
+        have ended: some gradients are reduced then, and some are not."""
+        error = self._end()
+        if error is not None:
+            raise error
+
+    def _is_alone(self) -> bool:
+        """Return whether a reduction would change nothing, since there is only one worker. Raises as a reduction
+        would."""
+        may_differ = self._options.compression is not NoneCompressor or process_timeline.is_on
+        if world.current().placement.size > 1 or may_differ or self._options.op not in (Average, Sum):
+            return False
+        if any(self._gradient(each.parameter).is_sparse for each in self._named):
+            return False
+        world.raise_if_refused("gradients cannot be reduced")
+        engine().raise_if_ended()
+        return True
+
+    def _end(self) -> Exception | None:
+        first: Exception | None = None
+        for wait in self._waits:
+            try:
+                wait()
+            except Exception as error:  # noqa: BLE001 - returned
+                first = first or error
+        self._waits.clear()
+        for name in self._names():
+            if _under_way.get(name) is self:
+                del _under_way[name]
+        return first
+
+    def _names(self) -> list[str]:
+        return [each.name for each in self._named]
+
+    def _units(self) -> list[list[Named]]:
+        """Return the groups of gradients that are reduced all or none. Sparse gradients are alone: they are
+        gathered."""
+        units: dict[object, list[Named]] = {}
+        for each in self._named:
+            self._gradient(each.parameter)
+            is_alone = each.group is None or self._is_gathered(each.parameter)
+            units.setdefault(each.name if is_alone else each.group, []).append(each)
+        return list(units.values())
+
+    def _is_gathered(self, parameter: torch.Tensor) -> bool:
+        return self._gradient(parameter).is_sparse and not self._options.sparse_as_dense
+
+    def _scales(self) -> tuple[float, float]:
+        factor = self._options.predivide_factor if self._options.op == Average else 1.0
+        return 1.0 / factor, factor
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = parameter.grad = self._zeros(parameter)
+        if gradient.is_sparse:
+            self._sparse_dims[id(parameter)] = gradient.sparse_dim()
+        return gradient
+
+    def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return zeros in the layout of the parameter's earlier gradients: sparse ones are not reduced like dense
+        ones."""
+        sparse_dim = self._sparse_dims.get(id(parameter))
+        if sparse_dim is None:
+            return torch.zeros_like(parameter, requires_grad=False)
+        nowhere = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+        nothing = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
+        return torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
+
+    def _pack(self, unit: list[Named]) -> _Packed:
+        compressed = [self._options.compression.compress(_dense(self._gradient(each.parameter))) for each in unit]
+        tensors = [tensor.contiguous() for tensor, _ in compressed]
+        reduced = Reduced(f"gradient.{unit[0].name}", tensors, is_group=unit[0].group is not None)
+        return _Packed(unit, reduced, [ctx for _, ctx in compressed])
+
+    def _unpack(self, all_packed: Sequence[_Packed], handle: Handle) -> None:
+        synchronize(handle)  # in place: the sent tensors hold the result
+        for packed in all_packed:
+            for each, tensor, ctx in zip(packed.unit, packed.reduced.tensors, packed.contexts, strict=True):
+                _write(each.parameter, self._options.compression.decompress(tensor, ctx))
+
+    def _gathers(self, each: Named) -> Callable[[], None]:
+        gradient, options = self._gradient(each.parameter), self._options
+        take = sparse_allreduce_async(gradient, f"gradient.{each.name}", options.op, options.process_set)
+        return lambda: setattr(each.parameter, "grad", take())
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Dense gradients in the form in which they are sent, with the data to decompress them."""
+
+    unit: list[Named]
+    reduced: Reduced
+    contexts: list[Any]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.detach()
+
+
+def _write(parameter: torch.Tensor, reduced: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        parameter.grad = reduced.to(gradient.dtype).to_sparse(gradient.sparse_dim())
+    elif reduced.data_ptr() != gradient.data_ptr() or reduced.stride() != gradient.stride():
+        gradient.detach().copy_(reduced)

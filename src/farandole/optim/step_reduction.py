@@ -1,24 +1,63 @@
 """The reduction of one global batch's gradients from this rank's to the sum over all ranks, proved by the step header.
-loader_path.py decides its time."""
+loader_path.py decides its time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from farandole.collectives import world
 from farandole.collectives.named.compression import NoneCompressor
 from farandole.errors import ConfigError, StepError
-from farandole.optim.active_optimizers import ActiveOptimizers
 from farandole.optim.bucketed_gradients import BucketedGradients
-from farandole.optim.local_gradients import LocalGradients
 from farandole.optim.options import Options, refuse_for_loader
 from farandole.optim.parameters import check_devices, digest
 from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import conclude, header_of
 from farandole.state import loop_hooks, recording, step
-from farandole.state.global_batch import Batch
+from farandole.state.global_batch import Batch, GlobalBatch
+
+# The set of optimizers that reduce gradients for the same global batch. Only a single optimizer may reduce in the
+# background: with two, ranks could begin with different ones. loader_path.py reports each optimizer.
+
+
+class ActiveOptimizers:
+    """The active optimizers; one object in each process. Optimizers are told apart by `id`."""
+
+    def __init__(self) -> None:
+        self._global_batch: GlobalBatch | None = None
+        self._now: set[int] = set()
+        self._before: set[int] = set()  # for the last global batch
+        self._overlapping: int | None = None
+
+    def add(self, key: int, global_batch: GlobalBatch) -> None:
+        """Note that an optimizer takes part in this global batch."""
+        if global_batch is not self._global_batch:
+            self._global_batch, self._before, self._now = global_batch, self._now, set()
+        self._now.add(key)
+
+    def is_alone(self, key: int) -> bool:
+        """Return whether no other optimizer took part in this global batch and the last one."""
+        return self._before == self._now == {key}
+
+    def begin_overlap(self, key: int) -> None:
+        """Note that the optimizer's reduction overlaps with backward, until end_overlap()."""
+        self._overlapping = key
+
+    def end_overlap(self, key: int) -> None:
+        if self._overlapping == key:
+            self._overlapping = None
+
+    def refuse_reducing(self, key: int) -> None:
+        """Raise StepError while another optimizer reduces in the background."""
+        if self._overlapping not in (None, key):
+            raise StepError(
+                "an optimizer that had no part in the last steps takes part in the backward pass of another one; set "
+                "FARANDOLE_BUCKET_MB=0 so that nothing is reduced before backward() has ended"
+            )
+
 
 _active = ActiveOptimizers()
 
@@ -155,3 +194,46 @@ class StepReduction:
         for parameter in self.gradients.parameters:
             self.gradients.zero(parameter)
         self.gradients.publish()
+
+
+# Gradients of a single worker without accumulation: `.grad` has its final value already.
+#
+# A mean over all items of a single worker has weight 1 for any `fd.weight`: nothing is multiplied.
+
+
+class LocalGradients:
+    """Gradients in the tensors that autograd has created. It implements the applicable part of BucketedGradients'
+    interface."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+
+    def settle(self, factor: float) -> None:
+        """Complete the gradients after the backward passes: each parameter has one, as with several workers. 0: zeros
+        only."""
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None or not factor:  # not multiplied: inf times 0 would be NaN
+                self.zero(parameter)
+            elif gradient.is_sparse or gradient.requires_grad:  # of backward(create_graph=True)
+                gradient = gradient.detach()
+                parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
+
+    def zero(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse or gradient.requires_grad:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        else:
+            gradient.zero_()
+
+    def raise_if_ended(self) -> None:
+        """Raise if the generation has ended, as a reduction would."""
+        world.current().transport.barrier()
+
+    def publish(self) -> None:
+        for parameter in self.parameters:
+            if not parameter.requires_grad:
+                parameter.grad = None  # frozen since: an old gradient would change it
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]

@@ -9,13 +9,10 @@ import torch
 from torch._compile import _disable_dynamo
 
 from farandole.errors import ConfigError
-from farandole.parallel.devices import compute_on_devices, moved
-from farandole.parallel.dividing import divide
-from farandole.parallel.output_merging import Scalars, merge
-from farandole.parallel.placement import Device, place, refuse_elsewhere
+from farandole.parallel.dividing import Scalars, divide, merge
+from farandole.parallel.placement import Device, compute_in_threads, compute_on_devices, moved, place, refuse_elsewhere
 from farandole.parallel.replicas import refuse_in_replicas
 from farandole.parallel.thread_pool import ThreadPool
-from farandole.parallel.threads import compute_in_threads
 
 _OF_STATE = (
     "_non_persistent_buffers_set",

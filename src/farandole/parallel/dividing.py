@@ -1,16 +1,18 @@
-"""Divide a batch into the parts that replicas compute: views of the tensors, and other values unchanged."""
+"""Divide a batch among replicas, and merge their outputs in the order of the samples."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from farandole.errors import ConfigError
-from farandole.parallel.nesting import changed, together
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,138 @@ def _size(leaf: Any, dim: int) -> int | None:
     if not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim():
         return None
     return leaf.size(dim)
+
+
+# Map nested inputs and outputs: several values of the same form are traversed together.
+#
+# Containers are dicts and other mutable mappings, lists, tuples, named tuples and dataclasses; all other values are
+# leaves.
+
+
+Leaf = Callable[[list[Any], str], Any]
+"""Returns the new leaf, given those of all values and their path, as "['loss']"."""
+
+
+def together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
+    """Return a value of the common form of all `values`, with new leaves. Containers are new, of the first one's type.
+
+    Raises ConfigError when the values differ in form.
+    """
+    first = values[0]
+    if isinstance(first, MutableMapping):
+        return _mapping(values, leaf, path)
+    if isinstance(first, (list, tuple)):
+        _alike(values, len, "items", path)
+        items = [together([value[i] for value in values], leaf, f"{path}[{i}]") for i in range(len(first))]
+        return _sequence(first, items)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        _alike(values, type, "types", path)
+        new = copy.copy(first)
+        for field in dataclasses.fields(first):
+            parts = [getattr(value, field.name) for value in values]
+            object.__setattr__(new, field.name, together(parts, leaf, f"{path}.{field.name}"))  # it may be frozen
+        return new
+    return leaf(list(values), path)
+
+
+def changed(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return one value with new leaves."""
+    return together([value], lambda leaves, _: leaf(leaves[0]))
+
+
+def _mapping(values: Sequence[MutableMapping[Any, Any]], leaf: Leaf, path: str) -> MutableMapping[Any, Any]:
+    _alike(values, _keys, "keys", path)
+    new = copy.copy(values[0])
+    for key in list(new):
+        new[key] = together([value[key] for value in values], leaf, f"{path}[{key!r}]")
+    return new
+
+
+def _keys(value: Any) -> object:
+    return set(value) if isinstance(value, MutableMapping) else type(value)
+
+
+def _sequence(like: Any, items: list[Any]) -> Any:
+    if hasattr(like, "_make"):
+        return like._make(items)
+    if type(like) in (list, tuple):
+        return type(like)(items)
+    if isinstance(like, list):
+        new = copy.copy(like)
+        new[:] = items
+        return new
+    return type(like)(items)  # e.g. the result of torch.max()
+
+
+def _alike(values: Sequence[Any], what: Callable[[Any], object], name: str, path: str) -> None:
+    found = [what(value) if type(value) is type(values[0]) else type(value) for value in values]
+    if any(each != found[0] for each in found):
+        raise ConfigError(
+            f"the replicas returned outputs of different forms: output{path} has {name} {found}; forward() must return "
+            "the same form whatever part of the batch it sees"
+        )
+
+
+# Merge the outputs of the replicas into that of the whole batch, in the order of the samples --------------------------
+
+
+Scalars = Literal["mean", "sum", "each"]
+
+
+def merge(outputs: Sequence[Any], samples: Sequence[int], dim: int, scalars: Scalars) -> Any:
+    """Return one output of the replicas' form.
+
+    Tensors are concatenated along `dim`. Values that are not tensors must be equal in all outputs. `samples` are the
+    numbers of samples of the replicas: the weights of "mean". `scalars` is the treatment of tensors without dimensions,
+    as in DataParallel. Raises ConfigError for outputs that do not fit together.
+    """
+    return together(outputs, lambda leaves, path: _joined(leaves, path, samples, dim, scalars))
+
+
+def _joined(leaves: list[Any], path: str, samples: Sequence[int], dim: int, scalars: Scalars) -> Any:
+    first = leaves[0]
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return _same(leaves, path)
+    if first.dim() == 0:
+        return _scalar(leaves, path, samples, scalars)
+    if len(leaves) == 1:
+        return first
+    try:
+        return torch.cat(leaves, dim)
+    except (RuntimeError, IndexError) as error:
+        raise ConfigError(
+            f"output{path} of the replicas cannot be merged along dimension {dim}: shapes "
+            f"{[tuple(leaf.shape) for leaf in leaves]}, for parts of {list(samples)} samples; {error}"
+        ) from error
+
+
+def _scalar(leaves: list[torch.Tensor], path: str, samples: Sequence[int], scalars: Scalars) -> torch.Tensor:
+    if scalars == "each":
+        return torch.stack(leaves)
+    if len(leaves) == 1:
+        return leaves[0]
+    if scalars == "sum":
+        return torch.stack(leaves).sum(dtype=leaves[0].dtype)
+    if leaves[0].is_floating_point() or leaves[0].is_complex():
+        total = sum(samples)
+        weights = [count / total for count in samples]
+        return torch.stack([leaf * weight for leaf, weight in zip(leaves, weights, strict=True)]).sum()
+    _same([leaf.item() for leaf in leaves], path)
+    return leaves[0]
+
+
+def _same(leaves: list[Any], path: str) -> Any:
+    first = leaves[0]
+    if all(leaf is first or _equal(leaf, first) for leaf in leaves):
+        return first
+    raise ConfigError(
+        f"the replicas returned different values in output{path}: {leaves}; where that is no mean, return a "
+        'tensor, which DataParallel(..., scalars="sum") adds up and scalars="each" returns for each replica'
+    )
+
+
+def _equal(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001 - whatever values of the user raise: they cannot be said to be equal
+        return False

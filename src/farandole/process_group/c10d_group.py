@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 from farandole.collectives.tensor_bytes import byte_view
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
-from farandole.process_group import c10d_data_movement, c10d_failures, c10d_reductions
+from farandole.process_group import c10d_collectives, works
+from farandole.process_group.c10d_collectives import as_bytes, contiguous, require_cpu
 from farandole.process_group.c10d_members import Members, alone_in
-from farandole.process_group.memory import as_bytes, contiguous, require_cpu
 from farandole.process_group.works import Done, Receiving
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class FarandoleGroup(ProcessGroup):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = ReduceOp.SUM, timeout: Any = None) -> Done:
         tensors = _several(tensors)
         return self._do(
-            "all_reduce", tensors, lambda transport: c10d_reductions.all_reduce(transport, tensors, _op(opts))
+            "all_reduce", tensors, lambda transport: c10d_collectives.all_reduce(transport, tensors, _op(opts))
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = ReduceOp.SUM) -> Done:
@@ -118,7 +118,7 @@ class FarandoleGroup(ProcessGroup):
     ) -> Done:
         tensors, root = _several(tensors), _root(opts)
         kind = getattr(opts, "reduceOp", op)
-        return self._do("reduce", tensors, lambda transport: c10d_reductions.reduce(transport, tensors, kind, root))
+        return self._do("reduce", tensors, lambda transport: c10d_collectives.reduce(transport, tensors, kind, root))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = ReduceOp.SUM, timeout: Any = None) -> Done:
         if isinstance(outputs, torch.Tensor):
@@ -126,7 +126,7 @@ class FarandoleGroup(ProcessGroup):
 
         def carry_out(transport: Transport) -> None:
             for output, each in zip(outputs, inputs, strict=True):
-                c10d_reductions.reduce_scatter(transport, output, each, _op(opts))
+                c10d_collectives.reduce_scatter(transport, output, each, _op(opts))
 
         return self._do("reduce_scatter", outputs, carry_out)
 
@@ -136,7 +136,7 @@ class FarandoleGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = ReduceOp.SUM) -> Done:
         def carry_out(transport: Transport) -> None:
             for output, whole in zip(outputs, inputs, strict=True):
-                c10d_reductions.reduce_scatter_single(transport, output, whole, _op(opts))
+                c10d_collectives.reduce_scatter_single(transport, output, whole, _op(opts))
 
         return self._do("reduce_scatter", outputs, carry_out)
 
@@ -145,7 +145,7 @@ class FarandoleGroup(ProcessGroup):
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Done:
         tensors = _several(tensors)
         return self._do(
-            "broadcast", tensors, lambda transport: c10d_data_movement.broadcast(transport, tensors, _root(opts))
+            "broadcast", tensors, lambda transport: c10d_collectives.broadcast(transport, tensors, _root(opts))
         )
 
     def allgather(  # type: ignore[override]  # the stub knows two forms
@@ -156,7 +156,7 @@ class FarandoleGroup(ProcessGroup):
 
         def carry_out(transport: Transport) -> None:
             for each, mine in zip(outputs, inputs, strict=True):
-                c10d_data_movement.all_gather(transport, each, mine)
+                c10d_collectives.all_gather(transport, each, mine)
 
         return self._do("all_gather", [each for several in outputs for each in several], carry_out)
 
@@ -170,7 +170,7 @@ class FarandoleGroup(ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         def carry_out(transport: Transport) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
-                c10d_data_movement.all_gather_single(transport, output, mine)
+                c10d_collectives.all_gather_single(transport, output, mine)
 
         return self._do("all_gather", outputs, carry_out)
 
@@ -180,7 +180,7 @@ class FarandoleGroup(ProcessGroup):
 
         def carry_out(transport: Transport) -> None:
             for number, mine in enumerate(inputs):
-                c10d_data_movement.gather(transport, outputs[number] if outputs else [], mine, _root(opts))
+                c10d_collectives.gather(transport, outputs[number] if outputs else [], mine, _root(opts))
 
         return self._do("gather", [each for several in outputs for each in several], carry_out)
 
@@ -190,13 +190,13 @@ class FarandoleGroup(ProcessGroup):
 
         def carry_out(transport: Transport) -> None:
             for number, output in enumerate(outputs):
-                c10d_data_movement.scatter(transport, output, inputs[number] if inputs else [], _root(opts))
+                c10d_collectives.scatter(transport, output, inputs[number] if inputs else [], _root(opts))
 
         return self._do("scatter", outputs, carry_out)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         return self._do(
-            "all_to_all", outputs, lambda transport: c10d_data_movement.all_to_all(transport, outputs, inputs)
+            "all_to_all", outputs, lambda transport: c10d_collectives.all_to_all(transport, outputs, inputs)
         )
 
     def all_to_all_single(
@@ -208,7 +208,7 @@ class FarandoleGroup(ProcessGroup):
         opts: Any = None,
     ) -> Done:
         def carry_out(transport: Transport) -> None:
-            c10d_data_movement.all_to_all_single(transport, output, whole, output_splits, input_splits)
+            c10d_collectives.all_to_all_single(transport, output, whole, output_splits, input_splits)
 
         return self._do("all_to_all", [output], carry_out)
 
@@ -225,7 +225,7 @@ class FarandoleGroup(ProcessGroup):
             for tensor in tensors:
                 p2p.send(ranks[target], _subject(group, tag), byte_view(as_bytes(contiguous(tensor))))
         except RecoverableError as error:
-            c10d_failures.remember(error)
+            works.remember(error)
             raise
         return Done(tensors)
 
@@ -300,7 +300,7 @@ class FarandoleGroup(ProcessGroup):
             with torch.no_grad(), alone_in(transport, op):
                 carry_out(transport)
         except RecoverableError as error:
-            c10d_failures.remember(error)
+            works.remember(error)
             raise
         return Done(written)
 

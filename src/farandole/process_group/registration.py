@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn
 from urllib.parse import urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _DistributedBackendOptions
+from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
 
@@ -16,9 +17,30 @@ from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
 from farandole.process_group.c10d_members import Everybody, Some
-from farandole.process_group.c10d_store import NoStore
-from farandole.process_group.old_torch import have_shutdown_called
-from farandole.process_group.tensor_caches import forget_meshes
+from farandole.process_group.old_torch import clear_planner_cache, clear_sharding_cache, have_shutdown_called
+
+# The empty store of Farandole's groups: c10d needs a store for each group; these groups have connected without one.
+
+
+class NoStore(Store):
+    """Raises an error that says so when it is used: by groups of other backends, above all."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: no operation waits here."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            'torch.distributed was initialized with the backend "farandole", which has no store: no group of another '
+            "backend can be made by means of it, nor can ranks be counted or awaited there. Leave `backend` out of "
+            "new_group(), and unset TORCH_DIST_INIT_BARRIER"
+        )
+
+
+_OPERATIONS = "set get add wait check compare_set delete_key num_keys append multi_get multi_set clone"
+
+for _name in _OPERATIONS.split(" "):
+    setattr(NoStore, _name, NoStore._refuse)
+
 
 _no_store = NoStore()  # torch keeps only its C++ part
 
@@ -140,3 +162,19 @@ def _forget_subgroups() -> None:
 def _open_p2p(entered: world.World) -> None:
     if entered.p2p is not None:
         entered.p2p.open()
+
+
+# Clear torch's caches of DTensor operations, which hold their meshes. registration.py does so in each generation.
+#
+# A mesh of the same ranks in the last generation counts as equal, and its groups are over.
+
+
+def forget_meshes() -> None:
+    """Clear the caches of the calling thread, the main one: torch keeps them per thread.
+
+    Does nothing where no DTensor was ever made.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    clear_sharding_cache()
+    clear_planner_cache()

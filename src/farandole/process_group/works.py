@@ -10,11 +10,10 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from farandole.collectives import world
-from farandole.collectives.p2p.message_queue import Expected, P2PMessage
+from farandole.collectives.p2p.incoming import Expected, P2PMessage
 from farandole.collectives.p2p.point_to_point import PointToPoint
 from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError
-from farandole.process_group import c10d_failures
-from farandole.process_group.memory import as_bytes, in_place
+from farandole.process_group.c10d_collectives import as_bytes, in_place
 from farandole.process_group.old_torch import FORGETS_WORKS, ended_work
 
 
@@ -96,7 +95,7 @@ class Receiving(Work):
         try:
             message = self._p2p.wait_for(self._expected)
         except RecoverableError as error:
-            c10d_failures.remember(error)
+            remember(error)
             raise
         with in_place(self._tensor) as dense:
             memory = as_bytes(dense)
@@ -139,3 +138,27 @@ class Receiving(Work):
     def get_future(self) -> Future[list[torch.Tensor]]:
         self.wait()
         return Done([self._tensor]).get_future()
+
+
+# Keep the error that ended the collectives of a generation, for callers that lost it on the way through C++ -----------
+
+
+_seen: tuple[world.World, RecoverableError] | None = None
+
+
+def remember(error: RecoverableError) -> None:
+    """Store the error that an operation of a group has raised."""
+    global _seen
+    if world.is_entered() and getattr(error, "generation", None) == world.current().id.number:
+        _seen = world.current(), error
+
+
+def failure() -> RecoverableError | None:
+    """Return the error that an operation of a group has raised in the current generation, which is over then.
+
+    None if there is none. backward() of a DistributedDataParallel raises a RuntimeError of another type when a worker
+    was lost: this is the original error. It is forgotten when the next generation begins.
+    """
+    if _seen is None or not world.is_entered() or _seen[0] is not world.current():
+        return None
+    return _seen[1]

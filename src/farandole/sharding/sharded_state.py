@@ -20,7 +20,7 @@ from farandole.errors import ConfigError, HostsUpdatedInterrupt, ShardLost
 from farandole.sharding import pieces
 from farandole.sharding.pieces import Piece
 from farandole.sharding.shard_plan import Held, Plan, awaited, choose, missing, shards_within_hosts
-from farandole.state import packing, streaming
+from farandole.state import packing
 from farandole.state.deep_copy import deep_copy
 from farandole.state.object_state import State
 
@@ -136,9 +136,9 @@ class ShardedState(State):
         """
         if self._checkpoint is None:
             raise ConfigError("save_checkpoint(): give ShardedState a folder, ShardedState(..., checkpoint=folder)")
-        from farandole.sharding import durable  # the import takes most of a second
+        from farandole.sharding import pieces  # the import takes most of a second
 
-        durable.write(self._checkpoint, self._number, self.model, self.optimizer, self._values())
+        pieces.write_stored(self._checkpoint, self._number, self.model, self.optimizer, self._values())
 
     # Methods for the run loop ---------------------------------------------------------------------------------
 
@@ -211,9 +211,9 @@ class ShardedState(State):
         """Load the newest checkpoint. Returns False if there is none and nothing is lost. Raises ShardLost."""
         newest = None
         if self._checkpoint is not None:
-            from farandole.sharding import durable
+            from farandole.sharding import pieces
 
-            newest = durable.newest(self._checkpoint)
+            newest = pieces.newest_stored(self._checkpoint)
         lost = _what_is_lost(held) if any(held) else ""
         if newest is None:
             if lost:
@@ -221,7 +221,7 @@ class ShardedState(State):
             return False
         if lost:
             logger.warning("%s All go back to the checkpoint %s", lost, newest)
-        self._number, values = durable.read(newest, self.model, self.optimizer)
+        self._number, values = pieces.read_stored(newest, self.model, self.optimizer)
         self.__dict__.update(values)
         return True
 
@@ -241,7 +241,7 @@ def _broadcast(value: Any, source: int, transport: Transport) -> Any:
         tensors = packed.tensors
     else:
         value, tensors = packing.make_room(skeleton)
-    streaming.broadcast_all(transport, tensors, streaming.total_bytes(tensors), source)
+    packing.broadcast_all(transport, tensors, packing.total_bytes(tensors), source)
     return value
 
 

@@ -17,10 +17,11 @@ from farandole.state.handlers import (
     SamplerStateHandler,
     StatefulHandler,
     StateHandler,
+    pack_metadata,
+    refuse_other_model,
 )
 from farandole.state.optimizer_state import OptimizerState
 from farandole.state.packing import Packed
-from farandole.state.parts import pack_metadata, refuse_other_model
 from farandole.state.sync import SyncReport, synchronize
 from farandole.state.torch_state import TorchState
 

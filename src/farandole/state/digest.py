@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from farandole.state.streaming import as_bytes
+from farandole.state.packing import as_bytes
 
 _ROW_WORDS = 8192
 _ROWS = 4  # at once: their products stay in the cache

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Protocol
-
-from farandole.state.host_updates import HostUpdateResult
 
 
 class RunLoop(Protocol):
@@ -121,3 +120,15 @@ def committed() -> None:
 def is_elastic() -> bool:
     """Return whether an elastic function runs, so that the size of the world may change."""
     return _run_loop is not None
+
+
+# The effect of host events on a job, in Horovod's numbers. State receives the events; the run loop agrees on them.
+
+
+class HostUpdateResult(enum.IntFlag):
+    """The effect of host changes. Several changes at once are combined with bitwise or."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from farandole.state.handlers import pack_metadata
 from farandole.state.packing import Packed
-from farandole.state.parts import pack_metadata
 
 _UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
 

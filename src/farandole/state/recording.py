@@ -42,7 +42,7 @@ class Part:
 
 
 class SamplerRecorder(Protocol):
-    """Records the samples that samplers were told of, under the commit rule (worker/commit_records.py)."""
+    """Records the samples that samplers were told of, under the commit rule (worker/sample_records.py)."""
 
     def trained(self, sampler: object, parts: Sequence[Part]) -> None: ...
     def left(self, sampler: object, epoch: int, samples: int | None) -> None: ...

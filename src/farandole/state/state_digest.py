@@ -14,7 +14,7 @@ import torch
 from farandole.state.digest import digest, digest_of
 from farandole.state.digest_schedule import TURN, Part, block_at, cut, is_due, sample_at
 from farandole.state.named_tensors import NamedTensor
-from farandole.state.streaming import as_bytes
+from farandole.state.packing import as_bytes
 
 STRIKES = 3
 

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import torch
 
-from farandole import status_reporting
 from farandole.errors import StepError
+from farandole.liveness import status_reporting
 from farandole.state import recording
 from farandole.state.global_batch import Batch
 

@@ -14,20 +14,12 @@ from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
 from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.handlers import is_same, is_stateful, load_stateful, load_value, pack_metadata, refuse_other_model
 from farandole.state.metadata_snapshot import MetadataSnapshot
 from farandole.state.named_tensors import named_tensors
 from farandole.state.object_state import State
-from farandole.state.optimizer_state import OptimizerState
+from farandole.state.optimizer_state import OptimizerState, with_inner
 from farandole.state.packing import Packed, unpack
-from farandole.state.parts import (
-    is_same,
-    is_stateful,
-    load_stateful,
-    load_value,
-    pack_metadata,
-    refuse_other_model,
-)
-from farandole.state.refused_optimizers import refuse_for_loader
 from farandole.state.state_digest import StateDigest
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
 from farandole.state.watched_tensors import WatchedTensors
@@ -42,7 +34,7 @@ class Loader(Protocol):
     epoch: int
     cursor: int
     seed: int
-    hooks: Any  # the run loop installs itself here (data/loader_hooks.py)
+    hooks: Any  # the run loop installs itself here (data/epoch.py)
 
     def commit(self, global_batch: GlobalBatch) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -393,3 +385,34 @@ class StepState(TorchState):
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return (self._kinds or self._sort()).modules
+
+
+# Optimizers that cannot train with a loader of Farandole, and their refusal when a state is created with them.
+
+
+_WHY = {
+    torch.optim.LBFGS: (
+        "evaluates its closure as often as the loss on this worker's local batch asks for, so that workers would come "
+        "to "
+        "different numbers of reductions"
+    ),
+    torch.optim.SparseAdam: (
+        "takes sparse gradients only, and those of the global batch are dense; torch.optim.Adam takes them"
+    ),
+}
+
+
+def refuse_for_loader(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that contains one."""
+    for each in with_inner("optimizer", optimizer).values():
+        if each is not optimizer and hasattr(each, "abandon_step"):
+            raise ConfigError(
+                f"there is a DistributedOptimizer inside of the {type(optimizer).__name__} of the TorchState, which "
+                f"would step whether or not its step is applied: DistributedOptimizer(...) belongs around all of it"
+            )
+        for kind, why in _WHY.items():
+            if isinstance(each, kind):
+                raise ConfigError(
+                    f"torch.optim.{kind.__name__} {why}. Use another optimizer, or train without a DataLoader of "
+                    f"Farandole, under the commit rule"
+                )

@@ -14,7 +14,7 @@ import torch
 from farandole.collectives.transport import Transport
 from farandole.errors import FatalError
 from farandole.membership import Progress
-from farandole.state import packing, streaming
+from farandole.state import packing
 from farandole.state.digest import digest_of
 from farandole.state.divergence import Divergence, choose_right, differing
 from farandole.state.named_tensors import tensors_in
@@ -172,8 +172,8 @@ def _standing(state: Shared, metadata: packing.Packed, tensors: packing.Packed, 
     return Standing(
         is_holder=state.is_holder,
         progress=progress,
-        metadata=(len(metadata.skeleton), streaming.total_bytes(metadata.tensors)),
-        tensors=(len(tensors.skeleton), streaming.total_bytes(tensors.tensors)),
+        metadata=(len(metadata.skeleton), packing.total_bytes(metadata.tensors)),
+        tensors=(len(tensors.skeleton), packing.total_bytes(tensors.tensors)),
         sample=digests.of_sample(progress.step, trained_only=True) if digests is not None and is_compared else 0,
         is_suspicious=digests.is_suspicious if digests is not None else False,
         local=tuple(sorted(digests.local)) if digests is not None else (),
@@ -263,13 +263,13 @@ def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tup
         skeleton.copy_(torch.frombuffer(bytearray(mine.skeleton), dtype=torch.uint8))
     transport.broadcast(skeleton, source)
     if transport.rank == source:
-        streaming.broadcast_all(transport, mine.tensors, sizes[1], source)
+        packing.broadcast_all(transport, mine.tensors, sizes[1], source)
         return None
     if not needed:
-        streaming.broadcast_all(transport, None, sizes[1], source)
+        packing.broadcast_all(transport, None, sizes[1], source)
         return None
     value, room = packing.make_room(skeleton.numpy().tobytes())
-    streaming.broadcast_all(transport, room, sizes[1], source)
+    packing.broadcast_all(transport, room, sizes[1], source)
     return value
 
 

@@ -24,8 +24,7 @@ from farandole.env import read_fixed_env, read_worker_env
 from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import loop_hooks
-from farandole.state.background_copy import BackgroundCopy, finish_all
-from farandole.state.deep_copy import TensorPair
+from farandole.state.deep_copy import BackgroundCopy, TensorPair, finish_all
 from farandole.state.handlers import (
     BUILT_IN,
     LoaderHandler,

@@ -19,7 +19,7 @@ from ctypes import string_at
 
 import torch
 
-from farandole.state.streaming import as_bytes
+from farandole.state.packing import as_bytes
 
 logger = logging.getLogger("farandole")
 

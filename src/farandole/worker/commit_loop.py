@@ -1,5 +1,6 @@
 """The run loop of the commit rule, as in Horovod: a fault or a planned change leaves the function, the workers
-regroup and agree on the state, and the function is called again."""
+regroup and agree on the state, and the function is called again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-from farandole import status_reporting
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.env import read_checkpoint_env
@@ -21,30 +21,30 @@ from farandole.errors import (
     JobEnded,
     RecoverableError,
 )
-from farandole.messages import Elastic, Synced
+from farandole.liveness import status_reporting
+from farandole.liveness.status_reporting import InPhase
 from farandole.optim.ddp.adoption import adopt_modules
 from farandole.state import loop_hooks, recording, step
-from farandole.state.background_copy import finish_all
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
-from farandole.state.host_updates import HostUpdateResult
-from farandole.state.kept_values import KeptValues, can_be_kept
-from farandole.state.object_state import ObjectState, State
+from farandole.state.deep_copy import finish_all
+from farandole.state.loop_hooks import HostUpdateResult
+from farandole.state.object_state import KeptValues, ObjectState, State, can_be_kept
 from farandole.state.sync import SyncReport
 from farandole.state.torch_state import TorchState
-from farandole.status_reporting import InPhase
+from farandole.wire.messages import Elastic, Synced
 from farandole.worker.checkpoints import Checkpoints, checkpoints
-from farandole.worker.commit_records import commit_records
-from farandole.worker.end_barrier import all_have_finished
 from farandole.worker.host_update_listeners import PlannedUpdates
-from farandole.worker.leaving import leaving_on_sigterm
-from farandole.worker.uncommitted_steps import UncommittedSteps
+from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
+from farandole.worker.sample_records import commit_records
 from farandole.worker.worker_job import Job
 from farandole.worker.worker_recovery import regroup, report_first_step
 from farandole.worker_status import Phase
 
+logger = logging.getLogger("farandole")
+
+
 ResultT = TypeVar("ResultT")
 
-logger = logging.getLogger("farandole")
 
 _WORD = struct.Struct("<2q")  # prepared, update
 
@@ -323,3 +323,36 @@ def _checkpoints(job: Job | None, committed: CommittedState | None, values: Kept
             "--checkpoint, state.save_once() lets one worker write a file"
         )
     return None
+
+
+# The cost of a rollback to the last commit, for the report of a recovery ----------------------------------------------
+
+
+class UncommittedSteps:
+    """Counts the steps of the state's first optimizer since the last commit: 0 for a state that has none."""
+
+    def __init__(self, state: State) -> None:
+        optimizers = state._optimizers() if isinstance(state, TorchState) else []
+        self._hooks = [each.register_step_post_hook(self._stepped) for each in optimizers[:1]]
+        self._count = self._undone = 0
+
+    def committed(self) -> None:
+        """Reset the count: the steps done so far are kept."""
+        self._count = 0
+
+    def undone(self) -> None:
+        """Note that the state went back to the last commit."""
+        self._undone, self._count = self._undone + self._count, 0
+
+    def take_undone(self) -> int:
+        """Return the steps undone since the last call."""
+        undone, self._undone = self._undone, 0
+        return undone
+
+    def close(self) -> None:
+        """Remove the hooks from the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _stepped(self, *_: object) -> None:
+        self._count += 1

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from farandole import status_reporting
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.process_sets import ProcessSet, forget_all, register_static
 from farandole.collectives.named.settings import NamedSettings
-from farandole.collectives.named.timeline_control import start_timeline
+from farandole.collectives.named.timeline import start_timeline
 from farandole.collectives.transport import Transport
 from farandole.env import (
     read_exit_notice,
@@ -28,15 +27,14 @@ from farandole.env import (
     read_worker_env,
 )
 from farandole.errors import JobEnded
+from farandole.liveness import status_reporting
 from farandole.membership import GenerationId, Placement
-from farandole.messages import Failed
 from farandole.process_group.registration import open_default_group, register
 from farandole.state import save_once
-from farandole.worker import logs, scratch
-from farandole.worker.children import end_stubborn_at_exit
-from farandole.worker.exiting import shorten_exit
+from farandole.wire.messages import Failed
+from farandole.worker import process_setup
 from farandole.worker.fixed_job import FixedJob
-from farandole.worker.malloc import keep_freed_memory
+from farandole.worker.process_setup import end_stubborn_at_exit, keep_freed_memory, shorten_exit
 from farandole.worker.worker_job import Job
 
 # Seconds, under a fixed-size launcher, for all ranks to import torch and call init(); as --start-timeout.
@@ -85,7 +83,7 @@ def init(
         raise ValueError(f'init(process_sets={process_sets!r}): a list of ProcessSet, or "dynamic"')
     keep_freed_memory()
     if (level := read_horovod_settings().log_level) is not None:
-        logs.say_from(level)
+        process_setup.set_log_level(level)
     end_stubborn_at_exit()
     _join()
     try:
@@ -133,7 +131,7 @@ def _join() -> None:
             status_reporting.open_status_page(page, gives_exit_notice=read_exit_notice())
         folder = read_scratch_folder()
         if folder is not None:
-            scratch.use(folder)
+            process_setup.use_scratch_folder(folder)
         _job = Job(worker_env, _settings)
         atexit.register(_end)
         _report_exceptions(_job)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ipaddress
+import secrets
+import socket
+import threading
 from collections.abc import Callable
+from concurrent import futures
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farandole.collectives import world
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named.settings import NamedSettings
-from farandole.env import FixedEnv
-from farandole.messages import Start
-from farandole.worker.fixed_size import Rendezvous
+from farandole.env import FixedEnv, restart_count, uses_agent_store
+from farandole.errors import ConfigError, JobEnded
+from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.wire.messages import Start
 from farandole.worker.world_builder import WorldBuilder
 
 
@@ -52,3 +63,129 @@ class FixedJob:
     def close(self) -> None:
         self.leave()
         self._listener.close()
+
+
+# Rendezvous with the other workers of a fixed-size launcher (torchrun, mpirun, srun), through torch's TCPStore.
+
+
+_KEY_BYTES = 32
+_NONCE_DIGITS = 16
+_GRACE_S = 1.0  # for TCPStore to enforce a time limit by itself: its message then says more than "late"
+
+T = TypeVar("T")
+
+
+class Rendezvous:
+    """The exchange, once, of the workers' data addresses.
+
+    TCPStore has no authentication: a process that reaches its port can read the key of the data connections. Rank 0
+    therefore opens it on MASTER_ADDR only, which is loopback unless it was set otherwise; torchrun's own store listens
+    on all addresses.
+    """
+
+    def __init__(self, env: FixedEnv, timeout_s: float) -> None:
+        self._env = env
+        self._timeout_s = timeout_s
+        self._prefix = f"farandole/{restart_count()}"
+        self._is_host = env.rank == 0 and not uses_agent_store()
+        try:
+            self._store = _within(timeout_s + _GRACE_S, self._open)
+        except (futures.TimeoutError, RuntimeError, OSError) as error:
+            raise JobEnded(
+                f"rank {env.rank} of {env.size} under {env.launcher} cannot {'serve' if self._is_host else 'reach'} "
+                f"the rendezvous {env.master_addr}:{env.master_port} within {timeout_s:g} s "
+                f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
+            ) from error
+
+    def meet(self, address: Address) -> Start:
+        """Send our address to all workers and receive the neighbours'. Rank 0 creates the generation and its data key.
+
+        Returns when all ranks have arrived. Raises JobEnded when some do not within the time limit, with their names,
+        and ConfigError when a rank on another host could not reach `address`.
+        """
+        env = self._env
+        if env.local_size < env.size and ipaddress.ip_address(address.host).is_loopback:
+            raise ConfigError(
+                f"{env.size} workers under {env.launcher}, {env.local_size} of them on this host: workers on several "
+                f"hosts are not possible yet, they are reached at {address.host} only"
+            )
+        try:
+            return _within(self._timeout_s + _GRACE_S, lambda: self._exchange(address))
+        except (futures.TimeoutError, RuntimeError) as error:
+            raise JobEnded(
+                f"rank {env.rank} of {env.size} under {env.launcher} waited {self._timeout_s:g} s in init() at "
+                f"{env.master_addr}:{env.master_port}; ranks that did not come: {self._missing()}"
+            ) from error
+
+    def _open(self) -> TCPStore:
+        env, listening = self._env, None
+        if self._is_host:
+            listening = _listen(env.master_addr, env.master_port)
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=self._is_host,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+
+    def _exchange(self, address: Address) -> Start:
+        env, store = self._env, self._store
+        if env.rank == 0:
+            store.set(self._key("secret"), secrets.token_hex(_NONCE_DIGITS // 2) + secrets.token_hex(_KEY_BYTES))
+        store.set(self._key(env.rank), msgspec.json.encode(address).decode())
+        store.wait([self._key("secret"), *map(self._key, range(env.size))])
+        secret = store.get(self._key("secret")).decode()
+        previous, following = (self._peer((env.rank + step) % env.size) for step in (-1, 1))
+        store.set(self._key(f"{env.rank}/read"), "")
+        if self._is_host:  # The store ends with this process, which may end as soon as init() has returned.
+            store.wait([self._key(f"{rank}/read") for rank in range(env.size)])
+        return Start(
+            id=GenerationId(run_id=1, coordinator_epoch=1, number=1, nonce=secret[:_NONCE_DIGITS]),
+            placement=Placement(env.rank, env.size, env.local_rank, env.local_size, env.cross_rank, env.cross_size),
+            previous=previous,
+            next=following,
+            bootstrap=True,
+            data_key=bytes.fromhex(secret[_NONCE_DIGITS:]),
+        )
+
+    def _peer(self, rank: int) -> Peer:
+        return Peer(f"rank{rank}", rank, msgspec.json.decode(self._store.get(self._key(rank)), type=Address))
+
+    def _key(self, name: str | int) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _missing(self) -> str:
+        def look() -> list[int]:
+            return [rank for rank in range(self._env.size) if not self._store.check([self._key(rank)])]
+
+        try:
+            return str(_within(_GRACE_S, look))
+        except (futures.TimeoutError, RuntimeError):
+            return "unknown, the rendezvous is gone"
+
+
+def _listen(host: str, port: int) -> int:
+    """Return the descriptor of a listening socket on this address alone; TCPStore itself would listen on all."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((address[0], port), family=family).detach()
+
+
+def _within(limit_s: float, call: Callable[[], T]) -> T:
+    """Return or raise what `call` returns or raises; raise futures.TimeoutError after `limit_s`. TCPStore's own limits
+    do not hold when a peer accepts and never answers. The abandoned thread ends with the process."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="farandole-rendezvous", daemon=True).start()
+    return result.result(timeout=limit_s)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

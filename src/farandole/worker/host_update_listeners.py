@@ -6,8 +6,8 @@ import threading
 from typing import Protocol
 
 from farandole.clock import wall_time_s
-from farandole.messages import Prepare
-from farandole.state.host_updates import HostUpdateResult
+from farandole.state.loop_hooks import HostUpdateResult
+from farandole.wire.messages import Prepare
 from farandole.worker.worker_job import Job
 
 

@@ -13,13 +13,13 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from farandole import wire
 from farandole.clock import now_s
 from farandole.env import WorkerEnv
 from farandole.errors import JobEnded
 from farandole.fork_safety import close_at_fork
 from farandole.membership import Address
-from farandole.messages import (
+from farandole.wire import codec
+from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Hello,
@@ -90,7 +90,7 @@ class Link:
         machine."""
         # An error needs no handling here: the listening thread sees the same end, and acts on it.
         with self._send_lock, contextlib.suppress(OSError):
-            self._socket.sendall(wire.frame(wire.encode(message)))
+            self._socket.sendall(codec.frame(codec.encode(message)))
 
     def ask_to_leave(self) -> None:
         """Ask to leave, from a signal handler: the link's thread sends Leaving, since the main thread may hold the
@@ -194,7 +194,7 @@ class Link:
             self._end_worker(f"its link to the agent failed; ending the worker\n{traceback.format_exc()}")
 
     def _follow_orders(self) -> None:
-        buffer = wire.FrameBuffer(_FRAME_LIMIT)
+        buffer = codec.FrameBuffer(_FRAME_LIMIT)
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
@@ -211,7 +211,7 @@ class Link:
                         self._end_worker("the agent of this worker is gone; ending the worker")
                         return
                     for payload in buffer.feed(data):
-                        self._obey(wire.decode(wire.TO_WORKER, payload))
+                        self._obey(codec.decode(codec.TO_WORKER, payload))
 
     def _receive(self) -> bytes:
         try:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from farandole.collectives import world
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from farandole.state.object_state import State
 from farandole.state.step_state import StepState
 from farandole.worker import context
 from farandole.worker.commit_loop import CommitLoop
+from farandole.worker.host_update_listeners import notification_manager
 from farandole.worker.step_loop import StepLoop
 from farandole.worker.worker_job import Job
 
@@ -63,3 +64,45 @@ def run(
 
 def _loop(job: Job | None, state: State) -> StepLoop | CommitLoop:
     return StepLoop(job, state) if isinstance(state, StepState) else CommitLoop(job, state)
+
+
+# run_fn(function, reset): the elastic loop with the script's own reset, under Horovod's name --------------------------
+
+
+def run_fn(
+    function: Callable[Concatenate[StateT, P], ResultT], reset: Callable[[], object]
+) -> Callable[Concatenate[StateT, P], ResultT]:
+    """Make a function elastic as elastic.run does, for a world that `reset` recreates after each fault and host event.
+
+    In a job with a coordinator this is elastic.run: workers regroup in place there, and `reset`, which would end this
+    worker's membership by shutdown(), is not called.
+
+    Args:
+        function: The training function; its first argument is the state.
+        reset: Called after each fault and host event.
+
+    Returns:
+        The elastic function.
+    """
+    in_job = run(function)
+
+    @functools.wraps(function)
+    def elastic(state: StateT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if context.job() is not None:
+            return in_job(state, *args, **kwargs)
+        notification_manager.register_listener(state)
+        try:
+            while True:
+                try:
+                    state.sync()  # never skipped: a joining worker waits in it
+                    return function(state, *args, **kwargs)
+                except HorovodInternalError:
+                    state.restore()
+                except HostsUpdatedInterrupt:
+                    pass
+                reset()
+                state.on_reset()
+        finally:
+            notification_manager.remove_listener(state)
+
+    return elastic

@@ -8,10 +8,10 @@ from collections.abc import Collection
 
 from farandole.collectives import world
 from farandole.errors import StateDiverged
-from farandole.messages import StatesDiffered
 from farandole.state.divergence import Divergence
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport
+from farandole.wire.messages import StatesDiffered
 from farandole.worker.checkpoints import Checkpoints
 from farandole.worker.sample_records import SampleRecords
 from farandole.worker.worker_job import Job

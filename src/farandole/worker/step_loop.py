@@ -7,27 +7,26 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-from farandole import status_reporting
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
+from farandole.liveness import status_reporting
+from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Shortfall
-from farandole.messages import Elastic, Synced
 from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
 from farandole.state import loop_hooks, recording, step
-from farandole.state.batch_norm import layers_with_statistics, make_equal
-from farandole.state.host_updates import HostUpdateResult
+from farandole.state.buffers import layers_with_statistics, make_equal
+from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
-from farandole.status_reporting import InPhase
+from farandole.wire.messages import Elastic, Synced
 from farandole.worker.body_calls import BodyCalls
 from farandole.worker.checkpoints import checkpoints
-from farandole.worker.end_barrier import all_have_finished
-from farandole.worker.leaving import leaving_on_sigterm
-from farandole.worker.malloc import map_ahead
+from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
+from farandole.worker.process_setup import map_ahead
 from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
 from farandole.worker.step_randomness import reseed
@@ -175,7 +174,7 @@ class StepLoop:
         self._is_second_call = warm_up(job, self._state, call)
         self._is_busy = True
 
-    # Requests of the loader (data/loader_hooks.py) -----------------------------------------------------------
+    # Requests of the loader (data/epoch.py) -----------------------------------------------------------
 
     def reach(self) -> None:
         """Pass a boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""

@@ -21,7 +21,7 @@ from farandole.collectives.world import World
 from farandole.env import WorkerEnv, read_detection_budget_s
 from farandole.errors import GenerationEnded, PeerLost, RecoverableError
 from farandole.membership import Progress
-from farandole.messages import Connected, LinkBroken, MayPublish, Ready, Start
+from farandole.wire.messages import Connected, LinkBroken, MayPublish, Ready, Start
 from farandole.worker.link import Link
 from farandole.worker.link_probe import Connections, LinkProbe
 from farandole.worker.world_builder import Abortable, WorldBuilder

@@ -13,10 +13,10 @@ from typing import Literal
 from farandole.clock import now_s
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
-from farandole.messages import FirstStep, Start, Synced
+from farandole.liveness.status_reporting import InPhase
 from farandole.state import step
 from farandole.state.sync import SyncReport
-from farandole.status_reporting import InPhase
+from farandole.wire.messages import FirstStep, Start, Synced
 from farandole.worker.worker_job import Job
 from farandole.worker_status import Phase
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from farandole.collectives.hierarchical.hierarchical_builder import RINGS
+from farandole.collectives.hierarchical_transport import RINGS
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
@@ -19,13 +19,17 @@ from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.ring_builder import RingBuilder
-from farandole.collectives.shared_memory.shared_memory_builder import ControlBlockRefs, ControlBlocks, OwnControlBlocks
+from farandole.collectives.shared_memory.shared_memory_transport import (
+    ControlBlockRefs,
+    ControlBlocks,
+    OwnControlBlocks,
+)
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import Devices, Way, choose, decide, for_devices, own_devices
 from farandole.collectives.world import World
 from farandole.env import read_transport
 from farandole.membership import Address, Peer, Placement
-from farandole.messages import Start
+from farandole.wire.messages import Start
 
 logger = logging.getLogger("farandole")
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.checkpoint.json_values import from_json, to_json
+from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)

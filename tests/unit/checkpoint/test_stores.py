@@ -10,11 +10,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from farandole.checkpoint.beginning import begin
-from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, write_file
-from farandole.checkpoint.local_store import LocalStore
+from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, begin, write_file
 from farandole.checkpoint.manifest import FORMAT, Manifest
-from farandole.checkpoint.store import Store, normalized, open_store
+from farandole.checkpoint.store import LocalStore, Store, normalized, open_store
 from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from tests.objects.flat_objects import FlatObjects

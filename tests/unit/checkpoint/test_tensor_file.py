@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.checkpoint.local_store import LocalStore
+from farandole.checkpoint.file_format import read_tensors, write_tensors
 from farandole.checkpoint.manifest import FileSum
-from farandole.checkpoint.tensor_file import read_tensors, write_tensors
+from farandole.checkpoint.store import LocalStore
 from farandole.errors import ConfigError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]

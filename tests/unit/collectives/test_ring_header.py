@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, describe_packed, sequence_of
 from farandole.collectives.tensor_bytes import dtype_code
+from farandole.collectives.transport import Reduction
 
 
 def test_a_header_describes_itself_before_and_after_its_way() -> None:

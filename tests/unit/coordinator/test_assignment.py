@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.assignment import by_rank, placements, ring
+from farandole.coordinator.capacity import by_rank, placements, ring
 from farandole.membership import Address, Placement
 
 

@@ -7,7 +7,7 @@ import pytest
 from farandole.coordinator import AgentLost, AgentTold, ScaleRequested
 from farandole.events import SlotsMissing, WorkerLost
 from farandole.membership import Address
-from farandole.messages import (
+from farandole.wire.messages import (
     AgentHello,
     FromWorker,
     Heartbeat,
@@ -18,7 +18,7 @@ from farandole.messages import (
     Synced,
     WorkerExited,
 )
-from farandole.testing.told_job import ToldJob
+from tests.support.told_job import ToldJob
 
 
 def test_one_worker_is_started_in_each_slot_when_the_agent_connects() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from farandole.coordinator import StopRequested, new_job
 from farandole.events import CheckpointFailed, CheckpointSaved, StateLost
 from farandole.membership import Origin, Progress
-from farandole.messages import CheckpointEnded, MayPublish, PublishAnswer, Stop, TellWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import CheckpointEnded, MayPublish, PublishAnswer, Stop, TellWorkers
+from tests.support.told_job import ToldJob
 
 
 def refusals(told: ToldJob) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
 from farandole.coordinator import DrainRequested, ScaleRequested, UndrainRequested
-from farandole.coordinator.control_requests import judge
-from farandole.coordinator.status import describe
+from farandole.coordinator.control_requests import describe, judge
 from farandole.events import HostUndrained
-from farandole.messages import Dismissed
-from farandole.testing.told_job import ToldJob
+from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
+from farandole.wire.messages import Dismissed
+from tests.support.told_job import ToldJob
 
 
 def asked(told: ToldJob, request: AskScale | AskDrain | AskUndrain) -> Accepted:

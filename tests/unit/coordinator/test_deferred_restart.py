@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from farandole.coordinator import AgentTold
-from farandole.messages import Leaving, WorkerDying
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Leaving, WorkerDying
+from tests.support.told_job import ToldJob
 
 
 def training_job(size: int = 3, **config: int) -> ToldJob:

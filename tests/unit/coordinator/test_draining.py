@@ -5,8 +5,8 @@ from __future__ import annotations
 from farandole.coordinator import AgentLost, AgentTold, hosts
 from farandole.coordinator.transition import Transition
 from farandole.events import HostDrained, WorkerEnded
-from farandole.messages import AgentLeaving, Dismissed, Kill, Left, Prepare, TellWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import AgentLeaving, Dismissed, Kill, Left, Prepare, TellWorkers
+from tests.support.told_job import ToldJob
 
 
 def two_hosts(num_proc: int = 2, slots: int = 1, **config: object) -> ToldJob:

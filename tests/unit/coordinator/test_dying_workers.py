@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from farandole.coordinator import AgentTold, ScaleRequested
 from farandole.events import WorkerLost
-from farandole.messages import Failed, WorkerDying
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Failed, WorkerDying
+from tests.support.told_job import ToldJob
 
 
 def dying(told: ToldJob, worker: str) -> ToldJob:

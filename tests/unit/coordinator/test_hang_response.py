@@ -8,9 +8,9 @@ from farandole.coordinator import AgentTold
 from farandole.coordinator.hang_detection import HangDetector
 from farandole.coordinator.inputs import StepsStalled
 from farandole.events import CollectiveStalled, Recovered, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
-from farandole.messages import Kill, Stop, TellWorkers, WorkerDying, WorkerExited
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Kill, Stop, TellWorkers, WorkerDying, WorkerExited
 from farandole.worker_status import Phase, WorkerStatus
+from tests.support.told_job import ToldJob
 
 TIMEOUT_S = 5.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from farandole.events import HostAdded, HostRemoved
 from farandole.membership import Placement
-from farandole.messages import Dismissed, Kill, Leaving, Prepare, Spawn, StartWorkers, TellWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Dismissed, Kill, Leaving, Prepare, Spawn, StartWorkers, TellWorkers
+from tests.support.told_job import ToldJob
 
 
 def hosts_job(num_proc: int = 2, **config: object) -> ToldJob:

@@ -6,8 +6,8 @@ import pytest
 
 from farandole.coordinator import ScaleRequested
 from farandole.events import ScaleRefused, WorkerEnded
-from farandole.messages import Kill, Leaving
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Kill, Leaving
+from tests.support.told_job import ToldJob
 
 
 def joined(told: ToldJob) -> ToldJob:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from farandole.coordinator import AgentLost
 from farandole.events import StateLost
 from farandole.membership import Origin
-from farandole.messages import StartWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import StartWorkers
+from tests.support.told_job import ToldJob
 
 
 def lost_with_a_lease(lease_s: float) -> ToldJob:

@@ -6,8 +6,8 @@ import pytest
 
 from farandole.coordinator.link_failures import smallest_cover
 from farandole.events import TransportChosen
-from farandole.messages import Connected, Kill, LinkBroken
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Connected, Kill, LinkBroken
+from tests.support.told_job import ToldJob
 
 
 def retried(told: ToldJob, times: int) -> ToldJob:

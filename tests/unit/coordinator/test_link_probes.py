@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator.link_failures import cover_but_one_holder
-from farandole.coordinator.link_probes import spread_to_hosts
+from farandole.coordinator.link_failures import cover_but_one_holder, spread_to_hosts
 from farandole.events import LinksDistrusted, RegroupBegan
-from farandole.messages import Kill, Probe, Probed, TellWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Kill, Probe, Probed, TellWorkers
+from tests.support.told_job import ToldJob
 
 WAIT_S = 0.375  # an eighth of the budget of 3 s
 

@@ -6,8 +6,8 @@ import pytest
 
 from farandole.coordinator import AgentLost
 from farandole.events import HostBlacklisted, HostCooledDown, WorkerLost
-from farandole.messages import Abort, Kill, TellWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Abort, Kill, TellWorkers
+from tests.support.told_job import ToldJob
 
 
 def hosts_job(num_proc: int = 2, **config: object) -> ToldJob:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from farandole.coordinator import AgentLost, AgentTold, StepsSeen
 from farandole.events import Recovered
 from farandole.membership import Origin
-from farandole.messages import WorkerDying, WorkerExited
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import WorkerDying, WorkerExited
+from tests.support.told_job import ToldJob
 
 
 def test_a_loss_is_reported_when_all_survivors_have_applied_a_step() -> None:

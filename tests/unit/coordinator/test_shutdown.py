@@ -7,8 +7,8 @@ import pytest
 from farandole.coordinator import StopRequested
 from farandole.events import TrainingCutShort
 from farandole.membership import Shortfall
-from farandole.messages import JobEnded, Kill, Leaving
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import JobEnded, Kill, Leaving
+from tests.support.told_job import ToldJob
 
 
 def test_all_are_released_when_the_last_one_has_finished_and_the_job_succeeds() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from farandole.coordinator.slot_backoff import HEALTHY_S, pause_s
+from farandole.coordinator.slots import HEALTHY_S, backoff_s
 from farandole.events import SlotBackoff
-from farandole.testing.told_job import ToldJob
+from tests.support.told_job import ToldJob
 
 
 def training_job(restarts: int = 10, **config: Any) -> ToldJob:
@@ -21,7 +21,7 @@ def lose_newest(told: ToldJob) -> ToldJob:
 
 
 def test_the_pauses_grow_up_to_a_limit() -> None:
-    assert [pause_s(failures) for failures in (0, 1, 2, 3, 4, 7, 8, 100, 10_000)] == [0, 0, 1, 2, 4, 32, 60, 60, 60]
+    assert [backoff_s(failures) for failures in (0, 1, 2, 3, 4, 7, 8, 100, 10_000)] == [0, 0, 1, 2, 4, 32, 60, 60, 60]
 
 
 def test_a_healthy_worker_is_replaced_at_once_and_so_is_the_first_one_that_fails() -> None:

@@ -10,8 +10,8 @@ from farandole.config import JobConfig
 from farandole.coordinator import AgentLost, ScaleRequested
 from farandole.errors import ConfigError
 from farandole.events import SparesMissing, SpareWaits
-from farandole.messages import Kill, Leaving
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Kill, Leaving
+from tests.support.told_job import ToldJob
 
 
 def job_with_spares(size: int = 2, spares: int = 1, slots: int | None = None, **config: Any) -> ToldJob:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.messages import Kill, LinkBroken
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Kill, LinkBroken
+from tests.support.told_job import ToldJob
 
 
 def test_a_death_ends_the_job_and_stops_the_others() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.control import HostStatus, PastEvent, Status
-from farandole.coordinator.status import FOR_EVER, describe
-from farandole.launch.status_text import in_words
-from farandole.testing.told_job import ToldJob
+from farandole.coordinator.control_requests import FOR_EVER, describe
+from farandole.launch.control_commands import in_words
+from farandole.wire.control import HostStatus, PastEvent, Status
+from tests.support.told_job import ToldJob
 
 
 def status(told: ToldJob) -> Status:

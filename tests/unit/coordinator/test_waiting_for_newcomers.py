@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.messages import Prepare, TellWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Prepare, TellWorkers
+from tests.support.told_job import ToldJob
 
 
 def grown() -> ToldJob:

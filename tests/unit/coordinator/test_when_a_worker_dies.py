@@ -6,8 +6,8 @@ import pytest
 
 from farandole.coordinator import AgentLost
 from farandole.events import GenerationStarted, WorkerLost
-from farandole.messages import Abort, Kill, TellWorkers
-from farandole.testing.told_job import ToldJob
+from farandole.wire.messages import Abort, Kill, TellWorkers
+from tests.support.told_job import ToldJob
 
 
 def test_survivors_are_told_to_abort_and_the_slot_is_filled_at_once() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.data.generators import DrawWatch, generators_kept
+from farandole.data.augmentation import DrawWatch, generators_kept
 
 
 @pytest.fixture(params=["MT19937", "PCG64"])

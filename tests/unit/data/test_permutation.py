@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from farandole.data.permutation import FORMAT_VERSION, Permutation
-from farandole.data.torch_permutation import permute
 from farandole.errors import DataError
 
 # (size, seed, epoch): the first samples of the order, in format version 1.
@@ -29,7 +27,6 @@ def test_a_saved_cursor_means_the_same_samples_in_every_release(key: tuple[int, 
     samples = GOLDEN[key]
     order = Permutation(*key)
     assert order(np.arange(len(samples))).tolist() == samples
-    assert permute(order, torch.arange(len(samples))).tolist() == samples
     assert [order.sample_at(position) for position in range(len(samples))] == samples
 
 
@@ -74,8 +71,6 @@ def test_positions_outside_the_data_set_are_refused(outside: int) -> None:
     with pytest.raises(DataError, match=r"expected values in \[0, 10\)"):
         order.inverse(np.array([3, outside]))
     with pytest.raises(DataError, match=r"expected values in \[0, 10\)"):
-        permute(order, torch.tensor([3, outside]))
-    with pytest.raises(DataError, match=r"expected values in \[0, 10\)"):
         order.sample_at(outside)
 
 
@@ -94,9 +89,3 @@ def test_narrow_and_wide_words_give_the_plain_definition(size: int) -> None:
     samples = order(positions)
     assert samples.tolist() == [order.sample_at(position) for position in positions.tolist()]
     assert np.array_equal(order.inverse(samples), positions)
-
-
-def test_a_torch_tensor_keeps_its_shape_and_its_values() -> None:
-    positions = torch.arange(6).reshape(2, 3)
-    assert permute(Permutation(10, 0, 0), positions).shape == (2, 3)
-    assert torch.equal(positions, torch.arange(6).reshape(2, 3))

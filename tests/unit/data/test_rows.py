@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Subset, TensorDataset
 
 import farandole as fd
-from farandole.data.rows import Rows, are_rows
+from farandole.data.torch_loader import Rows, are_rows
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.check_build import format_build
 from farandole.launch.cli import main
+from farandole.launch.run_parser import format_build
 
 ALL = {"torch": "9.9", "cuda": True, "rocm": False, "gloo": True, "nccl": True, "mpi": False}
 

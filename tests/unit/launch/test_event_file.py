@@ -11,7 +11,7 @@ import pytest
 
 from farandole.errors import ConfigError
 from farandole.events import ScaleChanged, WorkerEnded
-from farandole.launch.event_file import EventFile
+from farandole.launch.job_files import EventFile
 
 
 def nobody(text: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from farandole.launch.forwarded_output import UNSENT_LIMIT, ForwardedOutput
-from farandole.launch.remote_output import RemoteOutput
-from farandole.messages import Message, WorkerPrinted, WorkerRanked, WorkerSilent
-from farandole.wire import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
+from farandole.agent.remote_output import UNSENT_LIMIT, ForwardedOutput, RemoteOutput
+from farandole.wire.codec import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
+from farandole.wire.messages import Message, WorkerPrinted, WorkerRanked, WorkerSilent
 from tests.support.waiting import run
 
 

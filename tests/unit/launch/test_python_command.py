@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.python_command import PythonCommand, python_command
-from farandole.launch.spawner import forkable
+from farandole.agent.fork_server import PythonCommand, python_command
+from farandole.agent.spawner import forkable
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 from farandole.errors import ConfigError
 from farandole.ledger.check import Line
 from farandole.ledger.findings import Findings, in_words
-from farandole.ledger.hashing import ids_hash
 from farandole.ledger.proving import prove
-from farandole.ledger.records import FORMAT, WHOLE, Entered, EpochLeft, Opened, Record, Trained, compact
+from farandole.ledger.records import FORMAT, WHOLE, Entered, EpochLeft, Opened, Record, Trained, compact, ids_hash
 
 SAMPLES = 12
 

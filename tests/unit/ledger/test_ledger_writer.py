@@ -12,7 +12,7 @@ import pytest
 from farandole.errors import ConfigError
 from farandole.ledger.check import check
 from farandole.ledger.ledger_writer import Writer
-from farandole.ledger.reading import Folder, ledger_files
+from farandole.ledger.proving import Folder, ledger_files
 from farandole.ledger.records import HOLED, Missed, Opened, Record, decode
 from tests.support.ledgers import WrittenJob
 

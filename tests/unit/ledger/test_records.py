@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.ledger.hashing import ids_hash
-from farandole.ledger.records import Applied, Intent, Missed, Record, compact, decode, encode, expand
+from farandole.ledger.records import Applied, Intent, Missed, Record, compact, decode, encode, expand, ids_hash
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.errors import StepError
-from farandole.optim.active_optimizers import ActiveOptimizers
+from farandole.optim.step_reduction import ActiveOptimizers
 from farandole.state.global_batch import GlobalBatch
 
 

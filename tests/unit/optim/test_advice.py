@@ -11,13 +11,13 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.membership import GenerationId, Placement
-from farandole.optim import advice
+from farandole.optim import options
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(advice, "_has_advised", False)
+    monkeypatch.setattr(options, "_has_advised", False)
     world.enter(world.World(GenerationId(1, 1, 1, ""), Placement(0, 1, 0, 1, 0, 1), AloneTransport(1)))
     yield
     world.enter(None)

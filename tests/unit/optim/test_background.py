@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from farandole.optim.background import Background
+from farandole.optim.bucketed_gradients import Background
 
 DEADLINE_S = 10.0
 

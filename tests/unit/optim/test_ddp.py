@@ -22,8 +22,8 @@ from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.c10d_members import Everybody
 from farandole.state import loop_hooks, step
 from farandole.state.global_batch import Batch, GlobalBatch
-from farandole.testing.thread_workers import run_workers
 from tests.support.run_loops import RepeatingRunLoop
+from tests.support.thread_workers import run_workers
 
 FEATURES = 3
 

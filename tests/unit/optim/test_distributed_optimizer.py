@@ -11,8 +11,8 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.compression import Compression
-from farandole.collectives.named.constants import Adasum, Sum
 from farandole.collectives.named.engine import NamedCollectives
+from farandole.collectives.named.settings import Adasum, Sum
 from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer

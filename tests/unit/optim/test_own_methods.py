@@ -14,7 +14,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.errors import ConfigError, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.state import loop_hooks, step
-from farandole.state.background_copy import BackgroundCopy
+from farandole.state.deep_copy import BackgroundCopy
 from tests.scripts.optimizer_kinds import Attributes, LookaheadList, Rules, ScheduleFree, sam, whole
 from tests.support.run_loops import RepeatingRunLoop
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.optim.plan_agreement import difference
+from farandole.optim.buckets import difference
 
 SAME = ["a (2, 2) float32", "b (2,) float32"]
 

@@ -10,7 +10,7 @@ import torch
 import farandole as fd
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.state import step
-from farandole.testing.thread_workers import run_workers
+from tests.support.thread_workers import run_workers
 
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,7 @@ from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.parallel.data_parallel import DataParallel
 from farandole.state import step
 from farandole.state.global_batch import Batch, GlobalBatch
-from farandole.testing.thread_workers import run_workers
+from tests.support.thread_workers import run_workers
 
 
 class TwoHeads(nn.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from farandole.state.batch_norm import layers_with_statistics, make_equal
-from farandole.testing.thread_world import ThreadWorld
+from farandole.state.buffers import layers_with_statistics, make_equal
+from tests.support.thread_world import ThreadWorld
 
 
 def test_all_workers_get_the_statistics_of_all_samples_together() -> None:

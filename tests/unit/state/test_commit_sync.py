@@ -10,7 +10,7 @@ import torch
 from farandole.errors import PeerLost
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.torch_state import TorchState
-from farandole.testing.thread_world import ThreadTransport, ThreadWorld
+from tests.support.thread_world import ThreadTransport, ThreadWorld
 from tests.unit.state.test_torch_state import Sampler, content, train
 
 

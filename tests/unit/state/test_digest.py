@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farandole.state.digest import digest, digest_of
-from farandole.state.streaming import as_bytes
+from farandole.state.packing import as_bytes
 
 SHORT, LONG = 1_000, 50_001  # elements; the long one is hashed by words, in several rows, with some left over
 

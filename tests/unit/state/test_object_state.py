@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from farandole.errors import ConfigError, HostsUpdatedInterrupt
-from farandole.state.host_updates import HostUpdateResult
+from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.object_state import ObjectState, State
 
 

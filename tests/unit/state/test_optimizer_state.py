@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from farandole.checkpoint.json_values import from_json, to_json
+from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError
+from farandole.optim.optimizer_mixin import Undo
 from farandole.state.handlers import OptimizerStateHandler
 from farandole.state.optimizer_state import OptimizerState, outline
 from farandole.state.packing import pack, unpack
-from farandole.state.undo import Undo
 
 
 def parameters() -> list[torch.Tensor]:

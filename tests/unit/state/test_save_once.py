@@ -13,7 +13,7 @@ import farandole as fd
 from farandole.membership import Progress
 from farandole.state import save_once as module
 from farandole.state.object_state import ObjectState
-from farandole.testing.thread_workers import run_workers
+from tests.support.thread_workers import run_workers
 
 
 class Coordinator:

@@ -9,13 +9,13 @@ import torch
 
 from farandole.errors import FatalError, PeerLost
 from farandole.membership import Progress
-from farandole.state import streaming, sync
+from farandole.state import packing, sync
 from farandole.state.digest import digest_of
 from farandole.state.divergence import Divergence
 from farandole.state.state_digest import STRIKES, StateDigest
 from farandole.state.sync import Standing, choose_source, synchronize
 from farandole.state.torch_state import TorchState
-from farandole.testing.thread_world import ThreadTransport, ThreadWorld
+from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 
 class Position:
@@ -217,7 +217,7 @@ def test_a_copy_that_is_not_what_the_source_has_is_refused() -> None:
     source, newcomer = trained_state(1, 4), trained_state(2, 0)
     source.is_holder = True
     before = content(newcomer)
-    move = streaming.broadcast_all
+    move = packing.broadcast_all
 
     def and_change(transport: ThreadTransport, *args: Any) -> None:
         move(transport, *args)
@@ -226,7 +226,7 @@ def test_a_copy_that_is_not_what_the_source_has_is_refused() -> None:
                 source.model[0].weight[0, 0] += 1.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "broadcast_all", and_change)
+        patch.setattr(packing, "broadcast_all", and_change)
         results = sync_all([source, newcomer], ThreadWorld(2), bootstrap=False)
     assert isinstance(results[1], FatalError)
     assert "another thread" in str(results[1])
@@ -278,14 +278,14 @@ def test_without_a_holder_nothing_starts_over_silently() -> None:
 
 
 def test_many_tensors_of_odd_sizes_pass_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "PIECE_BYTES", 7)
+    monkeypatch.setattr(packing, "PIECE_BYTES", 7)
     source = [torch.arange(5, dtype=torch.int16), torch.empty(0), torch.tensor(3.5), torch.randn(3, 3)]
     targets = [torch.zeros_like(tensor) for tensor in source]
-    size = streaming.total_bytes(source)
+    size = packing.total_bytes(source)
 
     def call(transport: ThreadTransport) -> None:
         mine = [source, targets, None][transport.rank]
-        streaming.broadcast_all(transport, mine, size, 0)
+        packing.broadcast_all(transport, mine, size, 0)
 
     assert ThreadWorld(3).run(call) == [None] * 3
     assert all(torch.equal(a, b) for a, b in zip(source, targets, strict=True))

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.faults import parse
-from farandole.testing.faults.bringing import Pace
+from farandole.testing.faults.bringing import Pace, Triggers
 from farandole.testing.faults.fault_plan import FaultPhase, Trigger
-from farandole.testing.faults.fault_triggers import Triggers
 
 SAID: dict[FaultPhase, str] = {
     "start": "[farandole] starting w3 in slot 0 on localhost",

@@ -11,12 +11,11 @@ import torch
 import farandole as fd
 from farandole.errors import CollectiveMismatch, HorovodInternalError, HostsUpdatedInterrupt
 from farandole.state import loop_hooks
-from farandole.state.host_updates import HostUpdateResult
+from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.object_state import ObjectState, State
 from farandole.state.torch_state import TorchState
 from farandole.worker.host_update_listeners import notification_manager
-from farandole.worker.run_fn import run_fn
-from farandole.worker.run_loop import run
+from farandole.worker.run_loop import run, run_fn
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 _SCRIPT = """
 import atexit, gc, sys
-from farandole.worker.exiting import shorten_exit
+from farandole.worker.process_setup import shorten_exit
 atexit.register(lambda: print("a handler that was there before", gc.get_freeze_count() > 1000))
 class Holder:
     def __del__(self):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.worker.logs import say_from
+from farandole.worker.process_setup import set_log_level
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def logger() -> Iterator[logging.Logger]:
 def test_what_is_less_important_than_asked_is_not_said(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_from("error")
+    set_log_level("error")
     logger.warning("not this")
-    say_from("info")
+    set_log_level("info")
     logger.info("but this")
     assert [record.message for record in caplog.records] == ["but this"]
 
@@ -33,6 +33,6 @@ def test_without_any_logging_of_the_scripts_own_it_is_said_on_stderr(
     logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger.propagate = False  # pytest listens above it
-    say_from("debug")
+    set_log_level("debug")
     logger.debug("a detail")
     assert capsys.readouterr().err == "[DEBUG] farandole: a detail\n"

@@ -11,8 +11,8 @@ import torch
 import farandole as fd
 from farandole.collectives import world
 from farandole.errors import CollectiveMismatch
-from farandole.messages import FirstStep, Synced
 from farandole.state import step
+from farandole.wire.messages import FirstStep, Synced
 from farandole.worker.step_loop import _EPOCH_END, StepLoop
 from tests.support.one_worker import Orders
 

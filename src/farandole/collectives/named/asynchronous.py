@@ -36,7 +36,7 @@ from farandole.collectives.named.building import (
 from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 from farandole.errors import HorovodInternalError
 
 

@@ -14,7 +14,7 @@ import torch
 from farandole.collectives.named import asynchronous
 from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.process_sets import ProcessSet, engine
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 
 Submit = Callable[[Sequence[torch.Tensor]], Handle]
 """Submits tensors to the plain or the grouped form of an operation."""

@@ -17,7 +17,7 @@ from farandole.collectives.named.handles import ExchangeHandle, Handle
 from farandole.collectives.named.operation import Operation
 from farandole.collectives.named.operation_requests import CPU, GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.process_sets import ProcessSet, engine
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 from farandole.errors import HorovodInternalError
 
 REDUCIBLE = (

@@ -14,6 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+import msgspec
+import torch
+
 from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
@@ -32,21 +35,20 @@ from farandole.collectives.named.operation_requests import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.named.rounds import Rounds
 from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.named.stall import StallWatch
-from farandole.collectives.named.submitted import Submitted
-from farandole.collectives.named.timeline import Timeline
-from farandole.collectives.named.timeline_control import process_timeline
-from farandole.collectives.named.wake import Wake
+from farandole.collectives.named.submitted import Submitted, Wake
+from farandole.collectives.named.timeline import Timeline, process_timeline
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
 from farandole.membership import Placement
 
+logger = logging.getLogger("farandole")
+
+
 Connect = Callable[[tuple[int, ...], int], Transport]
 """connect(global ranks, process set): connect a transport among these ranks only; all of them call it at once."""
 
-logger = logging.getLogger("farandole")
 
 # The time for the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
 _CLOSE_TIMEOUT_S = 5.0
@@ -303,3 +305,44 @@ class NamedCollectives:
         if transport is not None:
             transport.close()
         self._finish(decision, True)
+
+
+# Run one round: every rank's payload goes to every rank. engine.py starts one when a rank has new requests.
+#
+# Payloads travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths
+# before. A second exchange follows only when some rank's payload does not fit.
+
+
+TRAILER_BYTES = 64
+
+_TOO_LONG = 0xFF
+_NOTHING_NEW = RoundPayload()
+
+_encode: Callable[[RoundPayload], bytes] = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], RoundPayload] = msgspec.msgpack.Decoder(RoundPayload).decode
+
+
+class Rounds:
+    """Exchanges payloads over one transport. For one thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._nothing = torch.empty(0)
+
+    def exchange(self, payload: RoundPayload) -> list[RoundPayload]:
+        """Return the payload of every rank, by rank. Raises the errors of the transport."""
+        encoded = b"" if payload == _NOTHING_NEW else _encode(payload)
+        trailers = self._transport.all_reduce(self._nothing, _trailer(encoded))
+        if all(trailer[0] != _TOO_LONG for trailer in trailers):
+            return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
+        return [_received(each) for each in self._transport.all_gather(encoded)]
+
+
+def _trailer(encoded: bytes) -> bytes:
+    if len(encoded) >= TRAILER_BYTES:
+        return bytes([_TOO_LONG]).ljust(TRAILER_BYTES, b"\0")
+    return (bytes([len(encoded)]) + encoded).ljust(TRAILER_BYTES, b"\0")
+
+
+def _received(encoded: bytes) -> RoundPayload:
+    return _decode(encoded) if encoded else _NOTHING_NEW

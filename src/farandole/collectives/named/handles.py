@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from farandole.collectives import world
-from farandole.status_reporting import WaitingForPeers
+from farandole.liveness.status_reporting import WaitingForPeers
 
 
 class Handle:

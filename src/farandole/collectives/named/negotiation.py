@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from farandole.collectives.named.dependent_failures import fail_group, fail_strangers, fail_tangled, give_up
-from farandole.collectives.named.disagreement import ranks_in_words
-from farandole.collectives.named.fusion import Matched, fuse
+from farandole.collectives.named.fusion import Matched, ResponseCache, fuse
 from farandole.collectives.named.operation_requests import (
     GLOBAL_SET,
     Agreed,
@@ -27,12 +26,9 @@ from farandole.collectives.named.operation_requests import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.named.outstanding import Outstanding
-from farandole.collectives.named.pending import Pending
+from farandole.collectives.named.outstanding import Outstanding, Pending
 from farandole.collectives.named.process_set_members import Members, ProcessSets
-from farandole.collectives.named.repeated_rounds import RepeatedRound, RepeatedRounds
-from farandole.collectives.named.response_cache import ResponseCache
-from farandole.collectives.named.validation import why_invalid
+from farandole.collectives.named.validation import ranks_in_words, who_says_what, why_invalid
 from farandole.errors import ProtocolError
 
 _SET_CHANGES = {Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET}
@@ -287,3 +283,99 @@ def _at(cache: ResponseCache, place: int, rank: int) -> Matched:
         return cache[place]
     except IndexError:
         raise ProtocolError(f"rank {rank} repeats what is in place {place} of the cache, where nothing is") from None
+
+
+# Build the errors of operations that depend on each other, for each rank that submitted one of them -------------------
+
+
+_LISTED = 3  # of one rank's operations
+
+
+def fail_group(group: Sequence[Pending], bad: Sequence[Fail]) -> list[Fail]:
+    """Fail all operations of a group because of some, which have their own message."""
+    messages = {fail.key: fail.message for fail in bad}
+    why = f"another operation of its group {group[0].group!r} failed: {bad[0].message}"
+    return [Fail(each.key, messages.get(each.key) or f"{_what(each.key)}: {why}") for each in group]
+
+
+def fail_tangled(cluster: Sequence[Pending]) -> list[Fail]:
+    """Fail all operations of a cluster; the message lists each rank's operations."""
+    said: dict[int, list[str]] = {}
+    for pending in cluster:
+        for rank, part in zip(pending.members.ranks, pending.parts, strict=True):
+            if part is not None:
+                group = f" of group {part.group!r} with {part.group_size}" if part.group else ""
+                said.setdefault(rank, []).append(_what(pending.key) + group)
+    found = who_says_what((rank, _shortened(said[rank])) for rank in sorted(said))
+    message = f"ranks disagree on what to do together: {found or 'all have submitted only a part of a group'}"
+    return [Fail(pending.key, message) for pending in cluster]
+
+
+def fail_strangers(pending: Pending) -> Fail:
+    """Fail an operation that ranks outside of its process set have submitted."""
+    number, ranks = pending.members.number, ranks_in_words(pending.members.ranks)
+    who = f"{ranks_in_words(pending.strangers)} submitted it"
+    return Fail(pending.key, f"{_what(pending.key)}: {who}, but process set {number} has {ranks}")
+
+
+def give_up(pending: Pending, awaited: Sequence[int], together: Sequence[Pending]) -> list[Fail]:
+    """Fail an operation that has waited for these ranks for too long, and all operations that belong to it."""
+    message = (
+        f"{_what(pending.key)} was given up after waiting for too long: {ranks_in_words(pending.submitted_by())} "
+        f"submitted it, {ranks_in_words(awaited)} did not"
+    )
+    return [Fail(each.key, message) for each in together]
+
+
+def _what(key: Key) -> str:
+    return f"{key.kind.name.lower()} {key.name!r}"
+
+
+def _shortened(names: list[str]) -> str:
+    more = [f"{len(names) - _LISTED} more"] if len(names) > _LISTED else []
+    return " and ".join(names[:_LISTED] + more)
+
+
+# Remember rounds in which all ranks only repeat requests, and the decisions that follow from them.
+#
+# The training step's rounds are of this kind, so they cost next to nothing.
+
+
+Repeated: TypeAlias = tuple[tuple[int, ...], ...]
+"""For each rank, the places in the cache of the requests that it repeats."""
+
+_MOST = 64
+
+
+@dataclass(frozen=True)
+class RepeatedRound:
+    """The decisions of a round, and the places in the cache, in the order of use."""
+
+    decisions: tuple[Execute, ...]
+    places: tuple[int, ...]
+
+
+class RepeatedRounds:
+    """Recent rounds that repeat cached requests. They are valid while the cache keeps the same in these places."""
+
+    def __init__(self) -> None:
+        self._repeated_rounds: dict[Repeated, RepeatedRound] = {}
+        self._places: set[int] = set()
+
+    def get(self, repeated: Repeated) -> RepeatedRound | None:
+        return self._repeated_rounds.get(repeated)
+
+    def add(self, repeated: Repeated, plan: RepeatedRound) -> None:
+        if len(self._repeated_rounds) >= _MOST:
+            self.clear()
+        self._repeated_rounds[repeated] = plan
+        self._places.update(plan.places)
+
+    def forget_place(self, place: int) -> None:
+        """Forget the rounds that use this place: the cache has another operation there now."""
+        if place in self._places:
+            self.clear()
+
+    def clear(self) -> None:
+        self._repeated_rounds.clear()
+        self._places.clear()

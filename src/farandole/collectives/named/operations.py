@@ -5,7 +5,7 @@ Arguments as in asynchronous.py. All raise the errors of their asynchronous form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,21 +23,16 @@ from farandole.collectives.named.asynchronous import (
     grouped_reducescatter_async,
     reducescatter_async,
     reduction,
+    submit_gathering,
     submit_reduction,
 )
 from farandole.collectives.named.building import Call
 from farandole.collectives.named.compression import Compression, Compressor
-from farandole.collectives.named.grouped import (
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-)
 from farandole.collectives.named.handles import poll, synchronize
 from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.sparse import sparse_allreduce_async
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.named.settings import Average
+from farandole.collectives.transport import Reduction
 
 __all__ = [
     "allgather",
@@ -242,3 +237,115 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     call = Call(Kind.BARRIER, None, process_set)
     call.add()
     call.submit().take()
+
+
+# Several tensors in one operation, all of them together or none: the grouped functions that wait ----------------------
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors (all on one device) into new ones. Gradients flow through it."""
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
+    how, scales = reduction(op, average), (prescale_factor, postscale_factor)
+    small, contexts = _compress(tensors, compression)
+    results = autograd.all_reduce(
+        lambda inputs: submit_reduction(call, inputs, how, *scales),
+        small,
+        how,
+        scales,
+        process_set,
+    )
+    return [compression.decompress(each, context) for each, context in zip(results, contexts, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, ...]:
+    """Reduce several tensors in place."""
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
+    how = reduction(op, average)
+    results: tuple[torch.Tensor, ...] = submit_reduction(
+        call, tensors, how, prescale_factor, postscale_factor, in_place=True
+    ).take()
+    return results
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, ...]:
+    """Gather the rows of several tensors from all ranks. Gradients flow through it."""
+    call = Call(Kind.ALLGATHER, name, process_set, tensors)
+    return autograd.all_gather(lambda inputs: submit_gathering(call, inputs), tensors, process_set)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int = Reduction.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Reduce several tensors, and keep this rank's rows of each. Gradients flow through it."""
+    call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
+    how, scales = reduction(op), (prescale_factor, postscale_factor)
+    small, contexts = _compress(tensors, compression)
+    results = autograd.reduce_scatter(
+        lambda inputs: submit_reduction(call, inputs, how, *scales),
+        small,
+        how,
+        scales,
+        process_set,
+    )
+    return [compression.decompress(each, context) for each, context in zip(results, contexts, strict=True)]
+
+
+def _compress(
+    tensors: Sequence[torch.Tensor], compression: Compressor
+) -> tuple[Sequence[torch.Tensor], Sequence[object]]:
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [tensor for tensor, _ in pairs], [context for _, context in pairs]
+
+
+# Sum sparse tensors, as in gradients of embeddings: entries are gathered, not added up --------------------------------
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Compute the Sum or Average of a sparse COO tensor (same shape on all ranks, any number of entries).
+
+    Returns:
+        A function instead of a handle (as in Horovod): it waits, and returns a sparse tensor in which an index may
+        occur several times.
+    """
+    calls = [
+        Call(Kind.ALLGATHER, None if name is None else f"{name}.{part}", process_set) for part in ("indices", "values")
+    ]
+    indices = submit_gathering(calls[0], [tensor._indices().transpose(0, 1)])
+    values = submit_gathering(calls[1], [tensor._values()])
+
+    def wait() -> torch.Tensor:
+        # Wait for both before an error is raised: their names are free again afterwards.
+        all_values, all_indices = synchronize(values), synchronize(indices)
+        if op == Average:
+            all_values = all_values / process_set.size()
+        # Given explicitly, or torch warns of its default.
+        return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape, check_invariants=False)
+
+    return wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from farandole.collectives.transport import Reduction
 from farandole.errors import ConfigError
 
 
@@ -31,3 +32,14 @@ class NamedSettings:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}")
+
+
+# Horovod's names for the reduction operators.; users pass them as `op` ------------------------------------------------
+
+
+Average = Reduction.AVERAGE
+Sum = Reduction.SUM
+Adasum = Reduction.ADASUM
+Min = Reduction.MIN
+Max = Reduction.MAX
+Product = Reduction.PRODUCT

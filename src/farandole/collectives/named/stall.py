@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farandole.collectives.named.disagreement import ranks_in_words
 from farandole.collectives.named.negotiation import UnmatchedOperation
 from farandole.collectives.named.operation_requests import Key
+from farandole.collectives.named.validation import ranks_in_words
 
 _LISTED = 5  # the number of operations that a warning names for one set of awaited ranks
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import socket
 import threading
 from collections.abc import Iterable, Sequence
 
 from farandole.collectives.named.operation import Operation
 from farandole.collectives.named.operation_requests import Key
-from farandole.collectives.named.wake import Wake
+from farandole.fork_safety import close_at_fork
 
 
 class Submitted:
@@ -105,3 +106,42 @@ class Submitted:
             self._unsaid.clear()
         for operation in waiting:
             operation.fail(error)
+
+
+# A flag that a thread can wait for together with sockets: set by any thread, visible as a readable descriptor.
+
+
+class Wake:
+    """A flag with a descriptor. Not thread-safe by itself.
+
+    set() and clear() are called under one lock, so that a set flag and a readable descriptor are always the same thing.
+    """
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        close_at_fork(self._receiver)
+        close_at_fork(self._sender)
+        self._is_set = False
+
+    @property
+    def descriptor(self) -> int:
+        return self._receiver.fileno()
+
+    @property
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Set the flag. Raises OSError in a forked child: the thread to be woken stayed with the parent."""
+        if not self._is_set:
+            self._is_set = True  # first: a thread that finds the descriptor readable reads this without the lock
+            self._sender.send(b"\0")
+
+    def clear(self) -> None:
+        if self._is_set:
+            self._receiver.recv(1)
+            self._is_set = False
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()

@@ -15,7 +15,7 @@ from farandole.collectives.named.handles import Handle
 from farandole.collectives.named.operation import Operation
 from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, engine, global_process_set
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import selectors
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from farandole.collectives.handshake import (
     INTRODUCTION_LIMIT,
@@ -20,7 +22,6 @@ from farandole.collectives.handshake import (
     is_dialer_proved,
 )
 from farandole.collectives.listener import Caller, DataListener
-from farandole.collectives.p2p.message_queue import P2PMessage
 from farandole.errors import ProtocolError
 from farandole.membership import GenerationId
 
@@ -178,3 +179,64 @@ class _Reader:
 
     def _begin(self, buffer: bytearray) -> None:
         self._buffer, self._wanted = buffer, memoryview(buffer)
+
+
+# Match received messages with the calls that wait for them. point_to_point.py delivers, and waits ---------------------
+
+
+class P2PMessage(NamedTuple):
+    """A message between two ranks.
+
+    Attributes:
+        source: The global rank that sent it.
+        subject: Agreed on by sender and receiver only: a group, and a tag or the number of an operation.
+        content: Memory of its own.
+    """
+
+    source: int
+    subject: bytes
+    content: bytearray
+
+
+class Expected:
+    """A message that a call waits for: the first one of this subject from `source`, or from any rank.
+
+    `message` is None until it has come.
+    """
+
+    def __init__(self, source: int | None, subject: bytes) -> None:
+        self.source, self.subject = source, subject
+        self.message: P2PMessage | None = None
+
+    def matches(self, message: P2PMessage) -> bool:
+        return self.subject == message.subject and self.source in (None, message.source)
+
+
+class MessageQueue:
+    """The messages of one rank.
+
+    Messages of one source and subject are returned in the order of their arrival, to calls in the order in which they
+    began to wait.
+    """
+
+    def __init__(self) -> None:
+        self._unclaimed: deque[P2PMessage] = deque()
+        self._expected: deque[Expected] = deque()
+
+    def deliver(self, message: P2PMessage) -> None:
+        for expected in self._expected:
+            if expected.matches(message):
+                expected.message = message
+                self._expected.remove(expected)
+                return
+        self._unclaimed.append(message)
+
+    def expect(self, source: int | None, subject: bytes) -> Expected:
+        expected = Expected(source, subject)
+        for message in self._unclaimed:
+            if expected.matches(message):
+                expected.message = message
+                self._unclaimed.remove(message)
+                return expected
+        self._expected.append(expected)
+        return expected

@@ -9,8 +9,8 @@ import torch
 
 from farandole.collectives.chunks import chunk_bounds
 from farandole.collectives.p2p.point_to_point import PointToPoint
-from farandole.collectives.reduction import Reduction
 from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
+from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch
 
 # Up to this size every rank gets every rank's tensor; beyond, each rank reduces a part of it for all.

@@ -18,13 +18,20 @@ from farandole.clock import now_s
 from farandole.collectives.dialer import Dialer
 from farandole.collectives.handshake import Introduction
 from farandole.collectives.listener import DataListener
-from farandole.collectives.p2p.incoming import CHANNEL, FRAME, SUBJECT_BYTES, Incoming
-from farandole.collectives.p2p.message_queue import Expected, MessageQueue, P2PMessage
+from farandole.collectives.p2p.incoming import (
+    CHANNEL,
+    FRAME,
+    SUBJECT_BYTES,
+    Expected,
+    Incoming,
+    MessageQueue,
+    P2PMessage,
+)
 from farandole.collectives.ring import OnBroken
 from farandole.errors import FarandoleError, GenerationEnded, PeerLost
+from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.membership import Address, GenerationId
-from farandole.readiness import can_write
-from farandole.status_reporting import WaitingForPeers
+from farandole.wire.sockets import can_write
 
 _SLICE_S = 1.0
 

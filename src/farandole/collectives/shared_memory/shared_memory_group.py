@@ -18,10 +18,14 @@ from farandole.collectives.chunks import blocks, chunk_bounds
 from farandole.collectives.connection_pair import Interruption
 from farandole.collectives.ring_header import HEADER_BYTES, Header
 from farandole.collectives.ring_schedules import Agreement, Combine
-from farandole.collectives.shared_memory.control_block import DATA_BYTES, PAYLOAD_BYTES, ControlBlock, MessageSlot
-from farandole.collectives.shared_memory.memory_barrier import MemoryBarrier
-from farandole.collectives.shared_memory.tensor_ref import TENSOR_REF_BYTES, Stage, TensorRef
-from farandole.collectives.shared_memory.tensors import OtherTensors
+from farandole.collectives.shared_memory.control_block import (
+    DATA_BYTES,
+    PAYLOAD_BYTES,
+    ControlBlock,
+    MemoryBarrier,
+    MessageSlot,
+)
+from farandole.collectives.shared_memory.tensors import TENSOR_REF_BYTES, OtherTensors, Stage, TensorRef
 
 MAX_PAYLOAD_BYTES = PAYLOAD_BYTES - HEADER_BYTES - TENSOR_REF_BYTES
 """The limit of a payload beside a tensor."""

@@ -5,16 +5,20 @@ shared_memory_group.py moves the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
+import msgspec
 import torch
 
-from farandole.collectives.reduction import Reduction
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
-from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock
+from farandole.collectives.shared_memory import futex
+from farandole.collectives.shared_memory.control_block import CONTROL_BLOCK_BYTES, DATA_BYTES, ControlBlock
 from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
+from farandole.collectives.shared_memory.tensors import SegmentRef, create_segment, open_segment
 from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_view
+from farandole.collectives.transport import Reduction
 
 _PIECE_BYTES = 1 << 20
 
@@ -87,3 +91,80 @@ class SharedMemoryTransport:
         """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._ring.close()
         self._group.close()
+
+
+# Build a shared-memory transport from a ring, if its ranks can map each other's memory --------------------------------
+
+
+ControlBlocks: TypeAlias = list[ControlBlock]
+"""The control block of each rank that shares memory, by rank."""
+
+
+class ControlBlockRefs(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of one rank to the others: where its control blocks are, one for each transport; or a problem."""
+
+    refs: tuple[SegmentRef, ...] = ()
+    problem: str = ""
+
+
+class OwnControlBlocks:
+    """A rank's control blocks for `count` transports, which are not read by the others yet."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self._control_blocks: list[ControlBlock] = []
+        self._hide: list[Callable[[], object]] = []
+        refs: list[SegmentRef] = []
+        problem = "" if futex.is_supported() else f"rank {rank} is not on Linux for x86-64"
+        try:
+            for _ in range(0 if problem else count):
+                segment = create_segment(CONTROL_BLOCK_BYTES)
+                self._control_blocks.append(ControlBlock(segment.memory))
+                self._hide.append(segment.hide)
+                refs.append(segment.ref)
+        except OSError as error:
+            problem = f"rank {rank} has no shared memory: {error}"
+        self.refs = ControlBlockRefs((), problem) if problem else ControlBlockRefs(tuple(refs))
+        """The answer to the others."""
+
+    def open_those_of(
+        self, ring: RingTransport, mates: Sequence[int], received: Sequence[ControlBlockRefs]
+    ) -> list[ControlBlocks] | str:
+        """Open, for each transport, the control blocks of `mates`, the ranks of this rank's host, itself included.
+
+        Returns, on all ranks of the ring alike, the reason where that is impossible. All ranks of the ring call it at
+        once; `received` are their answers. Raises PeerLost and GenerationEnded.
+        """
+        problem, opened = self.refs.problem, list[ControlBlocks]()
+        if all(received[rank].refs for rank in mates):
+            try:
+                opened = [
+                    [
+                        control_block if rank == ring.rank else ControlBlock(open_segment(received[rank].refs[number]))
+                        for rank in mates
+                    ]
+                    for number, control_block in enumerate(self._control_blocks)
+                ]
+            except OSError as error:
+                problem = f"rank {ring.rank} cannot read the memory of another rank: {error}"
+        problems = [each.decode() for each in ring.all_gather(problem.encode()) if each]
+        for hide in self._hide:
+            hide()  # all ranks have opened the control blocks, or none uses them
+        return problems[0] if problems else opened
+
+
+def share_memory(ring: RingTransport, control_blocks: ControlBlocks | None = None) -> SharedMemoryTransport | str:
+    """Return the transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
+
+    All ranks of the ring call it at once, before any other operation; `control_blocks` are given if they were shared
+    before. Raises PeerLost and GenerationEnded.
+    """
+    shared = control_blocks or share_control_blocks(ring, range(ring.size))
+    return shared if isinstance(shared, str) else SharedMemoryTransport(ring, shared)
+
+
+def share_control_blocks(ring: RingTransport, mates: Sequence[int]) -> ControlBlocks | str:
+    """Return the control blocks of `mates` for one transport of all ranks, as OwnControlBlocks.open_those_of()."""
+    own = OwnControlBlocks(ring.rank, 1)
+    received = ring.all_gather(msgspec.msgpack.encode(own.refs))
+    opened = own.open_those_of(ring, mates, [msgspec.msgpack.decode(each, type=ControlBlockRefs) for each in received])
+    return opened if isinstance(opened, str) else opened[0]

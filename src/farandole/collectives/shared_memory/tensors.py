@@ -6,13 +6,20 @@ A collective moves such a tensor without a copy. In all other respects it is lik
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
+import os
+import struct
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from farandole.collectives.shared_memory import futex
-from farandole.collectives.shared_memory.segment import SegmentRef, create_segment, open_segment
 
 # Below this size a segment of its own costs more than the copies that it saves.
 _LEAST_BYTES = 64 * 1024
@@ -98,3 +105,195 @@ class OtherTensors:
 
     def close(self) -> None:
         self._opened.clear()
+
+
+# Memory that one process writes and others of the same host read, for control blocks and tensors.
+#
+# A segment has no name in any file system, so nothing is left behind however a process ends, and the size of /dev/shm
+# does not matter. Its readers are told its place, and open it through /proc, read-only: a process that was stopped,
+# and resumes when the others have gone on without it, can damage only its own data.
+
+
+_SEGMENT = struct.Struct("=5Q")
+
+SEGMENT_REF_BYTES = _SEGMENT.size
+
+
+class SegmentRef(NamedTuple):
+    """The place of a segment, for other processes of this host.
+
+    Attributes:
+        device, inode: Those of the memory, so that a reused descriptor is not mistaken for it.
+        nbytes: Its length.
+    """
+
+    process: int
+    descriptor: int
+    device: int
+    inode: int
+    nbytes: int
+
+    def pack(self) -> bytes:
+        return _SEGMENT.pack(*self)
+
+    @staticmethod
+    def unpack(packed: bytes | memoryview) -> SegmentRef:
+        return SegmentRef(*_SEGMENT.unpack(packed))
+
+
+class OwnSegment(NamedTuple):
+    """A segment of this process.
+
+    Attributes:
+        memory: The whole segment, readable and writable; mapped while an object refers to it.
+        place: The reference by which others open it, while `memory` lives and until it is hidden.
+        hide: Closes the descriptor by which others open the segment, after all of them have opened it. Idempotent.
+    """
+
+    memory: memoryview
+    ref: SegmentRef
+    hide: Callable[[], object]
+
+
+def create_segment(nbytes: int) -> OwnSegment:
+    """Return a new segment of `nbytes` bytes, at least 1, all zero and reserved, so that later writes cannot fail.
+
+    Raises OSError when there is not enough memory, or no descriptor left.
+    """
+    # Closed at exec. A forked child keeps it until it ends, which does no harm: it is not a connection.
+    descriptor = os.memfd_create("farandole")
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        mapped = _map(descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        status = os.fstat(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    hide = weakref.finalize(mapped, os.close, descriptor)
+    hide.atexit = False
+    ref = SegmentRef(os.getpid(), descriptor, status.st_dev, status.st_ino, nbytes)
+    return OwnSegment(memoryview(mapped), ref, hide)  # type: ignore[arg-type]
+
+
+def open_segment(ref: SegmentRef) -> memoryview:
+    """Return the memory of another process's segment, read-only.
+
+    Raises OSError when it does not exist any more, or is not accessible: another user's, or in another namespace of
+    process ids.
+    """
+    descriptor = os.open(f"/proc/{ref.process}/fd/{ref.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (ref.device, ref.inode) or status.st_size < ref.nbytes:
+            raise FileNotFoundError(f"process {ref.process} has another file in the place of its segment")
+        mapped = _map(descriptor, ref.nbytes, mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    return memoryview(mapped).toreadonly()  # type: ignore[arg-type]
+
+
+def _map(descriptor: int, nbytes: int, protection: int) -> npt.NDArray[np.uint8]:
+    """Call mmap(2) through the C library.
+
+    Python's mmap keeps a descriptor of its own for each mapping (until 3.13, which has trackfd=False), which would make
+    that two for each rank of the host, and four in a regroup.
+    """
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    return np.ctypeslib.as_array(memory)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+# References to this rank's memory in an operation: its tensor itself, or a staging area.
+#
+# A tensor in private memory is copied into the staging area, piece by piece. The area has two halves that alternate,
+# from one operation to the next, too: one is filled while others may still read the other one.
+
+
+_WHOLE = 2
+_NO_SEGMENT = SegmentRef(0, 0, 0, 0, 0)
+
+_LAYOUT = struct.Struct("=2Q")
+
+TENSOR_REF_BYTES = SEGMENT_REF_BYTES + _LAYOUT.size
+
+
+class TensorRef(NamedTuple):
+    """The place of a tensor, or of a staging area, in a segment.
+
+    Attributes:
+        offset: That of the tensor in its segment, in bytes; 0 for a staging area.
+        first_half: The first half of the staging area; _WHOLE if the tensor itself is there, whole.
+    """
+
+    segment: SegmentRef
+    offset: int
+    first_half: int
+
+    @property
+    def is_staged(self) -> bool:
+        return self.first_half != _WHOLE
+
+    def pack(self) -> bytes:
+        return self.segment.pack() + _LAYOUT.pack(self.offset, self.first_half)
+
+    @staticmethod
+    def unpack(packed: memoryview) -> TensorRef:
+        return TensorRef(
+            SegmentRef.unpack(packed[:SEGMENT_REF_BYTES]), *_LAYOUT.unpack(packed[SEGMENT_REF_BYTES:TENSOR_REF_BYTES])
+        )
+
+    def bytes_of(self, piece: int, start: int, stop: int, piece_bytes: int) -> slice:
+        """Return the place in the segment of piece number `piece`: bytes [start, stop) of the tensor."""
+        begin = (self.first_half + piece) % 2 * piece_bytes if self.is_staged else self.offset + start
+        return slice(begin, begin + stop - start)
+
+
+class Stage:
+    """The staging area of this rank, for pieces of up to `piece_bytes`; made when first needed. For one thread."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._area: torch.Tensor | None = None
+        self._filled = 0  # the number of pieces, in all operations
+
+    def make_ref(self, flat: torch.Tensor, is_read: bool = True) -> TensorRef:
+        """Return the reference to a contiguous tensor, which no rank needs to read unless `is_read`.
+
+        Raises OSError when there is no memory for a staging area.
+        """
+        where = find_segment(flat) if is_read else (_NO_SEGMENT, 0)
+        if where is not None:
+            return TensorRef(*where, _WHOLE)
+        if self._area is None:
+            self._area = create_tensor(2 * self._piece_bytes)
+        area = find_segment(self._area)
+        assert area is not None
+        return TensorRef(*area, self._filled % 2)
+
+    def put(self, tensor_ref: TensorRef, piece: torch.Tensor) -> torch.Tensor:
+        """Make the next piece of the tensor readable for others.
+
+        Returns that memory, which is the piece's own if the tensor is there whole.
+        """
+        if not tensor_ref.is_staged:
+            return piece
+        assert self._area is not None
+        begin = self._filled % 2 * self._piece_bytes
+        half = self._area[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
+        half.copy_(piece)
+        self._filled += 1
+        return half
+
+    def close(self) -> None:
+        self._area = None

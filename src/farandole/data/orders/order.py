@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from farandole.data.partition import Layout
+from farandole.data.permutation import Permutation
 from farandole.errors import DataError
 
 # lookup(epoch, positions): the samples at these positions of the epoch's order (int64, one dimension).
@@ -60,3 +63,43 @@ def whole_numbers(what: str, values: ArrayLike) -> NDArray[np.int64]:
 def refuse_other_size(what: str, ours: int, samples: int) -> None:
     if ours != samples:
         raise DataError(f"{what} for {ours} samples were given, but the data set has {samples}")
+
+
+# Shuffled, the default order, and Sequential --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A new random order in each epoch: constant time and memory for any number of samples."""
+
+    identity = "shuffled"
+
+    def length(self, samples: int) -> int:
+        return samples
+
+    def bind(self, layout: Layout, seed: int) -> Lookup:
+        permutation_of = lru_cache(maxsize=2)(lambda epoch: Permutation(layout.size, seed, epoch))
+        permutation_of(0)  # raises for an invalid seed
+
+        def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            return permutation_of(epoch)(positions)
+
+        return look_up
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """The order 0, 1, 2, ... in each epoch."""
+
+    identity = "sequential"
+
+    def length(self, samples: int) -> int:
+        return samples
+
+    def bind(self, layout: Layout, seed: int) -> Lookup:
+        Permutation(layout.size, seed, 0)  # raises for an invalid seed: random numbers depend on it, too
+        return _same
+
+
+def _same(_epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return positions

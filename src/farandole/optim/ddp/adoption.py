@@ -1,5 +1,6 @@
 """The conversion of a state's DistributedDataParallel modules into elastic ones. The optimizers of their parameters
-then decide steps. The run loops call it when an elastic function is entered."""
+then decide steps. The run loops call it when an elastic function is entered.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from torch.futures import Future
 
 from farandole.collectives import world
 from farandole.errors import StepError
-from farandole.optim.ddp.accumulated import Accumulated
-from farandole.optim.ddp.ddp_passes import DroppedPass, Pass, PlainPass, StepPass
+from farandole.optim.ddp.ddp_passes import Accumulated, DroppedPass, Pass, PlainPass, StepPass
 from farandole.optim.ddp.user_hook import UserHook
 from farandole.optim.parameters import digest
 from farandole.optim.step_agreement import header_of

@@ -10,7 +10,7 @@ import torch
 
 from farandole.errors import ConfigError, StepError
 from farandole.optim.ddp.ddp_path import DdpPath
-from farandole.optim.own_methods import OwnMethods, overriding_methods, protect
+from farandole.optim.optimizer_mixin import OwnMethods, overriding_methods, protect
 from farandole.optim.scaled_step import STEPPED_TWICE, as_schedulers_patch_it, call_dropped, refuse_closure, zeroing
 from farandole.state import step
 from farandole.state.global_batch import Batch, GlobalBatch

@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.errors import ConfigError
-from farandole.process_group.c10d_failures import failure
+from farandole.process_group.works import failure
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 

@@ -1,5 +1,6 @@
 """The backends of a job: its processes are on this machine, or on hosts of a lab. Faults reach them through a
-backend."""
+backend.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +9,8 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from farandole.testing.faults.fault_plan import OneWay, ToHost
-from farandole.testing.lab.cgroups import Cgroup
-from farandole.testing.lab.names import new_name
-from farandole.testing.lab.tools import LabError
+from farandole.testing.lab.lab import new_name
+from farandole.testing.lab.tools import Cgroup, LabError
 
 Worker: TypeAlias = tuple[str, int]
 """A worker: the name of its host, and its process id there."""

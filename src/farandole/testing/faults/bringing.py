@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import os
 import random
+import re
 import signal
+import socket
+import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from farandole.testing.faults.backends import Backend, Worker
 from farandole.testing.faults.fault_plan import (
@@ -15,14 +23,15 @@ from farandole.testing.faults.fault_plan import (
     Action,
     AddWorker,
     After,
+    AtLastStepOf,
+    AtStep,
     Fault,
     OneWay,
     Plan,
     ToHost,
     ToWorkers,
+    Trigger,
 )
-from farandole.testing.faults.fault_triggers import Latest, Triggers, farthest, progress
-from farandole.testing.faults.orders import give
 from farandole.testing.running_job import RunningJob
 
 _POLL_S = 0.001
@@ -261,3 +270,122 @@ def _hosts_hit(action: ToHost | OneWay) -> set[str]:
 def _worker(record: object) -> Worker:
     assert isinstance(record, dict)
     return record["host"], record["pid"]
+
+
+# The triggers of faults, from the job's events and its workers' records (step_records.py) -----------------------------
+
+
+Latest = Mapping[int, Mapping[str, Any]]
+"""By rank, the last record of each worker of the newest generation."""
+
+_SAID = {
+    "start": re.compile(rb"\[farandole\] starting w"),
+    "join": re.compile(rb"\[farandole\] generation \d+ is planned"),
+    "regroup": re.compile(rb"\[farandole\] regrouping for generation"),
+    "sync": re.compile(rb"\[farandole\] generation \d+ starts"),
+}
+
+
+class Triggers:
+    """Detects triggers.
+
+    output           of the job, which has to report all its events (--verbose)
+    steps_per_epoch  of the job
+    """
+
+    def __init__(self, output: Path, steps_per_epoch: int) -> None:
+        self._output, self._steps_per_epoch = output, steps_per_epoch
+        self._place, self._since = 0, time.monotonic()
+
+    def begin(self) -> None:
+        """Mark the time of a fault: the next trigger counts only after it."""
+        self._place, self._since = self._output.stat().st_size, time.monotonic()
+
+    def step_of(self, trigger: Trigger) -> int | None:
+        if isinstance(trigger, AtStep):
+            return trigger.step
+        if isinstance(trigger, AtLastStepOf):
+            return (trigger.epoch + 1) * self._steps_per_epoch - 1
+        return None
+
+    def has_come(self, trigger: Trigger, latest: Latest) -> bool:
+        step = self.step_of(trigger)
+        if step is not None:
+            return farthest(latest) >= step
+        if isinstance(trigger, After):
+            return time.monotonic() >= self._since + trigger.delay_s
+        assert not isinstance(trigger, AtStep | AtLastStepOf)
+        with self._output.open("rb") as output:
+            output.seek(self._place)
+            return _SAID[trigger.phase].search(output.read()) is not None
+
+
+def farthest(latest: Latest) -> int:
+    """Return the last step that some worker has begun or applied; -1 before the first."""
+    return max((progress(record) for record in latest.values()), default=-1)
+
+
+def progress(record: Mapping[str, Any]) -> int:
+    """Return the last step that a worker has begun or applied."""
+    return int(record.get("before", record.get("after", record.get("end", 0))))
+
+
+# Faults that a worker can only cause in itself, on request. bringing.py sends the request; scripts call this.
+
+
+STARVED_BYTES = 256 << 20
+HOLD_S = 1
+
+
+class Orders:
+    """Receives orders. Create it first of all in a script: a worker that may be killed during its start has to be known
+    from then on.
+
+    It creates an empty file worker-PID-HOST.jsonl in `folder`, for records (step_records.py), and a named pipe
+    order-PID-HOST, which is read in a separate thread.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        who = f"{os.getpid()}-{socket.gethostname()}"
+        self._raise, self._hang = threading.Event(), threading.Event()
+        self._pipe = Path(folder) / f"order-{who}"
+        os.mkfifo(self._pipe)
+        threading.Thread(target=self._obey, name="orders", daemon=True).start()
+        (Path(folder) / f"worker-{who}.jsonl").touch()
+
+    def check(self) -> None:
+        """Execute an order; call it in each step. Raises RuntimeError, or never returns, when ordered to."""
+        if self._hang.is_set():
+            threading.Event().wait()
+        if self._raise.is_set():
+            self._raise.clear()
+            raise RuntimeError("this worker was told to raise an exception")
+
+    def _obey(self) -> None:
+        while True:
+            order = self._pipe.read_text()  # one writer, one order
+            if order == "exit":
+                os._exit(0)
+            elif order == "raise":
+                self._raise.set()
+            elif order == "hang":
+                self._hang.set()
+            elif order == "hold":
+                ctypes.PyDLL(None).sleep(HOLD_S)  # it keeps the GIL, as few functions do
+            elif order == "starve":
+                wanted = bytearray(STARVED_BYTES)
+                del wanted  # memory was not short after all
+
+
+def give(folder: Path, pid: int, host: str, order: str) -> None:
+    """Send an order to the worker with this process id on this host. Raises ProcessLookupError when it is gone."""
+    try:
+        pipe = os.open(folder / f"order-{pid}-{host}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # without a reader
+            raise
+        raise ProcessLookupError(f"there is no worker {pid} on {host}") from error
+    try:
+        os.write(pipe, order.encode())
+    finally:
+        os.close(pipe)

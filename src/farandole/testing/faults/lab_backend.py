@@ -15,7 +15,7 @@ from pathlib import Path
 from farandole.testing.faults.backends import Worker, starve
 from farandole.testing.faults.fault_plan import OneWay, ToHost
 from farandole.testing.lab import Host, Lab
-from farandole.testing.lab.cgroups import Cgroup
+from farandole.testing.lab.tools import Cgroup
 
 _GONE_S = 10.0  # seconds until killed processes are gone, and agents have learned of the end of the job
 

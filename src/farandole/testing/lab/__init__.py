@@ -6,9 +6,8 @@ with Lab(hosts=3) as lab:
 """
 
 from farandole.testing.lab.host import Host
-from farandole.testing.lab.lab import Lab
+from farandole.testing.lab.lab import Lab, why_not
 from farandole.testing.lab.network import Network
-from farandole.testing.lab.requirements import why_not
 from farandole.testing.lab.tools import LabError
 
 __all__ = ["Host", "Lab", "LabError", "Network", "why_not"]

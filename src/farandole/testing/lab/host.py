@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from farandole.testing.lab.cgroups import Cgroup
 from farandole.testing.lab.network import Network
-from farandole.testing.lab.tools import COMMAND_S, LabError
+from farandole.testing.lab.tools import COMMAND_S, Cgroup, LabError
 
 _INIT = Path(__file__).with_name("init.py")
 _PIDS_PER_BOOT = 1000

@@ -1,21 +1,23 @@
 """A lab: some hosts and the network between them, created when it is entered and removed when it is left, in any
-way."""
+way.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import secrets
 import shutil
+import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from farandole.testing.lab.cgroups import Cgroup
 from farandole.testing.lab.host import Host
-from farandole.testing.lab.leftovers import remove_leftovers
-from farandole.testing.lab.names import new_name
 from farandole.testing.lab.network import Network, Place
-from farandole.testing.lab.requirements import why_not
-from farandole.testing.lab.tools import LabError
+from farandole.testing.lab.tools import Cgroup, LabError, groups, run
 
 
 class Lab:
@@ -70,3 +72,104 @@ class Lab:
         for host in self.hosts:
             self._everything.callback(host.crash)
             host.boot()
+
+
+# The removal of groups and folders of labs whose process was killed, found by name. Each new lab begins with it.
+#
+# Hosts and networks end by themselves when their lab is gone; frozen hosts cannot, and files do not.
+
+
+def leftovers() -> list[str]:
+    """Return the names of groups and folders of labs that are gone."""
+    return sorted({name for name in groups(PREFIX) if is_left_over(name)} | {path.name for path in _folders()})
+
+
+def remains(name: str) -> list[str]:
+    """Return the control groups and folders that remain of the lab of this name, which has been left."""
+    folders = [path.name for path in Path(tempfile.gettempdir()).glob(f"{name}*")]
+    return sorted(groups(name) | set(folders))
+
+
+def remove_leftovers() -> None:
+    """Kill the remaining processes and remove the files. Living labs, and labs of other PID namespaces, are not
+    touched."""
+    for name in groups(PREFIX):
+        if is_left_over(name):
+            Cgroup(name).remove()
+    for path in _folders():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _folders() -> list[Path]:
+    return [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*") if is_left_over(path.name)]
+
+
+# The names in a lab, which show the creating process, and whether it still lives --------------------------------------
+
+
+PREFIX = "frlab"
+_NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
+
+
+def new_name() -> str:
+    """Return frlab-NAMESPACE-PROCESS-STARTED-RANDOM, of this process. Process ids are valid in one PID namespace only,
+    and are reused: hence the first and the third."""
+    return f"{PREFIX}-{_namespace()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(3)}"
+
+
+def is_left_over(name: str) -> bool:
+    """Return whether the name belongs to a lab whose process, one of this PID namespace, is gone."""
+    found = _NAME.match(name)
+    if found is None:
+        return False
+    namespace, pid, started = map(int, found.groups())
+    return namespace == _namespace() and _started(pid) != started
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process was started, in ticks since the machine was; None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *others = text[text.rindex(")") + 2 :].split()
+    return None if state in "ZX" else int(others[18])
+
+
+# The requirements of a lab on this machine. Tests that need one are skipped with the reason ---------------------------
+
+
+_COMMANDS = ("ip", "tc", "nsenter", "unshare", "mount", "sh")
+
+
+@cache
+def why_not() -> str | None:
+    """Return why hosts are impossible here; None: they are possible. Operations that may be forbidden are tried,
+    without any remains."""
+    if not sys.platform.startswith("linux"):
+        return f"hosts are namespaces of Linux, and this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "hosts are namespaces, and those take root"
+    missing = [command for command in _COMMANDS if shutil.which(command) is None]
+    if missing:
+        return f"hosts are made with commands that are not installed: {', '.join(missing)}"
+    try:
+        with contextlib.closing(_Trial()):
+            run(["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "ip", "link", "set", "lo", "up"])
+    except (LabError, OSError) as error:
+        return f"this machine does not let namespaces or control groups be made: {error}"
+    return None
+
+
+class _Trial:
+    """A control group that is created and removed."""
+
+    def __init__(self) -> None:
+        self._cgroup = Cgroup(f"{new_name()}.trial")
+
+    def close(self) -> None:
+        self._cgroup.remove()

@@ -13,8 +13,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import Protocol
 
-from farandole.testing.lab.cgroups import Cgroup
-from farandole.testing.lab.tools import LabError, in_network_of, ip, run
+from farandole.testing.lab.tools import Cgroup, LabError, in_network_of, ip, run
 
 _MOST_HOSTS = 200
 _TRIES = 20

@@ -1,11 +1,18 @@
 """Commands of the system and waits for their effect: each with a deadline, and an error that names it. All files of the
-lab use it."""
+lab use it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 COMMAND_S = 10.0
 _POLL_S = 0.002
@@ -44,3 +51,128 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = COMM
         if time.monotonic() > deadline:
             raise LabError(f"{what}: not so after {timeout_s:g} s")
         time.sleep(_POLL_S)
+
+
+# Control groups, whose processes are frozen, killed, or limited in memory together: version 2, or 1 where only that
+# exists.
+
+
+@dataclass(frozen=True)
+class Hierarchies:
+    """The places of the kernel's files: `freezer` lists and freezes a group; `memory` None: not available."""
+
+    freezer: Path
+    is_second_version: bool
+    memory: Path | None
+
+
+@cache
+def hierarchies() -> Hierarchies:
+    """Find the hierarchies. Raises LabError when there are none."""
+    second: Path | None = None
+    first: dict[str, Path] = {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, options, *_ = line.split()
+        if kind == "cgroup2":
+            second = second or Path(place)
+        elif kind == "cgroup":
+            first.update({name: Path(place) for name in options.split(",") if name in ("freezer", "memory")})
+    memory = first.get("memory")
+    if second is not None:
+        if memory is None and "memory" in (second / "cgroup.controllers").read_text().split():
+            with contextlib.suppress(OSError):  # a container with processes in this very group may not
+                (second / "cgroup.subtree_control").write_text("+memory")
+                memory = second
+        return Hierarchies(second, True, memory)
+    if "freezer" in first:
+        return Hierarchies(first["freezer"], False, memory)
+    raise LabError("no cgroup hierarchy that can freeze is mounted")
+
+
+class Cgroup:
+    """A control group, created with the object. Raises OSError where groups cannot be created."""
+
+    def __init__(self, name: str) -> None:
+        where = hierarchies()
+        self._group = where.freezer / name
+        self._is_second_version = where.is_second_version
+        self._memory = where.memory / name if where.memory is not None else None
+        self._group.mkdir(exist_ok=True)
+        if self._memory is not None:
+            self._memory.mkdir(exist_ok=True)
+
+    @property
+    def entrances(self) -> list[str]:
+        """The files to which a process writes its id to enter the group, with all its later children."""
+        folders = {self._group, self._memory} - {None}
+        return [f"{folder}/cgroup.procs" for folder in folders]
+
+    @property
+    def memory_entrance(self) -> str | None:
+        """The same file for the limit of memory alone, where that is a separate hierarchy."""
+        return None if self._memory is None else f"{self._memory}/cgroup.procs"
+
+    def pids(self) -> list[int]:
+        """Return the process ids, as numbered in this process's namespace."""
+        try:
+            return [pid for pid in map(int, (self._group / "cgroup.procs").read_text().split()) if pid > 0]
+        except FileNotFoundError:
+            return []
+
+    def freeze(self) -> None:
+        """Freeze all processes; they have stopped when this returns."""
+        if self._is_second_version:
+            (self._group / "cgroup.freeze").write_text("1")
+            events = self._group / "cgroup.events"
+            wait_until(lambda: "frozen 1" in events.read_text(), f"{self._group.name} is frozen")
+        else:
+            (self._group / "freezer.state").write_text("FROZEN")
+            state = self._group / "freezer.state"
+            wait_until(lambda: state.read_text().strip() == "FROZEN", f"{self._group.name} is frozen")
+
+    def thaw(self) -> None:
+        name, word = ("cgroup.freeze", "0") if self._is_second_version else ("freezer.state", "THAWED")
+        with contextlib.suppress(FileNotFoundError):
+            (self._group / name).write_text(word)
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Limit the memory: the kernel kills a process that wants more. Raises LabError where memory cannot be
+        limited."""
+        if self._memory is None:
+            raise LabError("no cgroup hierarchy that limits memory is mounted")
+        name = "memory.max" if self._memory == self._group else "memory.limit_in_bytes"
+        (self._memory / name).write_text(str(limit_bytes))
+
+    def remove(self) -> None:
+        """Remove the group and all its processes: none is left when this returns. Raises LabError when that takes too
+        long."""
+        wait_until(self._kill, f"all processes of {self._group.name} have ended")
+        for folder in (self._group, self._memory):
+            if folder is not None:
+                wait_until(lambda folder=folder: _is_removed(folder), f"{folder} is removed")  # type: ignore[misc]
+
+    def _kill(self) -> bool:
+        """Kill the processes and return whether none is left."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.thaw()  # version 1 does not let frozen processes die
+        return not self.pids()
+
+
+def groups(prefix: str) -> set[str]:
+    """Return the names of all groups with this prefix."""
+    where = hierarchies()
+    places = {where.freezer, where.memory} - {None}
+    return {path.name for place in places for path in place.glob(f"{prefix}*") if path.is_dir()}  # type: ignore[union-attr]
+
+
+def _is_removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a process that has just ended is still counted
+        time.sleep(0.01)
+        return False
+    return True

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from farandole.collectives.gloo.sockets import listens_at, shut_down
-from farandole.collectives.torch_groups.ring_store import ExchangedStore
+from farandole.collectives.gloo_transport import listens_at, shut_down
+from farandole.collectives.ring_store import ExchangedStore
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from farandole.collectives.named.handles import poll, synchronize
 from farandole.collectives.named.operation_requests import GLOBAL_SET, Kind
 from farandole.errors import CollectiveMismatch, GenerationEnded, HorovodInternalError, PeerLost
 from farandole.membership import Placement
-from farandole.testing.thread_world import ThreadTransport, ThreadWorld
 from tests.support.named import allreduce, engine_on, run, submit
+from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 DEADLINE_S = 20.0
 

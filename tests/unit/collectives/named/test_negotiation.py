@@ -16,7 +16,7 @@ from farandole.collectives.named.operation_requests import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.reduction import Reduction
+from farandole.collectives.transport import Reduction
 from farandole.errors import ProtocolError
 from tests.support.negotiating import Ranks, allreduce, group, request
 

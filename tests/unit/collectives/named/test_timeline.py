@@ -14,8 +14,7 @@ import pytest
 
 from farandole.clock import now_s
 from farandole.collectives.named.operation_requests import Kind
-from farandole.collectives.named.timeline import Timeline
-from farandole.collectives.named.timeline_writer import BEGIN, END, TimelineWriter
+from farandole.collectives.named.timeline import BEGIN, END, Timeline, TimelineWriter
 
 Event = dict[str, Any]
 DEADLINE_S = 20.0

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from farandole.collectives.named.disagreement import ranks_in_words, who_says_what
 from farandole.collectives.named.operation_requests import Kind
-from farandole.collectives.named.validation import why_invalid
+from farandole.collectives.named.validation import ranks_in_words, who_says_what, why_invalid
 from tests.support.negotiating import request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.nccl.availability import own_problem, problem
+from farandole.collectives.nccl_transport import own_problem, problem
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import pytest
 
 from farandole.clock import now_s
 from farandole.collectives.shared_memory import futex
-from farandole.collectives.shared_memory.control_block import CONTROL_BLOCK_BYTES, ControlBlock
-from farandole.collectives.shared_memory.memory_barrier import MemoryBarrier
-from farandole.collectives.shared_memory.segment import create_segment, open_segment
+from farandole.collectives.shared_memory.control_block import CONTROL_BLOCK_BYTES, ControlBlock, MemoryBarrier
+from farandole.collectives.shared_memory.tensors import create_segment, open_segment
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="shared memory is for Linux on x86-64")
 

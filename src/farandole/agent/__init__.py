@@ -1,0 +1,1 @@
+"""The agent of a host: it starts workers, supervises them, and carries their messages."""

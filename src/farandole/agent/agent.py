@@ -1,0 +1,393 @@
+"""The agent of one host: it spawns workers on request, reports when they have ended, and carries messages between them
+and the coordinator. launch/local.py runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from farandole.agent.process import StoppedWatch
+from farandole.agent.remote_output import Sink
+from farandole.agent.spawner import make_spawner
+from farandole.agent.status_pages import StatusPages, written
+from farandole.agent.worker_processes import WorkerProcesses
+from farandole.agent.worker_server import WorkerServer
+from farandole.clock import now_s, since_boot_s
+from farandole.config import ForkServerUse
+from farandole.env import (
+    budget_environment,
+    horovod_environment,
+    page_environment,
+    scratch_environment,
+    worker_environment,
+)
+from farandole.errors import AuthenticationError, ProtocolError
+from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
+from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
+from farandole.liveness.status_reporting import DUMP_SIGNAL
+from farandole.membership import Address
+from farandole.wire.authentication import Role, derive_data_key
+from farandole.wire.channel import Channel, connect
+from farandole.wire.codec import TO_AGENT
+from farandole.wire.deadline import to_its_end
+from farandole.wire.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    AgentLeaving,
+    CoordinatorHeartbeat,
+    Dismissed,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    JobEnded,
+    Kill,
+    Spawn,
+    SpawnFailed,
+    StartWorkers,
+    Stop,
+    TellWorkers,
+    ToAgent,
+    WorkerDying,
+    WorkerExited,
+    WorkerMessage,
+    WorkersSeen,
+)
+from farandole.worker_status import LONGEST_BETWEEN_S, WorkerStatus
+
+STATUS_EVERY_S = 0.5
+"""Shortest time in seconds between two reports of the worker statuses."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """The configuration of an agent.
+
+    slots               workers for which this host has capacity
+    command             the command of each worker
+    environment         the base of a worker's environment; the agent adds the variables of init()
+    is_elastic          workers may come and go without ending the job, and are told so as in Horovod
+    detection_budget_s  how long a worker may be stopped, and the coordinator silent; the agent sends ten heartbeats in
+                        it
+    grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
+    is_apart            the agent is not part of the coordinator's process: it can lose it, and be replaced meanwhile
+    heartbeat_id, heartbeat_port  of its heartbeats as datagrams; 0: there are none
+    fork_server         whether workers may be forked by a process that has imported torch
+    """
+
+    name: str
+    host: str
+    slots: int
+    coordinator: Address
+    job_id: str
+    token: bytes = field(repr=False)
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(repr=False)
+    detection_budget_s: float
+    grace_s: float
+    is_elastic: bool = False
+    is_apart: bool = False
+    heartbeat_id: bytes = field(default=b"", repr=False)
+    heartbeat_port: int = 0
+    fork_server: ForkServerUse = "off"
+
+
+class EndOfService(enum.Enum):
+    """The reason why an agent's service is over."""
+
+    JOB_ENDED = "the job has ended"
+    LEFT = "the job goes on without this host"
+    DRAINED = "somebody asked for this host to be left"
+    LOST = "the coordinator is gone, or goes on without this agent"
+
+
+@dataclass(frozen=True)
+class Service:
+    """The result of a service. `exit_code` is the job's, 0 when the job continues."""
+
+    end: EndOfService
+    reason: str
+    exit_code: int = 0
+
+
+class Agent:
+    """The agent. Create and run it on one event loop: `await run()`. When that returns or raises, no worker is left.
+
+    channel  that of an agent that was welcomed already; None: it connects, as a part of the coordinator's process
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        sink: Sink,
+        on_event: Callable[[Event], None],
+        channel: Channel[ToAgent] | None = None,
+    ) -> None:
+        self._config, self._sink, self._on_event = config, sink, on_event
+        self._joined = channel
+        self._server = WorkerServer(self._on_message, self._on_refused)
+        self._heartbeats = Heartbeats(since_boot_s())
+        self._datagrams = (
+            HeartbeatSocket(config.token, config.heartbeat_id, self._heartbeats.hear) if config.heartbeat_port else None
+        )
+        self._processes = WorkerProcesses(
+            lambda guard: make_spawner(config.fork_server, config.command, config.environment, guard, on_event),
+            sink,
+            self._on_exit,
+            self._on_spawn_failed,
+            # A stopped agent cannot enforce its own lease, so the guard process does.
+            silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
+        )
+        self._pages = StatusPages(self._on_exit_notice)
+        self._is_stopping = False
+        self._dumps: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> Service:
+        """Serve the job until it has ended, continues without this host, or has no coordinator any more. Raises what
+        `connect` raises."""
+        config = self._config
+        self._channel = await self._dial() if self._joined is None else self._joined
+        self._server.start()
+        self._processes.start()
+        self._pages.start()
+        if self._datagrams is not None:
+            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
+                await self._datagrams.open(Address(config.coordinator.host, config.heartbeat_port))
+        obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
+        heartbeats, watch, statuses = (
+            asyncio.create_task(each) for each in (self._heartbeat(), self._look_at_processes(), self._send_statuses())
+        )
+        grace_s = config.grace_s
+        try:
+            # The later ones end only by an internal error, which must not be silent: without its heartbeats an agent is
+            # declared lost, and without the watch a stopped worker blocks the others.
+            ends = (obedience, self._processes.broken, watch, heartbeats, statuses)
+            await asyncio.wait((*ends, lease), return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+            service = obedience.result() if obedience.done() else lease.result()
+            if config.is_apart and service.end is EndOfService.LOST:
+                grace_s = 0.0  # the others may continue without them by now
+                self._channel.abort()  # their exits are not failures of theirs
+            return service
+        finally:
+            lease.cancel()
+            try:
+                await to_its_end(self._processes.end(grace_s))
+            finally:
+                for task in (obedience, heartbeats, watch, statuses, *self._dumps):
+                    task.cancel()
+                self._server.stop()
+                self._pages.stop()
+                self._channel.close()
+                if self._datagrams is not None:
+                    self._datagrams.close()
+
+    async def _dial(self) -> Channel[ToAgent]:
+        config, address = self._config, self._config.coordinator
+        channel = await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
+        channel.send(AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION))
+        return channel
+
+    def kill_workers(self) -> None:
+        """End all workers at once, also those that are in their grace period."""
+        self._processes.kill_all(grace_s=0.0)
+
+    def leave(self, reason: str) -> None:
+        """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
+        after the grace period."""
+        self._channel.send(AgentLeaving(reason))
+        asyncio.get_running_loop().call_later(self._config.grace_s, self.kill_workers)
+
+    # From the coordinator ---------------------------------------------------------------------------------
+
+    async def _obey(self) -> Service:
+        """Execute the coordinator's orders until it needs nothing more. Then the workers are told, and have their grace
+        period."""
+        try:
+            while not isinstance(order := await self._channel.receive(), JobEnded | Dismissed):
+                self._do(order)
+            service = _service(order)
+        except (ConnectionError, AuthenticationError, ProtocolError) as error:
+            self._on_event(CoordinatorLost(self._config.name, str(error)))
+            service = Service(EndOfService.LOST, f"the coordinator is gone: {error}")
+        self._stop_workers(service)
+        return service
+
+    def _stop_workers(self, service: Service) -> None:
+        self._is_stopping = True
+        self._server.tell(self._processes.pids(), Stop(service.reason))
+
+    def _do(self, order: ToAgent) -> None:
+        if isinstance(order, TellWorkers):
+            self._server.tell(order.workers, order.message)
+            self._is_stopping |= isinstance(order.message, Stop)
+        elif isinstance(order, StartWorkers):
+            self._start_workers(order)
+        elif isinstance(order, Spawn):
+            secret = self._server.expect(order.worker)
+            # Other workers reach this machine at the address at which the coordinator reaches it.
+            data_host = self._channel.own_host
+            added = worker_environment(self._server.address, order.worker, secret, order.slot, data_host)
+            added |= scratch_environment(str(self._processes.scratch))
+            added |= budget_environment(self._config.detection_budget_s)
+            added |= page_environment(self._pages.add(order.worker))
+            if order.expected is not None:
+                self._sink.expected(order.worker, order.expected.rank)
+                added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
+            self._processes.spawn(order.worker, {**self._config.environment, **added})
+        elif isinstance(order, Kill):
+            if order.dumps_stacks:
+                self._dumps.add(dump := asyncio.create_task(self._dump_and_kill(order)))
+                dump.add_done_callback(self._dumps.discard)
+            else:
+                self._processes.kill(order.worker, order.grace_s)
+        elif isinstance(order, CoordinatorHeartbeat):
+            self._heartbeats.hear(order.sequence, order.heard)
+
+    async def _dump_and_kill(self, order: Kill) -> None:
+        page = self._pages.get(order.worker)
+        if page is not None and page.can_dump:
+            self._processes.interrupt(order.worker, DUMP_SIGNAL)
+            await written(page)
+        self._processes.kill(order.worker, order.grace_s)
+
+    def _start_workers(self, order: StartWorkers) -> None:
+        for worker, start in order.starts.items():
+            data_key = derive_data_key(self._config.token, start.id)
+            self._server.tell([worker], msgspec.structs.replace(start, data_key=data_key))
+        for worker, start in order.starts.items():
+            self._sink.placed(worker, start.placement.rank)
+        self._processes.training_begins()
+
+    # From the workers and their processes -----------------------------------------------------------------
+
+    def _on_message(self, worker: str, message: WorkerMessage) -> None:
+        if isinstance(message, Hello):
+            self._processes.called_init(worker, message.pid)
+        self._channel.send(FromWorker(worker, message))
+
+    def _on_refused(self, who: str, reason: str) -> None:
+        self._on_event(ConnectionRefused(who, reason))
+
+    def _on_exit_notice(self, worker: str) -> None:
+        """Handle a worker whose main thread has apparently ended. If so, the process ends in any case, and its group is
+        killed first: its other processes must not continue. The exit follows when the kernel has freed its memory."""
+        if self._processes.end_if_dying(worker):
+            self._server.read_rest(worker)
+            self._channel.send(WorkerDying(worker))
+
+    def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...]) -> None:
+        page = self._pages.get(worker)
+        stacks = page.stacks() if page is not None else ""
+        self._pages.remove(worker)
+        self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
+        self._channel.send(WorkerExited(worker, exit_code, last_lines, stacks))
+
+    def _on_spawn_failed(self, worker: str, error: str) -> None:
+        self._pages.remove(worker)
+        self._server.dismiss(worker)
+        self._channel.send(SpawnFailed(worker, error))
+
+    # Timers -----------------------------------------------------------------------------------------------
+
+    async def _heartbeat(self) -> None:
+        every_s = heartbeat_period_s(self._config.detection_budget_s)
+        while True:
+            sequence = self._heartbeats.next(since_boot_s())
+            self._channel.send(Heartbeat(sequence, self._heartbeats.heard if self._config.is_apart else None))
+            if self._datagrams is not None:
+                self._datagrams.send(sequence, self._heartbeats.heard)
+            self._processes.heartbeat()
+            await asyncio.sleep(every_s)
+
+    async def _hold_lease(self) -> Service:
+        """Wait until the coordinator may have declared this agent lost: its workers must not run then. Never returns in
+        the coordinator's own process.
+
+        The time of a stall of this process counts: a host that was frozen has been replaced. The lease must appear over
+        at two consecutive looks, because messages that have arrived are read between two looks.
+        """
+        if not self._config.is_apart:
+            await asyncio.get_running_loop().create_future()
+        budget_s, looks = self._config.detection_budget_s, 0
+        while looks < 2:
+            await asyncio.sleep(budget_s / 20)
+            silent_s = since_boot_s() - self._heartbeats.reached_s
+            looks = looks + 1 if silent_s >= 0.9 * budget_s else 0
+        service = Service(EndOfService.LOST, f"the coordinator has not answered for {silent_s:.2f} s")
+        self._on_event(CoordinatorLost(self._config.name, service.reason))
+        self._stop_workers(service)
+        return service
+
+    async def _look_at_processes(self) -> None:
+        """Record the workers' loader processes, and kill a worker that is stopped: it would block the others for ever.
+        While the job ends it has its grace period instead."""
+        budget_s = self._config.detection_budget_s
+        every_s = budget_s / 20
+        watch = StoppedWatch(limit_s=budget_s - 2 * every_s)
+        while True:
+            await asyncio.sleep(every_s)
+            self._processes.note_children()
+            for worker in [] if self._is_stopping else watch.look(self._processes.stopped(), now_s()):
+                self._on_event(StoppedWorkerKilled(worker, budget_s))
+                self._processes.kill(worker, grace_s=0.0)
+
+    async def _send_statuses(self) -> None:
+        """Send the statuses of the workers to the coordinator, including workers that hold the interpreter's lock or
+        are stopped."""
+        told: dict[str, WorkerStatus] = {}
+        told_s = now_s()
+        while True:
+            await asyncio.sleep(STATUS_EVERY_S)
+            seen = self._pages.look()
+            if seen != told or now_s() - told_s >= LONGEST_BETWEEN_S:
+                self._channel.send(WorkersSeen(seen))
+                told, told_s = seen, now_s()
+
+
+def _service(order: JobEnded | Dismissed) -> Service:
+    if isinstance(order, JobEnded):
+        return Service(EndOfService.JOB_ENDED, order.reason, order.exit_code)
+    return Service(EndOfService.DRAINED if order.is_drained else EndOfService.LEFT, order.reason)
+
+
+# The heartbeats of an agent as datagrams, beside its connection -------------------------------------------------------
+
+
+class HeartbeatSocket(asyncio.DatagramProtocol):
+    """Calls `on_heartbeat(sequence, heard)` for each valid heartbeat of the coordinator. Open from `open` to
+    `close`."""
+
+    def __init__(self, token: bytes, heartbeat_id: bytes, on_heartbeat: Callable[[int, int], object]) -> None:
+        self._seal, self._on_heartbeat = HeartbeatSeal(token, heartbeat_id, Role.DIALER), on_heartbeat
+        self._transport: asyncio.DatagramTransport | None = None
+
+    async def open(self, to: Address) -> None:
+        """Open the socket. Raises OSError when the system has no socket."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(to.host, to.port))
+
+    def send(self, sequence: int, heard: int) -> None:
+        """Send a heartbeat. The datagram may be lost."""
+        if self._transport is not None:
+            with contextlib.suppress(OSError):
+                self._transport.sendto(self._seal.seal(sequence, heard))
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        if (heartbeat := self._seal.open(data)) is not None:
+            self._on_heartbeat(*heartbeat)
+
+    def error_received(self, exc: Exception) -> None:
+        """Ignore the error: an unreachable coordinator is silent, and silence is judged elsewhere."""

@@ -1,0 +1,198 @@
+"""A remote agent: it joins the job of another machine, serves it, and joins again when it was lost. Used by
+agent_command.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from farandole.agent.agent import Agent, AgentConfig, EndOfService, Service
+from farandole.agent.host_resources import share_cores
+from farandole.agent.remote_output import ForwardedOutput
+from farandole.clock import now_s
+from farandole.env import inherited_environment
+from farandole.errors import AuthenticationError, ConfigError, FarandoleError, ProtocolError
+from farandole.events import AgentRejoins, AgentServes, AgentWaits, Event
+from farandole.membership import Address
+from farandole.wire.channel import HANDSHAKE_DEADLINE_S, Channel, TokenRefused, connect
+from farandole.wire.codec import TO_AGENT
+from farandole.wire.deadline import within
+from farandole.wire.messages import PROTOCOL_VERSION, AgentHello, Refused, ToAgent, Welcome
+
+_AGAIN_S = 0.5  # between two attempts to join
+
+
+class CannotJoin(FarandoleError):
+    """No coordinator accepted this agent within the time for its attempts."""
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """The options of a joining agent; the coordinator sends all others.
+
+    retry_s  seconds for which it tries to join, at the beginning and after it was lost
+    folder   the workers' working directory; None: the job's
+    grace_s  seconds from the request to end until workers are killed; None: the job's
+    """
+
+    coordinator: Address
+    token: bytes = field(repr=False)
+    host: str
+    slots: int
+    retry_s: float
+    folder: str | None = None
+    grace_s: float | None = None
+
+
+class JoiningAgent:
+    """A joining agent, created and run on one event loop: `await run()`. When that returns or raises, no worker is
+    left."""
+
+    def __init__(self, options: JoinOptions, on_event: Callable[[Event], None]) -> None:
+        self._options, self._on_event = options, on_event
+        self._process = secrets.token_hex(8)
+        self._agent: Agent | None = None
+        self._run: asyncio.Task[Service] | None = None
+        self._is_leaving = False
+        self._was_hung_up_on = False  # at the last attempt, when the token had been proved
+
+    async def run(self) -> Service:
+        """Serve until the job has ended or this host is left. Raises CannotJoin, and ConfigError for errors that
+        another attempt would not change."""
+        self._run = asyncio.create_task(self._serve_again_and_again())
+        try:
+            return await self._run
+        except asyncio.CancelledError:
+            if self._run.cancelled() and self._is_leaving:
+                return Service(EndOfService.DRAINED, "it was asked to end before it had joined")
+            self._run.cancel()
+            raise
+
+    def leave(self, reason: str, now: bool = False) -> None:
+        """Leave the job in an orderly way, or `now`; at once if this agent has not joined."""
+        is_first, self._is_leaving = not self._is_leaving, True
+        if self._agent is None:
+            if self._run is not None:
+                self._run.cancel()
+        elif now:
+            self._agent.kill_workers()
+        elif is_first:
+            self._agent.leave(reason)
+
+    async def _serve_again_and_again(self) -> Service:
+        while True:
+            channel, welcome = await self._join()
+            try:
+                config = self._config(welcome)
+            except OSError as error:
+                channel.close()
+                raise ConfigError(
+                    f"the job runs in {self._options.folder or welcome.folder}, which cannot be entered here "
+                    f"({error.strerror}); say with --folder where its files are"
+                ) from None
+            self._on_event(AgentServes(welcome.job_id, config.slots))
+            output = ForwardedOutput(channel)
+            self._agent = Agent(config, output, self._on_event, channel)
+            try:
+                service = await self._agent.run()
+            finally:
+                output.stop()
+                self._agent = None
+            if service.end is not EndOfService.LOST or self._is_leaving:
+                return service
+            self._on_event(AgentRejoins(str(self._options.coordinator), service.reason))
+
+    async def _join(self) -> tuple[Channel[ToAgent], Welcome]:
+        """Try to join until the agent is welcomed, or the time is over."""
+        deadline_s, last = now_s() + self._options.retry_s, ""
+        while True:
+            try:
+                return await self._attempt()
+            except (TimeoutError, OSError, _NotNow) as error:
+                why = _in_words(error, self._options.coordinator)
+            if now_s() + _AGAIN_S > deadline_s:
+                raise CannotJoin(f"{why} (tried for {self._options.retry_s:g} s, see --retry)")
+            if why != last:
+                self._on_event(AgentWaits(why, self._options.retry_s))
+                last = why
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _attempt(self) -> tuple[Channel[ToAgent], Welcome]:
+        options = self._options
+        try:
+            channel = await connect(options.coordinator.host, options.coordinator.port, options.token, None, TO_AGENT)
+        except (TokenRefused, AuthenticationError) as error:
+            if isinstance(error, TokenRefused) and not self._was_hung_up_on:  # or it has ended at this very moment
+                self._was_hung_up_on = True
+                raise _NotNow("it hung up when this side had proved the token") from None
+            raise ConfigError(
+                f"{options.coordinator} does not take the token: it has to be the one of the job's --token-file"
+            ) from None
+        except ConnectionError:
+            self._was_hung_up_on = False
+            raise
+        except ProtocolError as error:
+            raise ConfigError(f"{options.coordinator}: {error}") from None
+        self._was_hung_up_on = False
+        try:
+            channel.send(
+                AgentHello(
+                    options.host,
+                    options.host,
+                    options.slots,
+                    PROTOCOL_VERSION,
+                    process=self._process,
+                    is_apart=True,
+                )
+            )
+            answer = await within(HANDSHAKE_DEADLINE_S, channel.receive())
+            if isinstance(answer, Refused) and not answer.is_final:
+                raise _NotNow(answer.reason)
+            if isinstance(answer, Refused):
+                raise ConfigError(f"{options.coordinator} refuses this agent: {answer.reason}")
+            if not isinstance(answer, Welcome):
+                raise ConfigError(f"{options.coordinator} said {type(answer).__name__} before Welcome")
+        except BaseException:
+            channel.abort()
+            raise
+        return channel, answer
+
+    def _config(self, welcome: Welcome) -> AgentConfig:
+        """Return the configuration, and enter the job's folder: workers inherit it. Raises OSError when that fails."""
+        options = self._options
+        os.chdir(options.folder or welcome.folder)
+        return AgentConfig(
+            name=options.host,
+            host=options.host,
+            slots=options.slots,
+            coordinator=options.coordinator,
+            job_id=welcome.job_id,
+            token=options.token,
+            command=welcome.command,
+            environment=share_cores({**inherited_environment(), **welcome.environment}, options.slots, self._on_event),
+            detection_budget_s=welcome.detection_budget_s,
+            grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
+            is_elastic=welcome.is_elastic,
+            is_apart=True,
+            heartbeat_id=welcome.heartbeat_id,
+            heartbeat_port=welcome.heartbeat_port,
+            fork_server=welcome.fork_server,
+        )
+
+
+class _NotNow(Exception):
+    """The agent was refused for a reason that may pass."""
+
+
+def _in_words(error: Exception, address: Address) -> str:
+    if isinstance(error, _NotNow):
+        return f"{address} does not take this agent now: {error}"
+    if isinstance(error, ConnectionRefusedError):
+        return f"nobody listens at {address}"
+    if isinstance(error, asyncio.TimeoutError):
+        return f"{address} did not answer within {HANDSHAKE_DEADLINE_S:g} s"
+    return f"{address} cannot be reached: {error}"

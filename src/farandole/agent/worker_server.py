@@ -1,0 +1,264 @@
+"""The socket to which the workers of one agent connect: a unix socket that serves only processes of the same user that
+also know the secret of their worker. Used by agent.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from farandole.errors import AuthenticationError, FatalError, ProtocolError
+from farandole.wire.codec import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
+from farandole.wire.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
+
+HELLO_DEADLINE_S = 5.0
+"""Seconds within which a connected process must send its Hello."""
+
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class WorkerServer:
+    """Listens from `start` to `stop` at `address`.
+
+    `on_message(worker, message)` gets every valid message, the Hello first and without its secret; `on_refused(who,
+    reason)` is called for each connection that was ended because of a wrong or missing message.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[str, WorkerMessage], None],
+        on_refused: Callable[[str, str], None],
+        has_abstract_sockets: bool = sys.platform == "linux",
+    ) -> None:
+        self.address = ""
+        self._has_abstract_sockets = has_abstract_sockets
+        self._on_message, self._on_refused = on_message, on_refused
+        self._secrets: dict[str, str] = {}
+        self._connections: dict[str, WorkerConnection] = {}
+        self._strangers: dict[WorkerConnection, asyncio.TimerHandle] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._directory: str | None = None
+
+    def start(self) -> None:
+        """Listen. An abstract address needs no file, so a killed agent leaves none behind; where the system has none
+        (macOS) it is a file in a directory that only this user can enter."""
+        if self._has_abstract_sockets:
+            self.address = f"@farandole-{secrets.token_hex(16)}"
+            self._listener.bind(b"\0" + self.address[1:].encode())
+        else:
+            self._directory = tempfile.mkdtemp(prefix="farandole-")
+            self.address = os.path.join(self._directory, "agent")
+            self._listener.bind(self.address)
+        self._listener.setblocking(False)
+        self._listener.listen(128)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def expect(self, worker: str) -> str:
+        """Return a new secret with which the process of `worker` may connect."""
+        self._secrets[worker] = secrets.token_hex(32)
+        return self._secrets[worker]
+
+    def tell(self, workers: Iterable[str], message: ToWorker) -> None:
+        """Write `message` to each of these workers that is connected. The others miss it for good: the answer to a
+        Hello carries all that a worker has to know."""
+        data = frame(encode(message))
+        for worker in workers:
+            if (connection := self._connections.get(worker)) is not None:
+                connection.write(data)
+
+    def read_rest(self, worker: str) -> None:
+        """Pass on the messages that the worker has sent so far."""
+        if (connection := self._connections.get(worker)) is not None:
+            connection.read_rest()
+
+    def dismiss(self, worker: str) -> None:
+        """Pass on the last messages of a worker whose process has ended, then close its connection for good."""
+        self.read_rest(worker)
+        if (connection := self._connections.get(worker)) is not None:
+            connection.close()
+        self._connections.pop(worker, None)
+        self._secrets.pop(worker, None)
+
+    def stop(self) -> None:
+        """Close all connections and stop listening. Idempotent."""
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        for deadline in self._strangers.values():
+            deadline.cancel()
+        for connection in [*self._connections.values(), *self._strangers]:
+            connection.close()
+        self._connections.clear()
+        self._strangers.clear()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # A connection is unknown until its Hello, then a worker's ---------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connected, _ = self._listener.accept()
+            if _is_of_another_user(connected):
+                connected.close()
+                self._on_refused("a process of another user", "it may not talk to this agent")
+                return
+            stranger = WorkerConnection(connected, self._on_payload, self._on_end)
+            self._strangers[stranger] = asyncio.get_running_loop().call_later(HELLO_DEADLINE_S, self._give_up, stranger)
+
+    def _on_payload(self, connection: WorkerConnection, payload: bytes) -> None:
+        message = decode(WORKER_MESSAGES, payload)
+        if connection.worker is None:
+            message = self._admit(connection, message)
+        elif isinstance(message, Hello):
+            raise ProtocolError("it said Hello twice")
+        assert connection.worker is not None
+        self._on_message(connection.worker, message)
+
+    def _admit(self, stranger: WorkerConnection, message: WorkerMessage) -> Hello:
+        """Return the worker's Hello without its secret."""
+        if not isinstance(message, Hello):
+            raise ProtocolError(f"it said {type(message).__name__} before Hello")
+        if message.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"it speaks version {message.version} of the protocol, its agent {PROTOCOL_VERSION}; "
+                "install the same version of Farandole for both"
+            )
+        secret = self._secrets.get(message.worker)
+        if secret is None or not hmac.compare_digest(secret.encode(), message.secret.encode()):
+            raise AuthenticationError(f"it does not know the secret of worker {message.worker}")
+        if message.worker in self._connections:
+            # A child that inherited the environment must not take the place of its parent.
+            raise ProtocolError(f"worker {message.worker} is connected already")
+        self._strangers.pop(stranger).cancel()
+        self._connections[message.worker] = stranger
+        stranger.worker = message.worker
+        return msgspec.structs.replace(message, secret="")
+
+    def _give_up(self, stranger: WorkerConnection) -> None:
+        stranger.close()
+        self._on_end(stranger, ProtocolError(f"it did not say Hello within {HELLO_DEADLINE_S:g} s"))
+
+    def _on_end(self, connection: WorkerConnection, error: FatalError | None) -> None:
+        """Forget a connection that has ended. Only the exit tells whether the process lives."""
+        if (deadline := self._strangers.pop(connection, None)) is not None:
+            deadline.cancel()
+        if connection.worker is not None:
+            del self._connections[connection.worker]
+        if error is not None:
+            who = f"worker {connection.worker}" if connection.worker else "a process on the agent's socket"
+            self._on_refused(who, str(error))
+
+
+def _is_of_another_user(connected: socket.socket) -> bool:
+    """Return whether another user owns the peer. Abstract sockets have no permissions; on systems without this query
+    the directory's permissions protect the socket."""
+    if sys.platform != "linux":
+        return False
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    return bool(uid != os.getuid())
+
+
+# The connection of a worker to its agent: frames in, frames out, directly on the event loop's selector.
+#
+# No streams and no tasks in between: an ABORT must reach a blocked worker at once, and the last message of a process
+# must be readable at the moment when it is known to have ended.
+
+
+_READ_BYTES = 1 << 16
+_UNREAD_LIMIT = 4 * WORKER_FRAME_LIMIT
+
+
+class WorkerConnection:
+    """Calls `on_payload(connection, payload)` for each frame; it may raise a FatalError to refuse the frame. Calls
+    `on_end(connection, error)` once, when the connection has ended by itself: `error` is None at the end of the stream,
+    otherwise the cause. The socket is closed by then."""
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        on_payload: Callable[[WorkerConnection, bytes], None],
+        on_end: Callable[[WorkerConnection, FatalError | None], None],
+    ) -> None:
+        self.worker: str | None = None  # known from its Hello on
+        self._socket = connected
+        self._on_payload, self._on_end = on_payload, on_end
+        self._incoming = FrameBuffer(WORKER_FRAME_LIMIT)
+        self._outgoing = bytearray()
+        self._is_open = True
+        self._loop = asyncio.get_running_loop()
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._read)
+
+    def write(self, data: bytes) -> None:
+        """Pass `data` to the kernel now, or as soon as it takes more. Does nothing once the connection has ended."""
+        if not self._is_open:
+            return
+        waiting = bool(self._outgoing)
+        self._outgoing += data
+        if not waiting and not self._send():
+            self._loop.add_writer(self._socket, self._send_rest)
+        if len(self._outgoing) > _UNREAD_LIMIT:
+            self._end(ProtocolError(f"it left {len(self._outgoing)} bytes of messages unread"))
+
+    def read_rest(self) -> None:
+        """Read all that has arrived, without waiting for more."""
+        while self._is_open and self._read():
+            pass
+
+    def close(self) -> None:
+        """Close the connection without a call of `on_end`. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+
+    def _read(self) -> bool:
+        """Read once; return False when there was no data."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:  # reset by a process that was killed before it had read everything
+            data = b""
+        if not data:
+            self._end(None)
+            return False
+        try:
+            for payload in self._incoming.feed(data):
+                if self._is_open:
+                    self._on_payload(self, payload)
+        except FatalError as error:
+            self._end(error)
+        return True
+
+    def _send(self) -> bool:
+        """Send as much as the kernel takes; return True when nothing is left."""
+        try:
+            sent = self._socket.send(self._outgoing)
+        except BlockingIOError:
+            return False
+        except OSError:
+            sent = len(self._outgoing)  # the reader is gone; the end of the stream is about to arrive
+        del self._outgoing[:sent]
+        return not self._outgoing
+
+    def _send_rest(self) -> None:
+        if self._send():
+            self._loop.remove_writer(self._socket)
+
+    def _end(self, error: FatalError | None) -> None:
+        if self._is_open:
+            self.close()
+            self._on_end(self, error)

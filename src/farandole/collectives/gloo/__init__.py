@@ -1,1 +1,0 @@
-"""Tensors between ranks through torch's Gloo, as a reference. Re-exports nothing; see gloo_transport.py."""

@@ -1,0 +1,292 @@
+"""Run all collectives with tensors through torch's Gloo, as a reference. Bytes go around the ring."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from farandole.clock import now_s
+from farandole.collectives.connection_pair import Broken
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.ring_store import ExchangedStore
+from farandole.collectives.tensor_bytes import combiner, flat_view
+from farandole.collectives.torch_group import NO_LIMIT_S, OPS, Construction, GroupOperations
+from farandole.collectives.transport import Reduction
+from farandole.errors import ConfigError
+
+logger = logging.getLogger("farandole")
+
+
+class GlooTransport:
+    """A Transport (transport.py) that moves tensors through Gloo.
+
+    Args:
+        ring: Connects all ranks in the same order; close() closes it.
+        group: The group of the same ranks; close() releases it, in the background.
+    """
+
+    def __init__(self, ring: RingTransport, group: GlooGroup) -> None:
+        self._ring, self._group = ring, group
+        self._operations = GroupOperations(ring, group)
+
+    @property
+    def rank(self) -> int:
+        return self._ring.rank
+
+    @property
+    def size(self) -> int:
+        return self._ring.size
+
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        flat = flat_view(tensor)
+        combiner(op)
+        if flat.numel() == 0:
+            return self._ring.all_reduce(flat, trailer, op)
+        return self._operations.all_reduce(flat, trailer, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if not 0 <= source < self.size:
+            raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
+        flat = flat_view(tensor)
+        if flat.numel() == 0:
+            self._ring.broadcast(flat, source)
+            return
+        self._operations.broadcast(flat, source)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._ring.all_gather(payload)
+
+    def barrier(self) -> None:
+        self._ring.barrier()
+
+    def wait_for_peer(self, wake: int) -> bool | None:
+        return self._ring.wait_for_peer(wake)
+
+    def abort(self, reason: str) -> None:
+        self._ring.abort(reason)
+        self._operations.abort()
+
+    def close(self) -> None:
+        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
+        self._ring.close()
+        self._group.release()
+
+
+# Build a transport through Gloo from a ring. transport_choice.py uses it ----------------------------------------------
+
+
+_CONNECT_TIMEOUT_S = 5.0
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of one rank to the others: the address at which it listens, or the reason why it has no Gloo."""
+
+    listening: Listening | None = None
+    problem: str = ""
+
+
+def use_gloo(ring: RingTransport) -> GlooTransport:
+    """Return the transport, which closes the ring when it is closed. All ranks of the ring call it at once.
+
+    Raises PeerLost and GenerationEnded, and ConfigError, on all ranks alike, when one of them has no Gloo.
+    """
+    return GlooTransport(ring, connect_gloo(ring))
+
+
+def connect_gloo(ring: RingTransport) -> GlooGroup:
+    """The group of all ranks. Raises as use_gloo() does."""
+    device, problem = _device(ring.host)
+    _refuse(ring, _Said(problem=problem))
+
+    def make(store: ExchangedStore) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._threads = [device], 1
+        options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        return dist.ProcessGroupGloo(store, ring.rank, ring.size, options)
+
+    construction = Construction(ring, make, lambda _: None, lambda _: None, _CONNECT_TIMEOUT_S, "gloo")
+    group = construction.finish()
+    if isinstance(group, str):
+        header = Header(Operation.BARRIER, ring.next_sequence, trailer_bytes=1)
+        ring.end_by(Broken("receive", f"Gloo cannot connect: {group}"), header)
+    own = listens_at(b"".join(construction.store.mine.values()))
+    said = _refuse(ring, _Said(own, "" if own else f"rank {ring.rank} cannot tell which sockets are Gloo's"))
+    addresses = [each.listening for each in said if each.listening]
+    return GlooGroup(group, addresses[ring.rank], addresses)
+
+
+def _device(host: str) -> tuple[object, str]:
+    """Return Gloo's device at the address that the ring uses, and the problem with it, if any."""
+    try:
+        return dist.ProcessGroupGloo.create_device(hostname=host), ""
+    except (AttributeError, RuntimeError) as error:  # a torch without Gloo; an address that it cannot use
+        return None, f"cannot listen at {host}: {error}"
+
+
+def _refuse(ring: RingTransport, mine: _Said) -> list[_Said]:
+    """Return the answers of all ranks, by rank. Raises ConfigError, on all alike, when one of them has a problem."""
+    said = [msgspec.msgpack.decode(each, type=_Said) for each in ring.all_gather(msgspec.msgpack.encode(mine))]
+    for rank, each in enumerate(said):
+        if each.problem:
+            raise ConfigError(f"--transport gloo: rank {rank}: {each.problem}; use auto, shm or tcp")
+    return said
+
+
+# A process group of Gloo, its connections, and its end: a TorchGroup (torch_groups/group_operations.py) ---------------
+
+
+_NO_LIMIT = timedelta(seconds=NO_LIMIT_S)
+
+_RELEASE_S = 5.0
+_REPEAT_S = 0.01
+
+
+class GlooGroup:
+    """A process group of Gloo.
+
+    Attributes:
+        own: The address at which this rank listens.
+        others: The addresses of all its ranks.
+    """
+
+    name = "Gloo"
+    look_every_s = 0.002
+
+    def __init__(self, group: dist.ProcessGroupGloo, own: Listening, others: Collection[Listening]) -> None:
+        self._group: Any = group  # torch's stubs lack its operations
+        self._own, self._others = own, set(others)
+        self._work: dist.Work | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, flat: torch.Tensor, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
+        nbytes = flat.numel() * dtype.itemsize
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        copy = self._memory[:nbytes].view(dtype)
+        return copy.copy_(flat) if is_read else copy
+
+    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None]) -> dist.Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = OPS[op], _NO_LIMIT  # type: ignore[assignment]
+        return self._begun(self._group.allreduce([copy], options), when_done)
+
+    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None]) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = source, 0, _NO_LIMIT
+        return self._begun(self._group.broadcast([copy], options), when_done)
+
+    def give(self, copy: torch.Tensor, flat: torch.Tensor) -> None:
+        flat.copy_(copy)
+
+    def shut_down(self) -> None:
+        if self._group is not None:  # another socket may have its ports once it is gone
+            shut_down(self._own, self._others)
+
+    def release(self) -> None:
+        """Release the group in the background, since Gloo takes its time."""
+        group, work = self._group, self._work
+        self._group = self._work = None
+        if group is not None:
+            shut_down(self._own, self._others)
+            # Not a daemon, for the reason given in construction.py.
+            threading.Thread(target=self._release, args=(group, work), name="farandole-gloo-release").start()
+
+    def _begun(self, work: dist.Work, when_done: Callable[[], None]) -> dist.Work:
+        """Call `when_done` in a thread of Gloo when the operation has ended."""
+        self._work = work
+        work.get_future().add_done_callback(lambda _: when_done())
+        return work
+
+    def _release(self, group: dist.ProcessGroupGloo, work: dist.Work | None) -> None:
+        """Return when the group is gone. Its destructor waits for the running operation, so that must end first."""
+        deadline_s, pause = now_s() + _RELEASE_S, threading.Event()
+        while work is not None and not work.is_completed():
+            if now_s() >= deadline_s:
+                logger.warning("an operation of Gloo does not end; its memory is not released")
+                _stuck.append(group)
+                return
+            shut_down(self._own, self._others)
+            pause.wait(_REPEAT_S)
+
+
+_stuck: list[dist.ProcessGroupGloo] = []
+
+
+# Find and end the connections of a Gloo group, whose own abort() does nothing. gloo_transport.py uses it.
+#
+# The ports at which the group's ranks listen identify them. A listing of descriptors before and after a group is
+# built would be simpler, but other threads open sockets meanwhile.
+
+
+Listening = tuple[str, int]
+"""(host, port)"""
+
+
+def listens_at(words: bytes) -> Listening | None:
+    """Return the address at which this process listens; None where it cannot be found.
+
+    It is that of the listening socket whose address occurs in Gloo's message to the other ranks.
+    """
+    for sock in _sockets():
+        if _is_listening(sock):
+            host, port = sock.getsockname()[:2]
+            if _packed(sock.family, host, port) in words:
+                return host, port
+    return None
+
+
+def shut_down(own: Listening, others: Collection[Listening]) -> None:
+    """End all connections of a group, at both ends. Callable from any thread. `own` is where this rank listens."""
+    for sock in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            # Never the listening socket itself: Gloo ends the process when accept() fails.
+            if not _is_listening(sock) and (sock.getsockname()[:2] == own or sock.getpeername()[:2] in others):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield all TCP sockets of the process, as copies of their descriptors that are valid until the next one."""
+    try:
+        names = os.listdir("/dev/fd")
+    except OSError:
+        return
+    for name in names:
+        try:
+            descriptor = int(name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            copy = os.dup(descriptor)
+        except OSError:
+            continue  # closed since, or the listing itself
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _packed(family: int, host: str, port: int) -> bytes:
+    """Return the beginning of a sockaddr, as in Gloo's message."""
+    address = socket.inet_pton(family, host.partition("%")[0])
+    begin = struct.pack("=H", family) + struct.pack("!H", port)
+    return begin + (b"\0\0\0\0" if family == socket.AF_INET6 else b"") + address

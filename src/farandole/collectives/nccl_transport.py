@@ -1,0 +1,200 @@
+"""A process group of NCCL, and its end: a TorchGroup (torch_groups/group_operations.py).
+
+The order of events (a step is decided only after the host has seen that its reduction has ended well):
+
+- All work of this group is queued in a stream of its own, behind the earlier work of the caller's current stream.
+  Should NCCL hang, no stream of the script waits for it.
+- NCCL works on a private copy. The host queries an event behind its operation; meanwhile it checks the ring. Only
+  after all ranks have their result, it is copied into the caller's tensor, and waited for.
+- So a thread that aborts need not wait for NCCL, whose abort may take long: NCCL never touches the caller's tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.ring_store import ExchangedStore
+from farandole.collectives.torch_group import NO_LIMIT_S, OPS, Construction
+from farandole.collectives.transport import Reduction
+from farandole.env import prepare_for_nccl
+
+logger = logging.getLogger("farandole")
+
+
+_ABORT_S = 30.0
+
+
+class NcclGroup:
+    """A process group of NCCL.
+
+    Args:
+        store: The store through which the ranks find each other; kept, since torch may read it later.
+        device: The device of all tensors.
+    """
+
+    name = "NCCL"
+    look_every_s = 0.0001  # there is no callback when an operation has ended
+
+    def __init__(self, store: ExchangedStore, rank: int, size: int, device: torch.device) -> None:
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in every torch
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=NO_LIMIT_S)
+        # So that a rank which waits for others to connect can be aborted.
+        options.config.blocking = 0
+        self._group = nccl(store, rank, size, options)
+        self._store, self._device = store, device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._lock = threading.Lock()
+        self._aborting: threading.Thread | None = None
+
+    def connect(self) -> None:
+        """Return when the group can be used: the communicator is made in the first operation.
+
+        Raises RuntimeError when it cannot be made, or after shut_down().
+        """
+        begun = self.all_reduce(self.take(torch.ones(1, device=self._device), torch.float32, True), Reduction.SUM)
+        pause = threading.Event()
+        while not begun.is_completed():
+            if self._aborting is not None:
+                raise RuntimeError("it was aborted before it was connected")
+            pause.wait(self.look_every_s)
+        begun.wait()
+
+    def take(self, flat: torch.Tensor, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
+        nbytes = flat.numel() * dtype.itemsize
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if self._memory.numel() < nbytes:
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            copy = self._memory[:nbytes].view(dtype)
+            return copy.copy_(flat) if is_read else copy
+
+    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None] | None = None) -> _Begun:
+        options = dist.AllreduceOptions()
+        options.reduceOp = OPS[op]  # type: ignore[assignment]
+        return self._begun(lambda: self._group.allreduce([copy], options))
+
+    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None] | None = None) -> _Begun:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self._begun(lambda: self._group.broadcast([copy], options))
+
+    def give(self, copy: torch.Tensor, flat: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            flat.copy_(copy)
+        self._stream.synchronize()
+
+    def shut_down(self) -> None:
+        """Abort NCCL in another thread, since that may take long, or for ever."""
+        with self._lock:
+            if self._aborting is None and self._group is not None:
+                # A daemon: should it never return, the process can still end. release() waits for it.
+                self._aborting = threading.Thread(target=self._group.abort, name="farandole-nccl-abort", daemon=True)
+                self._aborting.start()
+
+    def release(self) -> None:
+        """Release the group in the background: memory that NCCL may still use is kept until its abort has ended."""
+        self.shut_down()
+        with self._lock:
+            kept, self._group = (self._group, self._store, self._memory), None
+        if kept[0] is not None and self._aborting is not None:
+            # Not a daemon, for the reason given in construction.py.
+            threading.Thread(target=_release, args=(kept, self._aborting), name="farandole-nccl-release").start()
+
+    def _begun(self, begin: Callable[[], Any]) -> _Begun:
+        group = self._group
+        with torch.cuda.stream(self._stream):
+            begin().wait()  # the stream waits, behind NCCL's own one; not this thread
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _Begun(event, lambda: _failure(group))
+
+
+class _Begun:
+    """An operation in progress. Not torch's Work: querying that takes a lock which a running abort holds."""
+
+    def __init__(self, event: Any, failure: Callable[[], str]) -> None:
+        self._event, self._failure = event, failure
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query() or self._failure())
+
+    def wait(self) -> None:
+        if not self._event.query():
+            raise RuntimeError(self._failure())
+
+
+def _failure(group: Any) -> str:
+    """Return a failure that torch's watchdog has detected since, e.g. a broken connection; empty if none."""
+    if not hasattr(group, "get_error"):  # in older versions
+        return ""
+    name = str(group.get_error().name)
+    return "" if name == "SUCCESS" else f"its watchdog says {name}"
+
+
+def _release(kept: tuple[Any, ...], aborting: threading.Thread) -> None:
+    """Return when the group is gone, or cannot be released."""
+    aborting.join(_ABORT_S)
+    if aborting.is_alive():
+        logger.warning("NCCL's abort has not ended within %g s; the memory of a generation is not released", _ABORT_S)
+        _stuck.append(kept)
+
+
+_stuck: list[tuple[Any, ...]] = []
+
+
+# Check whether this process can use NCCL. transport_choice.py asks ----------------------------------------------------
+
+
+def own_problem() -> str:
+    """Return why this process cannot use NCCL; empty if it can. Touches no device."""
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    return problem(torch.version.cuda is not None, has_nccl, torch.cuda.device_count())
+
+
+def problem(has_cuda: bool, has_nccl: bool, devices: int) -> str:
+    """Return why a process with such a torch cannot use NCCL; empty if it can."""
+    if not has_cuda:
+        return f"torch {torch.__version__} is a build without CUDA"
+    if not has_nccl:
+        return f"torch {torch.__version__} is a build without NCCL"
+    if devices == 0:
+        return "torch finds no CUDA device: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return ""
+
+
+# Build a process group of NCCL from a ring: the operations on CUDA devices for device_transport.py --------------------
+
+
+_CONNECT_TIMEOUT_S = 60.0
+
+
+class NcclGroups:
+    """The DeviceGroups (device_transport.py) of CUDA devices."""
+
+    name = "NCCL"
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def identity(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def connect(self, ring: RingTransport, device: torch.device) -> NcclGroup | str:
+        wrong = prepare_for_nccl()
+
+        def make(store: ExchangedStore) -> NcclGroup:
+            if wrong:
+                raise RuntimeError(wrong)
+            return NcclGroup(store, ring.rank, ring.size, device)
+
+        return Construction(ring, make, NcclGroup.connect, NcclGroup.release, _CONNECT_TIMEOUT_S, "nccl").finish()

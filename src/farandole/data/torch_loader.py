@@ -1,0 +1,234 @@
+"""The part of a loader that torch's DataLoader does: arguments, batches by value, prefetching."""
+
+from __future__ import annotations
+
+import difflib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from farandole.errors import ConfigError, DataError
+
+
+class OnWay(Protocol):
+    """A requested batch; `restart_id` numbers the restart that it belongs to."""
+
+    @property
+    def restart_id(self) -> int: ...
+
+
+OnWayT = TypeVar("OnWayT", bound=OnWay)
+
+
+class RequestStream(Protocol[OnWayT]):
+    """An endless stream of the batches to fetch next (index_stream.py, stream_requests.py)."""
+
+    on_way: deque[OnWayT]
+
+    @property
+    def restart_id(self) -> int: ...
+
+
+class Prefetch(Generic[OnWayT]):
+    """Takes batches out of a torch DataLoader whose sampler is `requests`.
+
+    Its loader workers are started by the first take() and end with close(), or when this object is freed: the iterator
+    holds no reference to it.
+    """
+
+    def __init__(self, loader: TorchDataLoader[Any], requests: RequestStream[OnWayT]) -> None:
+        self._loader, self._requests = loader, requests
+        self._iterator: Iterator[Any] | None = None
+
+    def take(self) -> tuple[OnWayT, Any]:
+        """Return the next batch since the last restart, collated; batches of earlier restarts are dropped. Raises the
+        errors of the data set; then, as after any other error here, close() is needed before the next call."""
+        if self._iterator is None:
+            self._iterator = self._start()
+        while True:
+            data = next(self._iterator)
+            requested = self._requests.on_way.popleft()
+            if requested.restart_id == self._requests.restart_id:
+                return requested, data
+
+    def close(self) -> None:
+        """End the loader workers and drop the batches being fetched. Idempotent."""
+        # Private, but torch has no public way: without it they would live as long as the traceback of an error.
+        shut_down = getattr(self._iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+        self._iterator = None
+        self._requests.on_way.clear()
+
+    def _start(self) -> Iterator[Any]:
+        # As in torch, the loader workers' seeds depend on the main process's seed; but no number is taken from its
+        # generator: a repeated step would see other ones.
+        generator = self._loader.generator
+        if generator is not None:
+            generator.manual_seed(torch.initial_seed())
+        return iter(self._loader)
+
+
+# Transfer of small tensors from the loader processes, in the message itself. loader.py puts this around
+# worker_init_fn.
+#
+# torch sends a tensor's shared memory instead, a file descriptor that the receiver fetches over a separate
+# connection: half a millisecond for each tensor, and more when the processors are busy. That is right for large
+# tensors.
+
+
+# Limited so that the batches that two loader processes prepare ahead fit into the pipe (64 KiB). A loader process that
+# is killed while it waits for space leaves half a message there, which torch notices in the main thread only.
+_LARGEST_BYTES = 16 * 1024
+
+
+class SmallByValue:
+    """A worker_init_fn that sends small tensors by value. Two tensors of a batch that share memory no longer do so
+    afterwards."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        ForkingPickler.register(torch.Tensor, reduced)
+        if self._then is not None:
+            self._then(worker)
+
+
+def reduced(tensor: torch.Tensor) -> Any:
+    """Return the reduction of a tensor for pickle: by value when it is small and numpy has its type, else as torch
+    does."""
+    is_dense = tensor.layout is torch.strided and tensor.is_cpu
+    # With other strides, such as channels last, numpy would keep the values only.
+    if is_dense and tensor.nbytes <= _LARGEST_BYTES and tensor.is_contiguous():
+        try:
+            return torch.from_numpy, (tensor.numpy(),)
+        except (TypeError, RuntimeError):  # bfloat16, quantized, with a gradient
+            pass
+    return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+
+
+# Data sets of tensors, whose batches are rows of them: indexed all at once, several times as fast as one by one and
+# stacked. loader.py uses it where torch would stack them.
+
+
+class Rows:
+    """A TensorDataset, or a Subset of one, whose __getitems__ returns the batch that torch would stack from the
+    items."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._tensors: tuple[torch.Tensor, ...] = innermost(dataset).tensors
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        dataset = self._dataset
+        while isinstance(dataset, Subset):
+            indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
+        rows = torch.as_tensor(indices)
+        return [tensor[rows].contiguous() for tensor in self._tensors]
+
+
+def are_rows(dataset: Any) -> bool:
+    """Return whether the items of a data set are rows of tensors, and its classes are torch's own."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset and all(each.layout == torch.strided for each in dataset.tensors)
+
+
+def as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return Rows' batch as it is, in place of a collation."""
+    return batch
+
+
+def innermost(dataset: Any) -> Any:
+    """Return the data set below all Subsets."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+# The interface of a data set for the loaders --------------------------------------------------------------------------
+
+
+class MapDataset(Protocol):
+    """A data set with a length whose samples can be read in any order."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def size_of(dataset: MapDataset) -> int:
+    """Return the number of samples. Raises DataError for an object that is not a map-style data set."""
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{type(dataset).__name__} is an IterableDataset: its samples cannot be asked for by index, "
+            f"so they cannot be divided anew when workers change; give one with __len__ and __getitem__"
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{type(dataset).__name__} needs __len__ and __getitem__ to be divided among workers")
+    return len(dataset)
+
+
+# Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason ------------------
+
+
+_OWN_ORDER = "which sample comes when follows from seed and order, so that it can be divided anew when workers change"
+
+# Values that request the default behaviour.
+_HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "batch_size": (),
+    "sampler": (None,),
+    "batch_sampler": (None,),
+    "generator": (None,),
+    "persistent_workers": (True,),
+    "in_order": (True,),
+    "shuffle": (False, None),
+    "drop_last": (False,),
+}
+
+_REASONS: Mapping[str, str] = {
+    "batch_size": "torch's batch_size counts the samples of one worker; give global_batch_size, those of all together",
+    "sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
+    "batch_sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
+    "generator": "random numbers follow from seed, so that they are the same on every worker; give seed=",
+    "persistent_workers": "loader workers live until close(), over the ends of epochs and over regroups",
+    "in_order": "batches come in the order of the epoch, for the cursor counts them so",
+}
+
+_ORDER_OF_STREAMS = "samples come in the order in which the data set's streams give them"
+STREAM_ARGUMENTS: Mapping[str, str] = {
+    **_REASONS,
+    "sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
+    "batch_sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
+    "shuffle": f"{_ORDER_OF_STREAMS}; shuffle there, by the number that set_epoch() is called with",
+    "drop_last": "the last global batch of an epoch is a shorter one, for nobody knows before that it is the last",
+}
+"""Reasons of StreamLoader."""
+
+
+def refuse_torch_arguments(
+    given: Mapping[str, object],
+    known: Iterable[str],
+    num_workers: int,
+    loader: str = "DataLoader",
+    reasons: Mapping[str, str] = _REASONS,
+) -> None:
+    """Raise ConfigError for an argument of torch that cannot be supported, TypeError for an unknown one."""
+    for name, value in given.items():
+        if name not in reasons:
+            close = difflib.get_close_matches(name, [*known, *reasons], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise TypeError(f"{loader} has no argument {name!r}{hint}")
+        is_harmless = any(value is each for each in _HARMLESS[name])
+        # Without loader workers none could live on.
+        if not is_harmless and not (name == "persistent_workers" and num_workers == 0):
+            raise ConfigError(f"{loader}: {name}={value!r} cannot be followed: {reasons[name]}")

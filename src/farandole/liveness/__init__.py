@@ -1,0 +1,1 @@
+"""The liveness of workers and agents: heartbeats, status pages, exit notices."""

@@ -1,0 +1,1 @@
+"""Messages between processes: their types, their encoding, and authenticated connections."""

@@ -1,0 +1,184 @@
+"""Prove the job token: the handshake that opens an agent's connection, and the MAC on each frame after it.
+
+Pure: payloads of frames in, payloads of frames out (channel.py moves them). The coordinator listens, an agent dials:
+
+    listener -> dialer   Challenge: version, nonce of the listener, id of the job
+    dialer -> listener   Answer:    version, nonce of the dialer, proof of the token over both nonces
+    listener -> dialer   Welcome:   the listener's own proof
+
+A stranger learns only the job's id: the dialer proves the token first, and the proofs of the two roles differ, so that
+neither can be sent back as the other. The session's keys, one for each direction, are derived from the token and both
+nonces; no frame can be replayed, reordered, dropped from the middle, reflected or moved into another connection or job.
+Frames are authenticated, not encrypted: an attacker on the path can read them (and cut the connection), so no key is
+ever sent in one.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import secrets
+import struct
+
+import msgspec
+
+from farandole.errors import AuthenticationError, ProtocolError
+from farandole.membership import GenerationId
+from farandole.wire.messages import PROTOCOL_VERSION
+
+HANDSHAKE_FRAME_LIMIT = 128
+"""The largest payload, in bytes, before the other side has proved the token."""
+
+MAC_BYTES = 32
+_NONCE_BYTES = 32
+_MAGIC = b"farandol"
+_BEGINNING = struct.Struct(">8sH")
+_CHALLENGE = struct.Struct(f">8sH{_NONCE_BYTES}s")  # the job's id follows
+_ANSWER = struct.Struct(f">8sH{_NONCE_BYTES}s{MAC_BYTES}s")
+
+
+def new_token() -> bytes:
+    """Return a random job token: 32 bytes that are known only to the processes of the job."""
+    return secrets.token_bytes(32)
+
+
+def derive_data_key(token: bytes, generation: GenerationId) -> bytes:
+    """Return the key (32 bytes) by which data connections of one generation prove their identity at both ends."""
+    return _derive(token, b"data", msgspec.msgpack.encode(generation))
+
+
+class Role(enum.Enum):
+    """The role of one end of a connection."""
+
+    DIALER = b"dialer"
+    LISTENER = b"listener"
+
+    @property
+    def other(self) -> Role:
+        return Role.LISTENER if self is Role.DIALER else Role.DIALER
+
+
+class Session:
+    """Seals and opens the frames of one authenticated connection."""
+
+    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
+        self._send_key, self._receive_key = send_key, receive_key
+        self._sent = self._received = 0
+
+    def seal(self, payload: bytes) -> bytes:
+        """Return `payload` followed by its MAC."""
+        mac = _frame_mac(self._send_key, self._sent, payload)
+        self._sent += 1
+        return payload + mac
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the payload of the next sealed frame.
+
+        Raises AuthenticationError when the other side did not send exactly this frame next; the connection must be
+        closed then.
+        """
+        payload, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
+        if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, payload)):
+            raise AuthenticationError(f"frame {self._received} of the connection has a wrong MAC")
+        self._received += 1
+        return payload
+
+
+class Handshake:
+    """A dialer's or listener's end of the handshake.
+
+    Send the result of `begin`, then pass received frames to `receive` and send its results, until `session` is set.
+
+    `job_id` has at most 64 bytes; with None a dialer takes the job that the listener names.
+    """
+
+    def __init__(self, role: Role, token: bytes, job_id: str | None) -> None:
+        self._role, self._token = role, token
+        self._job_id = None if job_id is None else job_id.encode()
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._transcript: tuple[bytes, ...] = ()
+        self.session: Session | None = None
+
+    @property
+    def is_listener(self) -> bool:
+        return self._role is Role.LISTENER
+
+    def begin(self) -> bytes | None:
+        """Return the listener's challenge; a dialer sends nothing before it has received one."""
+        if self._role is Role.DIALER:
+            return None
+        assert self._job_id is not None, "a listener has a job"
+        return _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, self._nonce) + self._job_id
+
+    def receive(self, payload: bytes) -> bytes | None:
+        """Return the reply to a frame of the other side, or None.
+
+        Raises ProtocolError for a frame that is not of a handshake or has another version, and AuthenticationError for
+        a wrong proof.
+        """
+        if self.session is not None:
+            raise ProtocolError("the handshake is over")
+        if self._role is Role.LISTENER:
+            return self._receive_answer(payload)
+        if not self._transcript:
+            return self._receive_challenge(payload)
+        self._accept(payload)
+        return None
+
+    def _receive_challenge(self, payload: bytes) -> bytes:
+        (nonce,) = _unpack(_CHALLENGE, payload[: _CHALLENGE.size])
+        if self._job_id is None:
+            self._job_id = payload[_CHALLENGE.size :]
+        self._set_transcript(listener=nonce, dialer=self._nonce)
+        return _ANSWER.pack(_MAGIC, PROTOCOL_VERSION, self._nonce, self._proof(self._role))
+
+    def _receive_answer(self, payload: bytes) -> bytes:
+        nonce, proof = _unpack(_ANSWER, payload)
+        self._set_transcript(listener=self._nonce, dialer=nonce)
+        self._accept(proof)
+        return self._proof(self._role)
+
+    def _accept(self, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof(self._role.other)):
+            raise AuthenticationError(
+                f"the {self._role.other.name.lower()} did not prove the token of job "
+                f"{(self._job_id or b'').decode(errors='replace')}; both ends need the same job id and the same token"
+            )
+        self.session = Session(
+            send_key=self._derive(b"frames of", self._role.value),
+            receive_key=self._derive(b"frames of", self._role.other.value),
+        )
+
+    def _set_transcript(self, *, listener: bytes, dialer: bytes) -> None:
+        self._transcript = (PROTOCOL_VERSION.to_bytes(2, "big"), self._job_id or b"", listener, dialer)
+
+    def _proof(self, role: Role) -> bytes:
+        return self._derive(b"proof of", role.value)
+
+    def _derive(self, purpose: bytes, role: bytes) -> bytes:
+        return _derive(self._token, purpose, role, *self._transcript)
+
+
+def _unpack(layout: struct.Struct, payload: bytes) -> tuple[bytes, ...]:
+    """Return the fields after magic and version."""
+    if len(payload) < _BEGINNING.size or not payload.startswith(_MAGIC):
+        raise ProtocolError("the other side does not speak Farandole's protocol")
+    _, version = _BEGINNING.unpack_from(payload)
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the other side speaks version {version} of the protocol, this side {PROTOCOL_VERSION}; "
+            "install the same version of Farandole on all hosts"
+        )
+    if len(payload) != layout.size:
+        raise ProtocolError("the other side does not speak Farandole's protocol")
+    return tuple(layout.unpack(payload)[2:])
+
+
+def _derive(key: bytes, *parts: bytes) -> bytes:
+    """Derive a key from exactly these parts. Each is prefixed by its length, so that no two lists are encoded alike."""
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(key, text, "sha256")
+
+
+def _frame_mac(key: bytes, sequence: int, payload: bytes) -> bytes:
+    return hmac.digest(key, sequence.to_bytes(8, "big") + payload, "sha256")

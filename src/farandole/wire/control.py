@@ -1,0 +1,174 @@
+"""Messages between a user's command and the coordinator: requests, answers, and the status of a job.
+
+They use the same authenticated connection as an agent's messages; the first message tells which of the two has dialed.
+coordinator/control_requests.py makes a Status, coordinator/server.py answers, launch/control_commands.py asks.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from farandole.wire.messages import Message
+
+# Command -> coordinator ------------------------------------------------------------------------------
+
+
+class ClientHello(Message, frozen=True):
+    """The first message of a command, after both ends proved the job token."""
+
+    version: int
+
+
+class AskStatus(Message, frozen=True):
+    """Request the status of the job. Answer: Status."""
+
+
+class AskScale(Message, frozen=True):
+    """Request that the job has `size` workers from now on. Answer: Accepted or Declined."""
+
+    size: int
+
+
+class AskDrain(Message, frozen=True):
+    """Request that the workers of `host` leave at the next boundary, and that no further workers are started there.
+
+    Answer: Accepted or Declined.
+    """
+
+    host: str
+
+
+class AskUndrain(Message, frozen=True):
+    """Request that `host` may be used again. Answer: Accepted or Declined."""
+
+    host: str
+
+
+ClientMessage: TypeAlias = ClientHello | AskStatus | AskScale | AskDrain | AskUndrain
+
+
+# Coordinator -> command ------------------------------------------------------------------------------
+
+
+class Accepted(Message, frozen=True):
+    """The request is being carried out. `what` describes it; the Status shows its completion."""
+
+    what: str
+
+
+class Declined(Message, frozen=True):
+    """The request cannot be carried out, and nothing has changed."""
+
+    reason: str
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """The state of one worker whose process is not known to be gone.
+
+    Attributes:
+        rank: Its rank in the current generation; None if it is not a member.
+        pid: The id of its process on its host; 0 until it called init().
+        state: Of a member "trains", "leaves", "has finished" or "fails"; of others "starts", "waits" (for its
+            admission) or "ends".
+        restarts_left: The number of times that it may still be replaced.
+        step: Decided steps of a member (commits under the commit rule), at most some seconds old; None: unknown.
+    """
+
+    worker: str
+    rank: int | None
+    host: str
+    slot: int
+    pid: int
+    state: str
+    restarts_left: int
+    step: int | None = None
+
+
+class HostStatus(msgspec.Struct, frozen=True):
+    """The state of one host.
+
+    Attributes:
+        slots: The number of workers for which it has room.
+        workers: The number of workers that run there.
+        is_connected: Its agent is connected.
+        is_drained: No workers are started there, by a user's request.
+        failures: The number of times that lost workers have excluded it (--on-failure host).
+        out_for_s: The remaining seconds of that exclusion; 0: it is not excluded. Infinite times are -1.
+    """
+
+    host: str
+    slots: int
+    workers: int
+    is_connected: bool
+    is_drained: bool = False
+    failures: int = 0
+    out_for_s: float = 0.0
+
+
+class SlotInBackoff(msgspec.Struct, frozen=True):
+    """A slot in which no worker is started for `for_s` more seconds.
+
+    The reason is the number of workers in a row that failed there soon after their start.
+    """
+
+    host: str
+    slot: int
+    failures: int
+    for_s: float
+
+
+class PastEvent(msgspec.Struct, frozen=True):
+    """A line of the job's log, and its age."""
+
+    ago_s: float
+    line: str
+
+
+class Status(Message, frozen=True):
+    """The state of a job at one moment.
+
+    Attributes:
+        state: "starting" (not all have called init() yet), "training", "regrouping" (no worker trains), "finishing" or
+            "ending".
+        generation: The number of the generation that was started last; 0: none.
+        change: The generation's number of a planned change in progress; 0: none.
+        step: The newest step that the coordinator knows; None: none was reported.
+        wanted: The number of workers that the job should have.
+        spares: The number of newcomers that should wait beyond those (--spares).
+        min_np, max_np: The fewest and the most workers; None: no limit.
+        members: By rank; `newcomers` are all other running workers.
+        regroups: The number of generations after the first one.
+        events: The last events, the oldest first.
+    """
+
+    job: str
+    state: str
+    generation: int
+    change: int
+    step: int | None
+    wanted: int
+    spares: int
+    min_np: int
+    max_np: int | None
+    members: tuple[WorkerStatus, ...]
+    newcomers: tuple[WorkerStatus, ...]
+    hosts: tuple[HostStatus, ...]
+    backoffs: tuple[SlotInBackoff, ...]
+    regroups: int
+    events: tuple[PastEvent, ...] = ()
+
+
+ToClient: TypeAlias = Status | Accepted | Declined
+
+
+def is_scaled(status: Status, size: int) -> bool:
+    """Return whether the job has reached `size` workers."""
+    return status.state == "training" and not status.change and len(status.members) == size == status.wanted
+
+
+def is_drained(status: Status, host: str) -> bool:
+    """Return whether no worker is left on the host."""
+    here = [each for each in status.hosts if each.host == host]
+    return all(each.workers == 0 for each in here)
