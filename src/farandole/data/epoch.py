@@ -18,13 +18,18 @@ class EpochRecord:
     total         argument of the last call of epochs(total); None: nothing was promised
     by_trainer    remaining steps promised by a framework's trainer, which count instead of `total`
     is_through    the current epoch was iterated to its end and not yielded by epochs() since; on this worker only
+    is_within     epochs() has yielded the current epoch behind its first batch; on this worker only
     """
 
     def __init__(self) -> None:
         self.once_done = self.cut_epochs = self.cut_steps = 0
         self.total: int | None = None
         self.by_trainer: Shortfall | None = None
-        self.is_through = False
+        self.is_through = self.is_within = False
+
+    def enter(self, cursor: int) -> None:
+        """Record that epochs() yields the current epoch, of which `cursor` samples are trained."""
+        self.is_through, self.is_within = False, cursor > 0
 
     def promise_epochs(self, total: int) -> None:
         """Record a call of epochs(total)."""
@@ -36,8 +41,12 @@ class EpochRecord:
 
     def refuse_second_pass(self, epoch: int) -> None:
         """Raise StepError where the loader is iterated again although nothing is left of the epoch: the user would
-        expect the batches of the next epoch, and none would come."""
-        if self.is_through:
+        expect the batches of the next epoch, and none would come.
+
+        A worker that enters in the middle of an epoch is not refused. In a body with two loops over the batches it is
+        in the first one while the others are in the second one, where they may get the last batch.
+        """
+        if self.is_through and not self.is_within:
             raise StepError(
                 f"the loader was iterated again, but all batches of epoch {epoch} are trained and the next epoch was "
                 f"not begun: only epochs() goes on to it. In place of `for epoch in range(5):` write "

@@ -160,7 +160,8 @@ class StreamLoader:
         """
         self.record.promise_epochs(total)
         while self.epoch < total:
-            epoch, self.record.is_through = self.epoch, False
+            epoch = self.epoch
+            self.record.enter(self.cursor)
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.state() == "aborted":

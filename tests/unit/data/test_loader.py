@@ -156,6 +156,16 @@ def test_a_second_pass_over_an_epoch_that_is_through_is_an_error_that_says_what_
         assert len(train_rest(loader)) == (0 if loader.epoch == 0 else 2)
 
 
+def test_a_worker_that_enters_in_the_middle_of_an_epoch_may_take_its_last_batch_in_another_loop() -> None:
+    """The others are in the second loop of a body that has two; this worker begins with the first one."""
+    loader = make(6, 2)
+    loader.load_state_dict({**loader.state_dict(), "cursor": 2})
+    found = []
+    for epoch in loader.epochs(1):
+        found.append((epoch, train_rest(loader), train_rest(loader)))
+    assert found == [(0, [[2, 3], [4, 5]], [])]
+
+
 @pytest.mark.parametrize("goes_on", ["break", "set_world", "load_state_dict"])
 def test_a_second_pass_is_right_where_the_epoch_may_go_on(goes_on: str) -> None:
     """After `break`; after a regroup, when the function is called again; after a state was loaded."""
