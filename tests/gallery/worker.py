@@ -26,7 +26,9 @@ LIBRARY = str(HERE.parents[1] / "src" / "farandole")
 INSIDE = tuple(f"{LIBRARY}/{folder}/" for folder in ("optim", "data", "state", "worker"))
 FAULTS, COUNTED = "GALLERY_FAULTS", "GALLERY_COUNTED"
 _ANSWER_S = 10.0
-_NEWCOMER_S = 3.0  # one that comes in the regroup that waits for this worker cannot be waited for
+# One that comes in the regroup that waits for this worker cannot be waited for. A job whose last holder of the state is
+# going to be lost has to wait for as long as a busy machine needs.
+_NEWCOMER_S = float(os.environ.get("GALLERY_PATIENCE_S", "3"))
 
 
 def main() -> None:
