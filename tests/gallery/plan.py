@@ -22,7 +22,7 @@ Hits = Mapping[str, Mapping[str, int]]
 @dataclass(frozen=True)
 class Fault:
     """kind  kill, stop, hang, leave, exit, raise; or pause S, scale N, join N (wait for a newcomer), await N (wait
-    until N are about to join, or have joined)"""
+    from the loss of the N-th worker on, until N are about to join, or have joined)"""
 
     worker: str
     kind: str
@@ -97,10 +97,7 @@ def draw_losses(seed: str, hits: Hits, every: int, steps: int) -> Case:
     loss another worker waits until the replacement comes."""
     chance = random.Random(seed)
     workers = chance.choice([2, 3, 3, 4])
-    # Lines of the library that run more often are not spread evenly over the steps: a loss would come at another step,
-    # and the worker that waits for its replacement would have gone on.
-    most = {place: 2 * steps if "/" in place else count + 1 for place, count in hits["w0"].items()}
-    lines = {place: count for place, count in hits["w0"].items() if steps <= count < most[place]}
+    lines = {place: count for place, count in hits["w0"].items() if count >= steps}
     own = sorted(place for place in lines if "/" not in place)
     since = {f"w{number}": 0 for number in range(workers)}  # the step at which each living worker has come
     faults = []

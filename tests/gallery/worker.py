@@ -25,6 +25,7 @@ BODIES = HERE / "bodies"
 LIBRARY = str(HERE.parents[1] / "src" / "farandole")
 INSIDE = tuple(f"{LIBRARY}/{folder}/" for folder in ("optim", "data", "state", "worker"))
 FAULTS, COUNTED = "GALLERY_FAULTS", "GALLERY_COUNTED"
+_HARMLESS = ("await", "pause", "scale", "join")  # a fault of another kind ends a worker
 _ANSWER_S = 10.0
 # One that comes in the regroup that waits for this worker cannot be waited for. A job whose last holder of the state is
 # going to be lost has to wait for as long as a busy machine needs.
@@ -70,6 +71,7 @@ class Tracer:
         self._hits: Counter[str] = Counter()
         self._names: dict[str, str] = {}
         self._is_inside = False
+        self._awaited = 0  # newcomers to wait for as soon as so many workers are lost
         wanted = {place.rpartition(":")[0] for place, _ in self._faults}
         self._sees_library = self.counted == "library" or any("/" in name for name in wanted)
 
@@ -102,6 +104,8 @@ class Tracer:
         if event == "line":
             place = f"{self._name(frame.f_code.co_filename)}:{frame.f_lineno}"
             self._hits[place] += 1
+            if self._awaited and self._losses() >= self._awaited:
+                self._wait_for_awaited()
             kind = self._faults.get((place, self._hits[place]))
             if kind is not None:
                 (self._folder / f"did-{self._worker}-{kind}").touch()
@@ -130,7 +134,15 @@ class Tracer:
             self._scale(amount)
             self._wait_for_newcomers(1)
         elif what == "await":
-            self._wait_for_newcomers(int(amount), _NEWCOMER_S)
+            self._awaited = int(amount)
+
+    def _losses(self) -> int:
+        kinds = (path.name.rpartition("-")[2] for path in self._folder.glob("did-*"))
+        return sum(kind.partition(" ")[0] not in _HARMLESS for kind in kinds)
+
+    def _wait_for_awaited(self) -> None:
+        count, self._awaited = self._awaited, 0
+        self._wait_for_newcomers(count, _NEWCOMER_S)
 
     def _scale(self, size: str) -> None:
         name = f"{self._worker}-{time.monotonic_ns()}"
