@@ -27,9 +27,15 @@ INSIDE = tuple(f"{LIBRARY}/{folder}/" for folder in ("optim", "data", "state", "
 FAULTS, COUNTED = "GALLERY_FAULTS", "GALLERY_COUNTED"
 _HARMLESS = ("await", "pause", "scale", "join")  # a fault of another kind ends a worker
 _ANSWER_S = 10.0
-# One that comes in the regroup that waits for this worker cannot be waited for. A job whose last holder of the state is
-# going to be lost has to wait for as long as a busy machine needs.
-_NEWCOMER_S = float(os.environ.get("GALLERY_PATIENCE_S", "3"))
+_NEWCOMER_S = 20.0
+_IS_LONG = bool(os.environ.get("GALLERY_SAMPLES"))
+
+
+def _is_warming_up() -> bool:
+    """Whether this is a newcomer before its admission. Long jobs count its lines from then on, as its steps."""
+    import farandole as fd
+
+    return fd.is_initialized() and fd.generation() == 0
 
 
 def main() -> None:
@@ -101,11 +107,12 @@ class Tracer:
         return self._in_train
 
     def _on_line(self, frame: types.FrameType, event: str, argument: object) -> Any:
-        if event == "line":
+        if event == "line" and not (_IS_LONG and _is_warming_up()):
             place = f"{self._name(frame.f_code.co_filename)}:{frame.f_lineno}"
             self._hits[place] += 1
-            if self._awaited and self._losses() >= self._awaited:
-                self._wait_for_awaited()
+            if self._awaited and self._losses() >= self._awaited and self._is_recovered():
+                self._awaited = 0
+                self._wait_for(self._is_complete, _NEWCOMER_S)
             kind = self._faults.get((place, self._hits[place]))
             if kind is not None:
                 (self._folder / f"did-{self._worker}-{kind}").touch()
@@ -140,9 +147,20 @@ class Tracer:
         kinds = (path.name.rpartition("-")[2] for path in self._folder.glob("did-*"))
         return sum(kind.partition(" ")[0] not in _HARMLESS for kind in kinds)
 
-    def _wait_for_awaited(self) -> None:
-        count, self._awaited = self._awaited, 0
-        self._wait_for_newcomers(count, _NEWCOMER_S)
+    def _events(self) -> list[dict[str, Any]]:
+        lines = (self._folder / "events").read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def _is_recovered(self) -> bool:
+        """Whether the first step behind the newest loss is done: no worker waits in a regroup for this one."""
+        names = [each["event"] for each in self._events() if each["event"] in ("RegroupBegan", "Recovered")]
+        return names[-1:] == ["Recovered"]
+
+    def _is_complete(self) -> bool:
+        """Whether there are as many members as at the start, or a newcomer is about to join."""
+        events = [each for each in self._events() if each["event"] in ("GenerationStarted", "ChangePlanned")]
+        sizes = [len(each["workers"]) for each in events if each["event"] == "GenerationStarted"]
+        return events[-1]["event"] == "ChangePlanned" or sizes[-1] >= sizes[0]
 
     def _scale(self, size: str) -> None:
         name = f"{self._worker}-{time.monotonic_ns()}"
@@ -150,8 +168,8 @@ class Tracer:
         (self._folder / f"new-{name}").rename(self._folder / f"ask-{name}")
         self._wait_for((self._folder / f"answer-{name}").exists)
 
-    def _wait_for_newcomers(self, count: int, limit_s: float = _ANSWER_S) -> None:
-        self._wait_for(lambda: (self._folder / "events").read_text().count('"ChangePlanned"') >= count, limit_s)
+    def _wait_for_newcomers(self, count: int) -> None:
+        self._wait_for(lambda: (self._folder / "events").read_text().count('"ChangePlanned"') >= count)
 
     def _wait_for(self, condition: Any, limit_s: float = _ANSWER_S) -> None:
         from farandole.liveness.status_reporting import report_progress
