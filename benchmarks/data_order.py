@@ -97,7 +97,7 @@ def far(samples: int) -> Row:
     """A reset in the middle of an epoch, until the indices of the next batch are there; and bytes of the state,
     as a checkpoint in msgpack has them, and pickled."""
     loader = fd.elastic.DataLoader(Numbers(samples), GLOBAL_BATCH)
-    loader.epoch, loader.cursor = 3, samples // 2
+    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "cursor": samples // 2})
     sampler = fd.elastic.ElasticSampler(Numbers(samples))
     sampler.processed_num = samples // 2
 

@@ -434,5 +434,5 @@ def test_fetching_moves_nothing_and_only_the_next_ticket_can_be_committed(
 @given(huge_sizes, seeds, st.integers(0, 2**40), st.data())
 def test_the_saved_state_is_a_few_integers_for_any_size(size: int, seed: int, epoch: int, data: st.DataObject) -> None:
     loader = DataLoader(Numbers(size), data.draw(st.integers(1, size)), seed=seed)
-    loader.epoch, loader.cursor = epoch, data.draw(st.integers(0, size))
+    loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "cursor": data.draw(st.integers(0, size))})
     assert len(msgspec.msgpack.encode(loader.state_dict())) <= 128

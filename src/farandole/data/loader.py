@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,16 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.data import torch_loader
 from farandole.data.augmentation import with_places
-from farandole.data.epoch import Epoch, EpochRecord, LoaderHooks, NoLoaderHooks
+from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
 from farandole.data.index_stream import IndexedBatch, IndexStream
-from farandole.data.loader_steps import Padding, has_compiled
 from farandole.data.orders import Order, Sequential, Shuffled
 from farandole.data.partition import Layout, Tail, batches, global_batch_range, make_global_batch
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.torch_loader import MapDataset, Prefetch, Rows, SmallByValue, are_rows, as_it_is, size_of
-from farandole.errors import ConfigError, DataError, StepError
+from farandole.errors import ConfigError, DataError
 from farandole.membership import Shortfall
 from farandole.state import recording, step
-from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.global_batch import GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -39,7 +38,7 @@ _CHANGED: Mapping[str, str] = {
 }
 
 
-class DataLoader:
+class DataLoader(ElasticLoader):
     """Yields the samples of each global batch, divided among the current workers.
 
         for epoch in loader.epochs(10):         # continues at the state's position, also in the middle of an epoch
@@ -118,34 +117,16 @@ class DataLoader:
         **refused: object,
     ) -> None:
         torch_loader.refuse_torch_arguments(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
-        if micro_batch_size is not None:
-            if max_local_batch is not None:
-                raise DataError(
-                    f"micro_batch_size={micro_batch_size} and max_local_batch={max_local_batch} both limit the samples "
-                    f"of one loop body; give one"
-                )
-            max_local_batch = micro_batch_size
-        self._padding = Padding(is_allowed=micro_batch_size is not None)
-        self._is_ended = False  # the epoch is through, also where `break` has left samples
-        self.record = EpochRecord()
+        super().__init__(seed, accumulates=micro_batch_size is not None)
         self.order = _order(order, shuffle)
         self._layout = Layout(
             self.order.length(size_of(dataset)),
             global_batch_size,
-            max_local_batch,
+            most_samples(max_local_batch, micro_batch_size),
             min_local_batch,
             _tail(tail, drop_last),
         )
-        self.dataset, self.seed = dataset, seed
-        self.epoch = 0
-        self.cursor = 0
-        self.hooks: LoaderHooks = NoLoaderHooks()
-        self.batch: Batch | None = None
-        self.indices: list[int] = []
-        self._is_pending = False  # a batch was handed out whose global batch is not committed
-        self._has_regrouped = False  # since a batch was handed out
-        self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
-        self._rank, self._world = 0, 1
+        self.dataset, self._cursor = dataset, 0
         self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed))
         inner_dataset: Any = dataset
         batch_sampler: Iterable[Any] = self._index_stream
@@ -185,64 +166,17 @@ class DataLoader:
         layout = self._layout
         return f"epoch {self.epoch}, {min(self.cursor, layout.end):,} of {layout.end:,} samples ({self.fraction:.1%})"
 
-    def epochs(self, total: int) -> Iterator[Epoch]:
-        """Yield the numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
+    @property
+    def cursor(self) -> int:
+        """The current position in the epoch's order."""
+        return self._cursor
 
-        The number advances when every worker has come back for the next one. After a regroup in the tail of an epoch
-        (an evaluation) its number comes again, with the remaining batches, often none. `break` in the loop over batches
-        ends the epoch for good, and the next one begins with its first sample; all workers must take it at the same
-        step.
+    @property
+    def is_over(self) -> bool:
+        """True when no batch of the current epoch is left."""
+        return self._is_ended or self.cursor >= self._layout.end
 
-        Args:
-            total: Number of epochs of the job.
-
-        Returns:
-            An iterator over Epoch, a subclass of int.
-        """
-        self.record.promise_epochs(total)
-        while self.epoch < total:
-            epoch = self.epoch
-            self.record.enter(self.cursor)
-            yield Epoch.of(self)
-            step.end_body()  # after `break`
-            if step.state() == "aborted":
-                self.hooks.reach()  # decisions of an aborted loop body, such as `break`, do not count
-                continue
-            self._is_ended = self.epoch == epoch  # or a regroup has advanced it
-            if self._has_to_leave and not self._leave():
-                continue
-            if self.hooks.reach_epoch_end():
-                self._advance()
-                self.hooks.begin_epoch()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return an iterator from the cursor to the end of the epoch. The current batch comes again if its step is not
-        decided.
-
-        Raises:
-            StepError: The epoch is through already and epochs() has not advanced to the next one.
-        """
-        step.end_body()
-        self.record.refuse_second_pass(self.epoch)
-        if self._is_pending:
-            self._restart()
-            if step.state() != "aborted":  # the run loop has to see the aborted step
-                step.close()
-        return self
-
-    def __next__(self) -> Any:
-        """Return the next batch, collated. After an error epoch and cursor are as before.
-
-        Raises:
-            StepError: The loop body made no step for the last batch.
-            Exception: The errors of the data set.
-        """
-        step.end_body()
-        if self._padding.is_due(self.batch):
-            self.batch, self.indices, data = self._padding.next(self.batch)
-            return data
-        self.hooks.reach()
-        goes_on = self._settle()
+    def _next(self, goes_on: bool) -> Any:
         while not goes_on and self.is_over:
             if self._has_regrouped:
                 return self._hand_out_again()
@@ -251,11 +185,6 @@ class DataLoader:
                 raise StopIteration
             goes_on = self._settle()
         return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.hooks.rehearses())
-
-    @property
-    def is_over(self) -> bool:
-        """True when no batch of the current epoch is left."""
-        return self._is_ended or self.cursor >= self._layout.end
 
     def _hand_out(self, is_rehearsal: bool) -> Any:
         if is_rehearsal and not step.is_rehearsal():
@@ -276,40 +205,13 @@ class DataLoader:
         return self._hand_out(is_rehearsal=True)
 
     def _rehearse_a_change(self) -> None:
-        """Make the rehearsal's batch one that a change of the world may bring. With max_local_batch the loop body may
-        have to run several times for one step: the rehearsal checks that it can. A compiled body gets another number of
-        samples, fewer, so that it is compiled for any number of them before a fault brings another one."""
-        layout, world = self._layout, self._world
-        if layout.max_local_batch is not None and layout.max_local_batch < layout.global_batch_size:
-            largest = -(-layout.global_batch_size // world)
-            half = max(-(-largest // 2), 2 * layout.min_local_batch - 1)
-            if half < largest <= layout.max_local_batch:
-                layout = dataclasses.replace(layout, max_local_batch=half)
-        elif has_compiled():
-            world += 1
-        if (layout, world) != (self._layout, self._world):
+        layout = self._layout
+        most, world = rehearsed_division(
+            layout.global_batch_size, layout.max_local_batch, layout.min_local_batch, self._world
+        )
+        if (most, world) != (layout.max_local_batch, self._world):
+            layout = dataclasses.replace(layout, max_local_batch=most)
             self._index_stream.restart(layout, self.epoch, self.cursor, self._rank, world)
-
-    def _leave(self) -> bool:
-        """End the loop over the batches. False: workers have regrouped, and it may continue."""
-        if not self.hooks.leave_batches():
-            return False
-        self._has_to_leave = False
-        self.batch, self.indices, self._is_pending = None, [], False
-        step.close()
-        return True
-
-    def _settle(self) -> bool:
-        """Determine the outcome of the current batch. True: another micro-batch of its global batch follows."""
-        if self.batch is None or not self._is_pending:
-            return False
-        if step.expects_micro_batch():
-            return True
-        phase = step.state()
-        if phase not in ("none", "aborted"):
-            raise StepError(_advice(self.batch.global_batch, phase))
-        self._restart()
-        return False
 
     def _take(self) -> tuple[IndexedBatch, Any]:
         try:
@@ -323,21 +225,11 @@ class DataLoader:
     def _advance(self) -> None:
         is_whole = self.cursor >= self._layout.end
         self.record.end_epoch(is_whole, self._layout.steps_left(self.cursor))
-        self.epoch, self.cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
+        self.epoch, self._cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
         if not is_whole:
             self._restart()
 
     # The current batch -----------------------------------------------------------------------------------
-
-    @property
-    def accumulates(self) -> bool:
-        """True when a loop body need not call step(): micro_batch_size was given."""
-        return self._padding.is_allowed
-
-    @property
-    def global_batch(self) -> GlobalBatch | None:
-        """The global batch of the current batch."""
-        return self.batch.global_batch if self.batch is not None else None
 
     def commit(self, global_batch: GlobalBatch) -> None:
         """Move the cursor behind the samples of `global_batch`, whose step is decided.
@@ -355,26 +247,10 @@ class DataLoader:
                 f"next are "
                 f"[{start}, {stop}) of epoch {self.epoch}; commit each global batch once, in order"
             )
-        self.cursor = stop
+        self._cursor = stop
         self._is_pending = False
 
     # State that survives ---------------------------------------------------------------------------------
-
-    def set_world(self, rank: int, size: int) -> None:
-        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped.
-
-        Args:
-            rank: Rank of this worker.
-            size: Number of workers.
-
-        Raises:
-            DataError: The rank is not in 0..size - 1.
-        """
-        if not 0 <= rank < size:
-            raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
-        self._rank, self._world, self._has_regrouped = rank, size, True
-        self.record.is_through = False
-        self._restart()
 
     def shortfall(self) -> Shortfall | None:
         """Return the part that epochs(), or a framework's trainer, has promised and that was not trained; None:
@@ -420,7 +296,7 @@ class DataLoader:
         epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
         if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
             raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
-        self.epoch, self.cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
+        self.epoch, self._cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
         self.record.load_state_dict(state)
         if self._layout.max_local_batch is not None and "max_local_batch" in state:  # every rank has to split alike
             self._layout = dataclasses.replace(self._layout, max_local_batch=state["max_local_batch"])
@@ -454,17 +330,12 @@ class DataLoader:
         """Hand out the local batch of rank `rank` of `size` from now on, at the start of an epoch or at its last global
         batch. It must not be trained. Returns the number of samples of its first batch; 0: it has none of its own."""
         layout = self._layout
-        self.cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
+        self._cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
         self._rank, self._world, self._is_ended = rank, size, False
         self._restart()
         return batches(make_global_batch(layout, self.epoch, self.cursor, rank, size), layout.min_local_batch)[
             0
         ].samples
-
-    def end_rehearsals(self) -> None:
-        """End the rehearsals without a trace: load_state_dict() has to follow."""
-        self._has_to_leave, self.record = False, EpochRecord()
-        self._restart()
 
     def close(self) -> None:
         """End the loader workers. Iterating again starts new ones. Idempotent."""
@@ -489,24 +360,3 @@ def _tail(tail: Tail | None, drop_last: bool) -> Tail:
     if drop_last and tail not in (None, "drop"):
         raise ConfigError(f"DataLoader: drop_last=True and tail={tail!r} contradict each other; give one")
     return "drop" if drop_last else tail or "short"
-
-
-def _advice(global_batch: GlobalBatch, phase: str) -> str:
-    what = f"samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}"
-    if phase == "decided":
-        return (
-            f"the step for {what} was made, but the loader was not told: give it to TorchState(loader=...), "
-            f"or call loader.commit(loader.global_batch) after the step"
-        )
-    if phase == "open" and not step.is_noticed():
-        return (
-            f"the next batch was asked for, and no DistributedOptimizer has done anything for {what}: an optimizer of "
-            f"torch's trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and give "
-            f"that one to TorchState(optimizer=...), or give TorchState a DistributedDataParallel as its model. Where "
-            f"the loop body was left early, as by `continue` for a bad batch, multiply the loss by 0 instead"
-        )
-    missing = "optimizer.step()" if phase == "reduced" else "backward() and optimizer.step()"
-    return (
-        f"the next batch was asked for without {missing} for {what}: every run of the loop body has to make "
-        f"the step of a DistributedOptimizer; instead of `continue` for a bad batch, multiply its loss by 0"
-    )

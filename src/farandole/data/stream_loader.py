@@ -11,15 +11,14 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_collate
 
 from farandole.data import torch_loader
-from farandole.data.epoch import Epoch, EpochRecord, LoaderHooks, NoLoaderHooks
-from farandole.data.loader_steps import Padding, has_compiled
+from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
 from farandole.data.partition import even_slice
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.stream_order import Place
 from farandole.data.stream_reader import FetchStart, Reply, Requests, Sizes, StreamReader
 from farandole.data.streams import Mark, Source
 from farandole.data.torch_loader import Prefetch, SmallByValue
-from farandole.errors import DataError, StepError
+from farandole.errors import DataError
 from farandole.membership import Shortfall
 from farandole.state import recording, step
 from farandole.state.global_batch import Batch, GlobalBatch
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
 
-class StreamLoader:
+class StreamLoader(ElasticLoader):
     """Yields the samples of an IterableDataset in global batches, divided among the current workers.
 
         loader = StreamLoader(dataset, global_batch_size=256, streams=64, transform=decode, num_workers=4)
@@ -107,24 +106,14 @@ class StreamLoader:
         torch_loader.refuse_torch_arguments(
             refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", torch_loader.STREAM_ARGUMENTS
         )
-        self._sizes = Sizes(global_batch_size, _most(max_local_batch, micro_batch_size), min_local_batch)
+        self._sizes = Sizes(global_batch_size, most_samples(max_local_batch, micro_batch_size), min_local_batch)
         _check(dataset, streams)
-        self._padding = Padding(is_allowed=micro_batch_size is not None)
-        self._is_ended = False  # the epoch is through, also where `break` has left samples
-        self.record = EpochRecord()
-        self.dataset, self.seed = dataset, seed
-        self.epoch = 0
-        self.hooks: LoaderHooks = NoLoaderHooks()
-        self.batch: Batch | None = None
-        self.indices: list[int] = []
-        self._rank, self._world = 0, 1
+        super().__init__(seed, accumulates=micro_batch_size is not None)
+        self.dataset = dataset
         self._is_stateful = stateful
         self._place = self._behind = Place((0,) * streams)  # before and after the step of the current batch
         self._marks: list[Mark | None] = [None] * streams
         self._marks_behind: dict[int, Mark] = {}
-        self._is_pending = False  # a batch was handed out whose global batch is not committed
-        self._has_regrouped = False  # since a batch was handed out
-        self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
         self._requests = Requests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
         source = Source(dataset, streams, stateful)
         self._reader = StreamReader(source, seed, transform, collate_fn or default_collate)
@@ -151,62 +140,10 @@ class StreamLoader:
 
     # Iterating -------------------------------------------------------------------------------------------
 
-    def epochs(self, total: int) -> Iterator[Epoch]:
-        """Yield the numbers of the epochs from the current one to `total` - 1, as DataLoader does, also where `break`
-        ends one.
-
-        Args:
-            total: Number of epochs of the job.
-        """
-        self.record.promise_epochs(total)
-        while self.epoch < total:
-            epoch = self.epoch
-            self.record.enter(self.cursor)
-            yield Epoch.of(self)
-            step.end_body()  # after `break`
-            if step.state() == "aborted":
-                self.hooks.reach()  # decisions of an aborted loop body, such as `break`, do not count
-                continue
-            self._is_ended = self.epoch == epoch  # or a regroup has advanced it
-            if self._has_to_leave and not self._leave():
-                continue
-            if self.hooks.reach_epoch_end():
-                self.record.end_epoch(is_whole=self.record.is_through)
-                self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
-                self.hooks.begin_epoch()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return an iterator from the cursor to the end of the epoch. The current batch comes again if its step is not
-        decided.
-
-        Raises:
-            StepError: The epoch is through already and epochs() has not advanced to the next one.
-        """
-        step.end_body()
-        self.record.refuse_second_pass(self.epoch)
-        if self._is_pending:
-            self._restart()
-            if step.state() != "aborted":  # the run loop has to see the aborted step
-                step.close()
-        return self
-
-    def __next__(self) -> Any:
-        """Return the next batch, collated. After an error epoch and cursor are as before.
-
-        Raises:
-            StepError: The loop body made no step for the last batch.
-            Exception: The errors of the data set.
-        """
-        step.end_body()
-        if self._padding.is_due(self.batch):
-            self.batch, self.indices, data = self._padding.next(self.batch)
-            return data
-        self.hooks.reach()
-        goes_on = self._settle()
+    def _next(self, goes_on: bool) -> Any:
         is_rehearsal = step.is_rehearsal() if goes_on else self.hooks.rehearses()
-        if is_rehearsal and not goes_on and has_compiled():  # as DataLoader does
-            fetch_start = dataclasses.replace(self._fetch_start_at(self._place), world=self._world + 1)
-            self._requests.restart(fetch_start, tuple(self._marks))
+        if is_rehearsal and not goes_on:
+            self._rehearse_a_change()
         while True:
             reply, data = self._take() if goes_on or not self._is_ended else (Reply(None, None), None)
             if reply.batch is not None and reply.behind is not None:
@@ -240,31 +177,19 @@ class StreamLoader:
             recording.delivered(self.batch, self.indices)
         return data
 
-    def _leave(self) -> bool:
-        """End the loop over the batches. False: workers have regrouped, and it may continue."""
-        if not self.hooks.leave_batches():
-            return False
-        self._has_to_leave = False
-        self.batch, self.indices, self._is_pending = None, [], False
-        step.close()
-        return True
+    def _rehearse_a_change(self) -> None:
+        sizes = self._sizes
+        most, world = rehearsed_division(
+            sizes.global_batch_size, sizes.max_local_batch, sizes.min_local_batch, self._world
+        )
+        if (most, world) != (sizes.max_local_batch, self._world):
+            changed = dataclasses.replace(sizes, max_local_batch=most)
+            fetch_start = dataclasses.replace(self._fetch_start_at(self._place), world=world, sizes=changed)
+            self._requests.restart(fetch_start, tuple(self._marks))
 
-    def _settle(self) -> bool:
-        """Determine the outcome of the current batch. True: another micro-batch of its global batch follows."""
-        if self.batch is None or not self._is_pending:
-            return False
-        if step.expects_micro_batch():
-            return True
-        phase = step.state()
-        if phase not in ("none", "aborted"):
-            raise StepError(
-                f"the next batch was asked for, but the step for samples [{self.batch.global_batch.start}, "
-                f"{self.batch.global_batch.stop}) of epoch {self.epoch} is {phase!r}: every run of the loop body has "
-                f"to make "
-                f"the step of a DistributedOptimizer, and the loader belongs into TorchState(loader=...)"
-            )
-        self._restart()
-        return False
+    def _advance(self) -> None:
+        self.record.end_epoch(is_whole=self.record.is_through)
+        self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
 
     def _take(self) -> tuple[Reply, Any]:
         """Return the next batch; a reply without a batch at the end of the epoch."""
@@ -280,16 +205,6 @@ class StreamLoader:
             raise
 
     # The current batch -----------------------------------------------------------------------------------
-
-    @property
-    def accumulates(self) -> bool:
-        """True when a loop body need not call step(): micro_batch_size was given."""
-        return self._padding.is_allowed
-
-    @property
-    def global_batch(self) -> GlobalBatch | None:
-        """The global batch of the current batch."""
-        return self.batch.global_batch if self.batch is not None else None
 
     def commit(self, global_batch: GlobalBatch) -> None:
         """Move the offsets behind the samples of `global_batch`, whose step is decided.
@@ -327,22 +242,6 @@ class StreamLoader:
         return Shortfall(record.total, epochs_left, 0, 0) if epochs_left else None
 
     # State that survives ---------------------------------------------------------------------------------
-
-    def set_world(self, rank: int, size: int) -> None:
-        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped.
-
-        Args:
-            rank: Rank of this worker.
-            size: Number of workers.
-
-        Raises:
-            DataError: The rank is not in 0..size - 1.
-        """
-        if not 0 <= rank < size:
-            raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
-        self._rank, self._world, self._has_regrouped = rank, size, True
-        self.record.is_through = False
-        self._restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training: one offset per stream and a few integers, equal on every worker; with
@@ -395,11 +294,6 @@ class StreamLoader:
         low, high = even_slice(0, self._sizes.global_batch_size, rank, size, self._sizes.min_local_batch)
         return even_slice(low, high, 0, self._fetch_start_at(self._place).parts, self._sizes.min_local_batch)[1] - low
 
-    def end_rehearsals(self) -> None:
-        """End the rehearsals without a trace: load_state_dict() has to follow."""
-        self._has_to_leave, self.record = False, EpochRecord()
-        self._restart()
-
     def close(self) -> None:
         """End the loader workers and release the streams. Iterating again starts anew. Idempotent."""
         self._prefetch.close()
@@ -429,15 +323,6 @@ class StreamLoader:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _most(max_local_batch: int | None, micro_batch_size: int | None) -> int | None:
-    if max_local_batch is not None and micro_batch_size is not None:
-        raise DataError(
-            f"micro_batch_size={micro_batch_size} and max_local_batch={max_local_batch} both limit the samples of one "
-            f"loop body; give one"
-        )
-    return max_local_batch if micro_batch_size is None else micro_batch_size
 
 
 def _check(dataset: object, streams: int) -> None:

@@ -147,7 +147,7 @@ def test_a_batch_without_a_step_is_refused_and_one_commit_is_enough() -> None:
     next(iterator)
     global_batch = loader.global_batch
     assert global_batch is not None
-    with pytest.raises(StepError, match="'open'"):
+    with pytest.raises(StepError, match="no DistributedOptimizer has done anything for samples"):
         next(iterator)
     loader.commit(global_batch)
     with pytest.raises(DataError, match="commit each global batch once"):
@@ -339,3 +339,24 @@ def test_arguments_of_torchs_loader_that_cannot_be_followed_are_refused_with_the
             StreamLoader(Numbers(), 2, **{name: value})
     with pytest.raises(TypeError, match="did you mean num_workers"):
         StreamLoader(Numbers(), 2, num_worker=2)
+
+
+class Rehearses(NoLoaderHooks):
+    """The first batch is a rehearsal's."""
+
+    def __init__(self) -> None:
+        self.is_due = True
+
+    def rehearses(self) -> bool:
+        is_due, self.is_due = self.is_due, False
+        return is_due
+
+
+def test_with_a_limit_the_rehearsal_splits_the_local_batch_as_a_loss_would() -> None:
+    loader = StreamLoader(Sharded(list(range(24))), 8, streams=2, max_local_batch=4, collate_fn=list)
+    loader.set_world(0, 2)
+    loader.hooks = Rehearses()
+    feed = iter(loader)
+    rehearsed = [*next(feed), *next(feed)]
+    assert (len(rehearsed), step.state()) == (4, "aborted")
+    assert (next(feed), step.state()) == (rehearsed, "open")

@@ -1,0 +1,277 @@
+"""The base of both loaders: epochs, the loop over batches and its boundaries, wherever the samples come from."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+from farandole.data.epoch import Epoch, EpochRecord, LoaderHooks, NoLoaderHooks
+from farandole.errors import DataError, StepError
+from farandole.state import step
+from farandole.state.global_batch import Batch, GlobalBatch
+
+_MOST_PADDING = 10_000
+
+
+class ElasticLoader(ABC):
+    """The base of DataLoader and StreamLoader.
+
+    Attributes:
+        epoch: The current epoch. Position and epoch change with decided steps only, through commit(); fetching ahead
+            and handing out batches change nothing that is saved.
+        batch: The current batch; None before the first and after the last one.
+        indices: The samples of the data set in it, in order; none for a dummy batch.
+        seed: Seed of random numbers.
+        hooks: The run loop, which is called at each boundary.
+        record: The record of the epochs.
+    """
+
+    def __init__(self, seed: int, accumulates: bool) -> None:
+        self.seed, self.epoch = seed, 0
+        self.hooks: LoaderHooks = NoLoaderHooks()
+        self.record = EpochRecord()
+        self.batch: Batch | None = None
+        self.indices: list[int] = []
+        self._rank, self._world = 0, 1
+        self._padding = Padding(is_allowed=accumulates)
+        self._is_ended = False  # the epoch is through, also where `break` has left samples
+        self._is_pending = False  # a batch was handed out whose global batch is not committed
+        self._has_regrouped = False  # since a batch was handed out
+        self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
+
+    # What depends on the samples ---------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def cursor(self) -> int:
+        """Number of samples of the epoch that were trained, by all workers together."""
+
+    @abstractmethod
+    def _next(self, goes_on: bool) -> Any:
+        """Hand out the next batch, or raise StopIteration behind the last one. `goes_on`: it is another micro-batch of
+        the current global batch."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Move on to the next epoch."""
+
+    @abstractmethod
+    def _restart(self) -> None:
+        """Fetch again from the current position, for the current world; the current batch will be handed out again."""
+
+    # Iterating -------------------------------------------------------------------------------------------
+
+    def epochs(self, total: int) -> Iterator[Epoch]:
+        """Yield the numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
+
+        The number advances when every worker has come back for the next one. After a regroup in the tail of an epoch
+        (an evaluation) its number comes again, with the remaining batches, often none. `break` in the loop over batches
+        ends the epoch for good, and the next one begins with its first sample; all workers must take it at the same
+        step.
+
+        Args:
+            total: Number of epochs of the job.
+
+        Returns:
+            An iterator over Epoch, a subclass of int.
+        """
+        self.record.promise_epochs(total)
+        while self.epoch < total:
+            epoch = self.epoch
+            self.record.enter(self.cursor)
+            yield Epoch.of(self)
+            step.end_body()  # after `break`
+            if step.state() == "aborted":
+                self.hooks.reach()  # decisions of an aborted loop body, such as `break`, do not count
+                continue
+            self._is_ended = self.epoch == epoch  # or a regroup has advanced it
+            if self._has_to_leave and not self._leave():
+                continue
+            if self.hooks.reach_epoch_end():
+                self._advance()
+                self.hooks.begin_epoch()
+
+    def __iter__(self) -> Self:
+        """Return an iterator from the cursor to the end of the epoch. The current batch comes again if its step is not
+        decided.
+
+        Raises:
+            StepError: The epoch is through already and epochs() has not advanced to the next one.
+        """
+        step.end_body()
+        self.record.refuse_second_pass(self.epoch)
+        if self._is_pending:
+            self._restart()
+            if step.state() != "aborted":  # the run loop has to see the aborted step
+                step.close()
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch, collated. After an error epoch and cursor are as before.
+
+        Raises:
+            StepError: The loop body made no step for the last batch.
+            Exception: The errors of the data set.
+        """
+        step.end_body()
+        if self._padding.is_due(self.batch):
+            self.batch, self.indices, data = self._padding.next(self.batch)
+            return data
+        self.hooks.reach()
+        return self._next(self._settle())
+
+    def _settle(self) -> bool:
+        """Determine the outcome of the current batch. True: another micro-batch of its global batch follows."""
+        if self.batch is None or not self._is_pending:
+            return False
+        if step.expects_micro_batch():
+            return True
+        phase = step.state()
+        if phase not in ("none", "aborted"):
+            raise StepError(_advice(self.batch.global_batch, phase))
+        self._restart()
+        return False
+
+    def _leave(self) -> bool:
+        """End the loop over the batches. False: workers have regrouped, and it may continue."""
+        if not self.hooks.leave_batches():
+            return False
+        self._has_to_leave = False
+        self.batch, self.indices, self._is_pending = None, [], False
+        step.close()
+        return True
+
+    @property
+    def accumulates(self) -> bool:
+        """True when a loop body need not call step(): micro_batch_size was given."""
+        return self._padding.is_allowed
+
+    @property
+    def global_batch(self) -> GlobalBatch | None:
+        """The global batch of the current batch."""
+        return self.batch.global_batch if self.batch is not None else None
+
+    def set_world(self, rank: int, size: int) -> None:
+        """Set rank and size of the world from the next batch on. Batches fetched ahead are dropped.
+
+        Args:
+            rank: Rank of this worker.
+            size: Number of workers.
+
+        Raises:
+            DataError: The rank is not in 0..size - 1.
+        """
+        if not 0 <= rank < size:
+            raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
+        self._rank, self._world, self._has_regrouped = rank, size, True
+        self.record.is_through = False
+        self._restart()
+
+    # Rehearsals ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
+        """Hand out the local batch of rank `rank` of `size` from now on, at the start of an epoch or at its last global
+        batch. It must not be trained. Returns the number of samples of its first batch; 0: it has none of its own."""
+
+    def end_rehearsals(self) -> None:
+        """End the rehearsals without a trace: load_state_dict() has to follow."""
+        self._has_to_leave, self.record = False, EpochRecord()
+        self._restart()
+
+
+def most_samples(max_local_batch: int | None, micro_batch_size: int | None) -> int | None:
+    """Return the most samples of one loop body, of which the user gives one name at most.
+
+    Raises:
+        DataError: Both are given.
+    """
+    if max_local_batch is not None and micro_batch_size is not None:
+        raise DataError(
+            f"micro_batch_size={micro_batch_size} and max_local_batch={max_local_batch} both limit the samples of one "
+            f"loop body; give one"
+        )
+    return max_local_batch if micro_batch_size is None else micro_batch_size
+
+
+def rehearsed_division(
+    global_batch_size: int, max_local_batch: int | None, min_local_batch: int, world: int
+) -> tuple[int | None, int]:
+    """Return max_local_batch and number of workers for a rehearsal's batch: a division that a change of the world may
+    bring.
+
+    With max_local_batch the loop body may have to run several times for one step: the rehearsal checks that it can. A
+    compiled body gets another number of samples, fewer, so that it is compiled for any number of them before a fault
+    brings another one.
+    """
+    if max_local_batch is not None and max_local_batch < global_batch_size:
+        largest = -(-global_batch_size // world)
+        half = max(-(-largest // 2), 2 * min_local_batch - 1)
+        return (half if half < largest <= max_local_batch else max_local_batch), world
+    return max_local_batch, world + has_compiled()
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled something in this process; False where this torch does not say so."""
+    # No public API counts compiled graphs. The counters are those that torch's compile troubleshooting guide reads.
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters is not None and bool(counters["stats"]["unique_graphs"])
+
+
+class Padding:
+    """The padding of a loader: batches that do not count, until a body that accumulates has called step().
+
+    is_allowed  the user accumulates; else a body without step() is an error
+    """
+
+    def __init__(self, is_allowed: bool) -> None:
+        self.is_allowed = is_allowed
+        self._data: Any = None
+        self._count = 0
+
+    def keep(self, data: Any) -> None:
+        """Keep the batch that is handed out, to hand it out once more."""
+        self._count = 0
+        if self.is_allowed:
+            self._data = data
+
+    def is_due(self, batch: Batch | None) -> bool:
+        """Return whether all gradients are reduced and the loop body has not stepped."""
+        return self.is_allowed and batch is not None and batch.is_last and step.state() == "reduced"
+
+    def next(self, batch: Batch | None) -> tuple[Batch, list[int], Any]:
+        """Return a batch that does not count, its samples (none), and the last micro-batch's data again. Raises
+        StepError when the body never steps."""
+        assert batch is not None
+        self._count += 1
+        if self._count > _MOST_PADDING:
+            raise StepError(
+                f"the loop body ran {_MOST_PADDING} times since the gradients of samples [{batch.global_batch.start}, "
+                f"{batch.global_batch.stop}) were reduced, and never called optimizer.step()"
+            )
+        padding = batch.padding()
+        step.pad(padding)
+        return padding, [], self._data
+
+
+def _advice(global_batch: GlobalBatch, phase: str) -> str:
+    what = f"samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}"
+    if phase == "decided":
+        return (
+            f"the step for {what} was made, but the loader was not told: give it to TorchState(loader=...), "
+            f"or call loader.commit(loader.global_batch) after the step"
+        )
+    if phase == "open" and not step.is_noticed():
+        return (
+            f"the next batch was asked for, and no DistributedOptimizer has done anything for {what}: an optimizer of "
+            f"torch's trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and give "
+            f"that one to TorchState(optimizer=...), or give TorchState a DistributedDataParallel as its model. Where "
+            f"the loop body was left early, as by `continue` for a bad batch, multiply the loss by 0 instead"
+        )
+    missing = "optimizer.step()" if phase == "reduced" else "backward() and optimizer.step()"
+    return (
+        f"the next batch was asked for without {missing} for {what}: every run of the loop body has to make "
+        f"the step of a DistributedOptimizer; instead of `continue` for a bad batch, multiply its loss by 0"
+    )
