@@ -10,11 +10,11 @@ import torch
 
 import farandole as fd
 from farandole.collectives import world
-from farandole.errors import CollectiveMismatch
+from farandole.errors import CollectiveMismatch, GenerationEnded
 from farandole.state import step
 from farandole.wire.messages import FirstStep, Synced
 from farandole.worker.step_loop import _EPOCH_END, StepLoop
-from tests.support.one_worker import Orders
+from tests.support.one_worker import Orders, as_a_newcomer
 
 SAMPLES, GLOBAL_BATCH = 24, 8
 
@@ -232,3 +232,29 @@ def test_a_worker_that_holds_the_state_does_not_start_from_rank_0s(second_of_two
 
     train(second_of_two, state)
     assert state.step == 5 + SAMPLES // GLOBAL_BATCH
+
+
+def test_a_loss_in_the_middle_of_a_mend_is_a_regroup_like_any_other(second_of_two: Orders) -> None:
+    """The states differ, by the headers of step 1; in the exchange that compares all of them, a worker is lost."""
+    state, bodies, mends = make_state(counter=0), [], []
+    state.is_holder = True
+
+    def answer(payload: bytes) -> bytes:
+        if len(bodies) == 2 and not mends and as_a_newcomer(payload) != payload:  # a Standing
+            mends.append(payload)
+            second_of_two.lose_a_worker()
+            raise GenerationEnded("all_gather", 1, "w9 is lost")
+        return as_a_newcomer(payload)
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append((state.step, state.counter))
+        state.counter += 1
+        if state.step == 1:
+            second_of_two.transport.others = answer
+            state.digests.is_suspicious = True
+
+    train(second_of_two, state, body)
+    assert len(mends) == 1
+    assert (bodies, state.counter) == ([(0, 0), (1, 1), (2, 2)], 3)
+    assert (world.current().id.number, state.digests.is_suspicious) == (2, False)
+    assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job(1, 2))
