@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.env import worker_environment
+from farandole.env import WorkerEnv, environment_of
 from farandole.wire import codec
 from farandole.wire.messages import Abort, Message, Prepare
 from tests.support.waiting import DEADLINE_S
@@ -44,7 +44,7 @@ class Worker:
             listener.settimeout(DEADLINE_S)
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM],
-                env={**os.environ, **worker_environment(str(folder / "agent"), "w1", "secret", 0)},
+                env={**os.environ, **environment_of(WorkerEnv(str(folder / "agent"), "w1", "secret", 0))},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,

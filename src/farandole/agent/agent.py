@@ -20,13 +20,7 @@ from farandole.agent.worker_processes import WorkerProcesses
 from farandole.agent.worker_server import WorkerServer
 from farandole.clock import now_s, since_boot_s
 from farandole.config import ForkServerUse
-from farandole.env import (
-    budget_environment,
-    horovod_environment,
-    page_environment,
-    scratch_environment,
-    worker_environment,
-)
+from farandole.env import WorkerEnv, environment_of, horovod_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
@@ -231,13 +225,18 @@ class Agent:
         elif isinstance(order, StartWorkers):
             self._start_workers(order)
         elif isinstance(order, Spawn):
-            secret = self._server.expect(order.worker)
-            # Other workers reach this machine at the address at which the coordinator reaches it.
-            data_host = self._channel.own_host
-            added = worker_environment(self._server.address, order.worker, secret, order.slot, data_host)
-            added |= scratch_environment(str(self._processes.scratch))
-            added |= budget_environment(self._config.detection_budget_s)
-            added |= page_environment(self._pages.add(order.worker))
+            worker_env = WorkerEnv(
+                agent_address=self._server.address,
+                worker=order.worker,
+                secret=self._server.expect(order.worker),
+                slot=order.slot,
+                # Other workers reach this machine at the address at which the coordinator reaches it.
+                data_host=self._channel.own_host,
+                scratch_folder=str(self._processes.scratch),
+                detection_budget_s=self._config.detection_budget_s,
+                status_page=self._pages.add(order.worker),
+            )
+            added = environment_of(worker_env)
             if order.expected is not None:
                 self._sink.expected(order.worker, order.expected.rank)
                 added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)

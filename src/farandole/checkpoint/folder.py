@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from farandole.checkpoint import manifest as manifests
 from farandole.checkpoint.job_lock import JobLock, lock
@@ -181,5 +183,7 @@ def _begin(settings: CheckpointEnv, taken: JobLock) -> Begun:
         notes.append(f"resuming from {found[0].place}: epoch {newest.epoch}, step {newest.step}")
     origin = Origin(run_id + 1, generation, has_checkpoint=bool(found))
     taken.count(origin.run_id, generation)
-    settings = replace(settings, resume=found[0].name if found else "", run_id=origin.run_id, owner=taken.owner)
+    settings = msgspec.structs.replace(
+        settings, resume=found[0].name if found else "", run_id=origin.run_id, owner=taken.owner
+    )
     return Begun(origin, settings, tuple(notes), taken)

@@ -4,87 +4,93 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from farandole.env.env_values import amount, is_set, seconds, whole_number
-from farandole.errors import ConfigError
+from msgspec import Meta, Struct, field
+from msgspec.structs import asdict
+
+from farandole.env.env_values import (
+    Amount,
+    Seconds,
+    Switch,
+    WholeNumber,
+    environment_of,
+    read_value,
+    read_variables,
+)
 
 if TYPE_CHECKING:
     from farandole.membership import Placement  # an import for which --help should not wait
 
+LogLevel = Annotated[
+    Literal["", "trace", "debug", "info", "warning", "error", "fatal"],
+    Meta(description="one of trace, debug, info, warning, error, fatal"),
+]
 
-@dataclass(frozen=True)
-class HorovodSettings:
+
+class HorovodSettings(Struct, frozen=True):
     """The user's settings in HOROVOD_ variables, with Horovod's defaults.
 
-    timeline              file of the timeline; None: none, or not yet
-    timeline_is_armed     start_timeline() may be called later (also when a file is given)
-    mark_cycles           the timeline shows each round of negotiation
-    stall_check           warn of operations that some ranks have not submitted
-    stall_warning_s       seconds until the warning
-    stall_shutdown_s      seconds until they end with an error; None: never
-    dynamic_process_sets  process sets may be added after init()
-    fusion_bytes          bytes of small tensors that are reduced together
-    cache_capacity        number of negotiated operations that are cached; 0: none
-    log_level             "trace", "debug", "info", "warning", "error" or "fatal"; None: as set by the script
+    Attributes:
+        timeline: The file of the timeline; empty: none. DYNAMIC: none yet, start_timeline() is called later.
+        mark_cycles: Whether the timeline shows each round of negotiation.
+        stall_check_is_off: Whether there are no warnings of operations that some ranks have not submitted.
+        stall_warning_s: Seconds until the warning.
+        stall_shutdown_s: Seconds until they end with an error; 0: never.
+        dynamic_process_sets: Whether process sets may be added after init().
+        fusion_bytes: Bytes of small tensors that are reduced together.
+        cache_capacity: The number of negotiated operations that are cached; 0: none.
+        log_level: The level of the log; empty: as set by the script.
     """
 
-    timeline: str | None = None
-    timeline_is_armed: bool = False
-    mark_cycles: bool = False
-    stall_check: bool = True
-    stall_warning_s: float = 60.0
-    stall_shutdown_s: float | None = None
-    dynamic_process_sets: bool = False
-    fusion_bytes: int = 64 << 20
-    cache_capacity: int = 1024
-    log_level: str | None = None
+    timeline: str = field(name="HOROVOD_TIMELINE", default="")
+    mark_cycles: Switch = field(name="HOROVOD_TIMELINE_MARK_CYCLES", default=False)
+    stall_check_is_off: Switch = field(name="HOROVOD_STALL_CHECK_DISABLE", default=False)
+    stall_warning_s: Seconds = field(name="HOROVOD_STALL_CHECK_TIME_SECONDS", default=60.0)
+    stall_shutdown_s: Seconds = field(name="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default=0.0)
+    dynamic_process_sets: Switch = field(name="HOROVOD_DYNAMIC_PROCESS_SETS", default=False)
+    fusion_bytes: Amount = field(name="HOROVOD_FUSION_THRESHOLD", default=64 << 20)
+    cache_capacity: Amount = field(name="HOROVOD_CACHE_CAPACITY", default=1024)
+    log_level: LogLevel = field(name="HOROVOD_LOG_LEVEL", default="")
+
+    @property
+    def timeline_file(self) -> str | None:
+        """The file of a timeline that begins with init(); None when there is none."""
+        return None if self.timeline in ("", "DYNAMIC") else self.timeline
 
 
 def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
-    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init(). An empty variable
-    counts as not set. Raises ConfigError for a value that makes no sense."""
-    environ = os.environ if environ is None else environ
-    default = HorovodSettings()
-    timeline = environ.get("HOROVOD_TIMELINE") or None
-    shutdown_s = seconds(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0)
-    level = environ.get("HOROVOD_LOG_LEVEL", "").lower() or None
-    if level is not None and level not in _LOG_LEVELS:
-        raise ConfigError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, got {level!r}")
-    return HorovodSettings(
-        timeline=None if timeline == "DYNAMIC" else timeline,
-        timeline_is_armed=timeline is not None,
-        mark_cycles=is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
-        stall_check=not is_set(environ, "HOROVOD_STALL_CHECK_DISABLE"),
-        stall_warning_s=seconds(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_warning_s),
-        stall_shutdown_s=shutdown_s or None,
-        dynamic_process_sets=is_set(environ, "HOROVOD_DYNAMIC_PROCESS_SETS"),
-        fusion_bytes=amount(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes),
-        cache_capacity=amount(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity),
-        log_level=level,
-    )
+    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init().
+
+    Raises ConfigError for a value that makes no sense."""
+    return read_variables(os.environ if environ is None else environ, HorovodSettings)
 
 
 def read_start_timeout_s(default: float, environ: Mapping[str, str] | None = None) -> float:
     """Return HOROVOD_START_TIMEOUT: the launcher's time limit in seconds for all workers' init(), unless
     --start-timeout is given."""
-    return seconds(os.environ if environ is None else environ, "HOROVOD_START_TIMEOUT", default)
+    environ = os.environ if environ is None else environ
+    limit_s: float = read_value(environ, "HOROVOD_START_TIMEOUT", Seconds, default)
+    return limit_s
+
+
+class HorovodPlace(Struct, frozen=True, rename=lambda name: "HOROVOD_" + name.upper()):
+    """The variables that Horovod sets for a worker: HOROVOD_RANK, HOROVOD_LOCAL_RANK and so on."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hostname: str
+    elastic: int
 
 
 def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> dict[str, str]:
     """Return the variables that Horovod sets for a worker: the place that it will most likely get, the name that its
     host was given, and whether workers may come and go."""
-    return {
-        "HOROVOD_RANK": str(placement.rank),
-        "HOROVOD_SIZE": str(placement.size),
-        "HOROVOD_LOCAL_RANK": str(placement.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(placement.local_size),
-        "HOROVOD_CROSS_RANK": str(placement.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(placement.cross_size),
-        "HOROVOD_HOSTNAME": host,
-        "HOROVOD_ELASTIC": "1" if is_elastic else "0",
-    }
+    return environment_of(HorovodPlace(**asdict(placement), hostname=host, elastic=int(is_elastic)))
 
 
 def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
@@ -92,12 +98,12 @@ def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, i
     one. Raises RuntimeError when only one of the two is set."""
     environ = os.environ if environ is None else environ
     for prefix in ("HOROVOD_", "OMPI_COMM_WORLD_", "PMI_"):
-        said = [name for name in (prefix + "RANK", prefix + "SIZE") if name in environ]
-        if len(said) == 1:
-            raise RuntimeError(f"the environment has {said[0]}, but not the other one of {prefix}RANK and {prefix}SIZE")
-        if said:
-            return whole_number(environ, said[0]), whole_number(environ, said[1])
+        given = [name for name in (prefix + "RANK", prefix + "SIZE") if environ.get(name)]
+        if len(given) == 1:
+            raise RuntimeError(
+                f"the environment has {given[0]}, but not the other one of {prefix}RANK and {prefix}SIZE"
+            )
+        if given:
+            rank, size = (read_value(environ, name, WholeNumber) for name in given)
+            return rank, size
     return 0, 1
-
-
-_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")

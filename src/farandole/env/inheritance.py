@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from farandole.env.agent_env import EXIT_NOTICE
+from farandole.env.horovod import HorovodPlace
 from farandole.env.tuning import BUCKET_MB
 
 
@@ -68,13 +69,13 @@ _FOR_ONE = (_PREFIX, "HOROVOD_")
 _FOR_WORKERS = frozenset({BUCKET_MB, EXIT_NOTICE})
 
 # The place of a process in one job of Horovod; not for the workers of another one.
-_HOROVOD_PLACE = frozenset(
-    "HOROVOD_" + name
-    for name in (
-        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
-        *("RENDEZVOUS_ADDR", "RENDEZVOUS_PORT", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "SECRET_KEY"),
-    )
-)
+_HOROVOD_PLACE = frozenset(HorovodPlace.__struct_encode_fields__) | {
+    "HOROVOD_RENDEZVOUS_ADDR",
+    "HOROVOD_RENDEZVOUS_PORT",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "HOROVOD_SECRET_KEY",
+}
 
 _OF_THE_MACHINE = frozenset(
     (

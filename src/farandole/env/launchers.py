@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.env.env_values import whole_number
+from farandole.env.env_values import Port, WholeNumber, read_value
 from farandole.errors import ConfigError
 
 
@@ -45,7 +45,8 @@ def uses_agent_store(environ: Mapping[str, str] = os.environ) -> bool:
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often torchrun has restarted all workers: its store keeps the entries of the earlier ones."""
-    return whole_number(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0
+    count: int = read_value(environ, "TORCHELASTIC_RESTART_COUNT", WholeNumber, default=0)
+    return count
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ _LAUNCHERS = {
 
 def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
     needed = (names.rank, names.size, names.local_rank, names.local_size)
-    missing = [name for name in needed if name not in environ]
+    missing = [name for name in needed if not environ.get(name)]
     if missing:
         raise ConfigError(f"the environment looks like that of {launcher} but lacks {', '.join(missing)}")
-    rank, size, local_rank = (whole_number(environ, name) for name in needed[:3])
-    host = whole_number(environ, names.host) if names.host and names.host in environ else None
+    rank, size, local_rank = (read_value(environ, name, WholeNumber) for name in needed[:3])
+    host = read_value(environ, names.host, WholeNumber) if names.host else None
     local_size = _local_size(environ, names.local_size, host or 0)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         said = ", ".join(f"{name}={environ[name]}" for name in needed)
@@ -132,7 +133,7 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
             f"{size} workers on several hosts under {launcher}: set MASTER_ADDR to the address of the host of "
             f"rank 0, so that they find each other"
         )
-    hosts = whole_number(environ, names.hosts) if names.hosts and names.hosts in environ else -(-size // local_size)
+    hosts = read_value(environ, names.hosts, WholeNumber) if names.hosts else None
     return FixedEnv(
         launcher=launcher,
         rank=rank,
@@ -140,7 +141,7 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
         local_rank=local_rank,
         local_size=local_size,
         cross_rank=rank // local_size if host is None else host,
-        cross_size=hosts,
+        cross_size=-(-size // local_size) if hosts is None else hosts,
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_master_port(environ, launcher, names, is_one_host=local_size == size),
     )
@@ -164,10 +165,8 @@ def _local_size(environ: Mapping[str, str], name: str, host: int) -> int:
 
 def _master_port(environ: Mapping[str, str], launcher: str, names: _Names, is_one_host: bool) -> int:
     """Return MASTER_PORT, or a port that all ranks of a job compute and other jobs, most likely, do not."""
-    if "MASTER_PORT" in environ:
-        port = whole_number(environ, "MASTER_PORT")
-        if not 0 < port < 65536:
-            raise ConfigError(f"MASTER_PORT must be between 1 and 65535, got {port}")
+    port: int | None = read_value(environ, "MASTER_PORT", Port)
+    if port is not None:
         return port
     identity = ".".join(environ[name] for name in names.job if name in environ)
     if not identity and not is_one_host:

@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.config import ForkServerUse, JobConfig
-from farandole.env import (
-    CheckpointEnv,
-    read_start_timeout_s,
-    read_transport,
-    sample_ledger_environment,
-    transport_environment,
-)
+from farandole.env import CheckpointEnv, JobEnv, environment_of, read_start_timeout_s, read_transport
 from farandole.errors import ConfigError
 from farandole.launch.agent_command import Joining, check_address, joining, local_hosts
 from farandole.launch.checkpoint_place import checkpoint_settings
@@ -115,10 +109,11 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
     words = tuple(checked(command))
-    if (transport := options.transport or read_transport()) != "auto":
-        environment |= transport_environment(transport)
-    if options.sample_ledger is not None:
-        environment |= _ledger_environment(options.sample_ledger, may_go_on=options.checkpoint is not None)
+    job_env = JobEnv(
+        transport=options.transport or read_transport(),
+        sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
+    )
+    environment |= environment_of(job_env)
     if options.fork_server == "on":
         notes += _without_fork_server(words)
     return RunOptions(
@@ -168,12 +163,14 @@ def _without_fork_server(command: Sequence[str]) -> list[str]:
     ]
 
 
-def _ledger_environment(folder: Path, may_go_on: bool) -> dict[str, str]:
-    """Prepare the ledger folder. `may_go_on`: the job may resume from a checkpoint, and its ledger may continue,
-    too."""
+def _ledger_folder(folder: Path | None, may_go_on: bool) -> str:
+    """Prepare the ledger folder and return its path; empty for no ledger. `may_go_on`: the job may resume from a
+    checkpoint, and its ledger may continue, too."""
+    if folder is None:
+        return ""
     from farandole.launch.ledger_command import ready_ledger_folder
 
-    return sample_ledger_environment(str(ready_ledger_folder(folder, may_hold_records=may_go_on)))
+    return str(ready_ledger_folder(folder, may_hold_records=may_go_on))
 
 
 def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:

@@ -14,7 +14,7 @@ from farandole.checkpoint.folder import begin
 from farandole.checkpoint.job_lock import JobLock
 from farandole.checkpoint.schedule import parse_every
 from farandole.checkpoint.store import LocalStore, normalized
-from farandole.env import CheckpointEnv, checkpoint_environment
+from farandole.env import CheckpointEnv, environment_of
 from farandole.errors import ConfigError
 from farandole.events import Event, GenerationStarted, StateLost
 from farandole.membership import Origin
@@ -47,7 +47,7 @@ def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
     begun = begin(settings)
     counting = _Counting(begun.lock, begun.origin)
     try:
-        yield Beginning(begun.origin, checkpoint_environment(begun.settings), begun.notes, counting.watch)
+        yield Beginning(begun.origin, environment_of(begun.settings), begun.notes, counting.watch)
     finally:
         counting.close()
         begun.lock.close()

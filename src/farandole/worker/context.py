@@ -18,14 +18,7 @@ from farandole.collectives.named.process_sets import ProcessSet, forget_all, reg
 from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.named.timeline import start_timeline
 from farandole.collectives.transport import Transport
-from farandole.env import (
-    read_exit_notice,
-    read_fixed_env,
-    read_horovod_settings,
-    read_page,
-    read_scratch_folder,
-    read_worker_env,
-)
+from farandole.env import read_exit_notice, read_fixed_env, read_horovod_settings, read_worker_env
 from farandole.errors import JobEnded
 from farandole.liveness import status_reporting
 from farandole.membership import GenerationId, Placement
@@ -82,7 +75,7 @@ def init(
     if not all(isinstance(each, ProcessSet) for each in wanted):
         raise ValueError(f'init(process_sets={process_sets!r}): a list of ProcessSet, or "dynamic"')
     keep_freed_memory()
-    if (level := read_horovod_settings().log_level) is not None:
+    if level := read_horovod_settings().log_level:
         process_setup.set_log_level(level)
     end_stubborn_at_exit()
     _join()
@@ -127,11 +120,10 @@ def _join() -> None:
     worker_env, fixed_env = read_worker_env(), read_fixed_env()
     if worker_env is not None:
         _slot = worker_env.slot
-        if (page := read_page()) is not None:
-            status_reporting.open_status_page(page, gives_exit_notice=read_exit_notice())
-        folder = read_scratch_folder()
-        if folder is not None:
-            process_setup.use_scratch_folder(folder)
+        if worker_env.status_page:
+            status_reporting.open_status_page(worker_env.status_page, gives_exit_notice=read_exit_notice())
+        if worker_env.scratch_folder:
+            process_setup.use_scratch_folder(worker_env.scratch_folder)
         _job = Job(worker_env, _settings)
         atexit.register(_end)
         _report_exceptions(_job)
@@ -240,8 +232,8 @@ def _settings() -> NamedSettings:
     return NamedSettings(
         cache_capacity=said.cache_capacity,
         fusion_bytes=said.fusion_bytes,
-        stall_warning_s=said.stall_warning_s if said.stall_check else 0.0,
-        stall_abort_s=said.stall_shutdown_s or 0.0,
+        stall_warning_s=0.0 if said.stall_check_is_off else said.stall_warning_s,
+        stall_abort_s=said.stall_shutdown_s,
         dynamic_process_sets=said.dynamic_process_sets or _is_dynamic,
     )
 
@@ -249,8 +241,8 @@ def _settings() -> NamedSettings:
 def _start_timeline() -> None:
     """Start the timeline of HOROVOD_TIMELINE. Not in a newcomer: it is a rank 0, too, until it is admitted."""
     said = read_horovod_settings()
-    if said.timeline is not None and not (_job is not None and _job.is_newcomer()):
-        start_timeline(said.timeline, said.mark_cycles)
+    if said.timeline_file is not None and not (_job is not None and _job.is_newcomer()):
+        start_timeline(said.timeline_file, said.mark_cycles)
 
 
 def _check_comm(comm: Sequence[int] | None) -> None:

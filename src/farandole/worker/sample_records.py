@@ -9,7 +9,7 @@ from pathlib import Path
 
 from farandole.collectives import world
 from farandole.data.sampler import ElasticSampler
-from farandole.env import read_sample_ledger, read_worker_env
+from farandole.env import read_job_env, read_worker_env
 from farandole.ledger.ledger_writer import Writer
 from farandole.ledger.records import (
     Applied,
@@ -157,8 +157,8 @@ class SampleRecords:
 
 def sample_records(state: StepState) -> SampleRecords | None:
     """Return None without a ledger to keep, or without a loader."""
-    folder = read_sample_ledger()
-    if folder is None or state.loader is None:
+    folder = read_job_env().sample_ledger
+    if not folder or state.loader is None:
         return None
     env = read_worker_env()
     return SampleRecords(state, Writer(Path(folder), env.worker if env is not None else "alone", socket.gethostname()))
@@ -222,8 +222,8 @@ class CommitRecords:
 
 def commit_records(committed: CommittedState | None) -> CommitRecords | None:
     """Return None without a ledger to keep, or without a TorchState."""
-    folder = read_sample_ledger()
-    if folder is None or committed is None:
+    folder = read_job_env().sample_ledger
+    if not folder or committed is None:
         return None
     env = read_worker_env()
     writer = Writer(Path(folder), env.worker if env is not None else "alone", socket.gethostname())

@@ -18,7 +18,7 @@ from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
-from farandole.env import WorkerEnv, read_detection_budget_s
+from farandole.env import WorkerEnv
 from farandole.errors import GenerationEnded, PeerLost, RecoverableError
 from farandole.membership import Progress
 from farandole.wire.messages import Connected, LinkBroken, MayPublish, Ready, Start
@@ -64,7 +64,7 @@ class Job:
             self._watch,
             lambda number, way: self.link.send(Connected(number, way)),
         )
-        self._link_probe = LinkProbe(read_detection_budget_s(), self._connections, self.link.send)
+        self._link_probe = LinkProbe(env.detection_budget_s, self._connections, self.link.send)
         self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s
         self.link.on_probe = self._link_probe.probe
         self.link.open(env, self._listener.address)

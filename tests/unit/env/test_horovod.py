@@ -41,9 +41,8 @@ def test_the_user_s_settings_are_read() -> None:
     }
     assert env.read_horovod_settings(said) == env.HorovodSettings(
         timeline="/tmp/timeline.json",
-        timeline_is_armed=True,
         mark_cycles=True,
-        stall_check=False,
+        stall_check_is_off=True,
         stall_warning_s=2.5,
         stall_shutdown_s=10.0,
         dynamic_process_sets=True,
@@ -53,9 +52,21 @@ def test_the_user_s_settings_are_read() -> None:
     )
 
 
-def test_a_dynamic_timeline_is_armed_and_has_no_file_yet() -> None:
-    settings = env.read_horovod_settings({"HOROVOD_TIMELINE": "DYNAMIC"})
-    assert (settings.timeline, settings.timeline_is_armed) == (None, True)
+def test_a_dynamic_timeline_has_no_file_yet() -> None:
+    assert env.read_horovod_settings({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline_file is None
+    assert env.read_horovod_settings({}).timeline_file is None
+    assert env.read_horovod_settings({"HOROVOD_TIMELINE": "t.json"}).timeline_file == "t.json"
+
+
+@pytest.mark.parametrize(
+    ("word", "is_on"),
+    [
+        *[(word, True) for word in ("1", "True", "on", "YES", "2", " 1 ")],
+        *[(word, False) for word in ("0", "false", "off", "No", "")],
+    ],
+)
+def test_a_switch_is_a_number_or_a_word(word: str, is_on: bool) -> None:
+    assert env.read_horovod_settings({"HOROVOD_STALL_CHECK_DISABLE": word}).stall_check_is_off is is_on
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,13 @@ from farandole import env
 from farandole.membership import Placement
 
 
+def worker_variables(worker: str, secret: str, slot: int) -> dict[str, str]:
+    """Return the variables that an agent adds for this worker."""
+    return env.environment_of(env.WorkerEnv("@farandole-1", worker, secret, slot))
+
+
 def test_children_do_not_inherit_what_an_outer_job_said() -> None:
-    said = {**env.worker_environment("@farandole-1", "w3", "secret", 2), "HOME": "/home/somebody"}
+    said = {**worker_variables("w3", "secret", 2), "HOME": "/home/somebody"}
     assert env.inherited_environment(said) == {"HOME": "/home/somebody"}
 
 
@@ -40,8 +45,8 @@ def test_a_changed_environment_is_as_it_was_afterwards_also_after_an_error(monke
 
 def test_what_is_said_to_one_worker_alone_makes_no_difference_for_a_library() -> None:
     common = {"HOME": "/home/somebody", "OMP_NUM_THREADS": "2"}
-    first = common | env.worker_environment("@farandole-1", "w3", "secret", 2)
-    second = common | env.worker_environment("@farandole-1", "w4", "other", 3) | {"HOROVOD_RANK": "1"}
+    first = common | worker_variables("w3", "secret", 2)
+    second = common | worker_variables("w4", "other", 3) | {"HOROVOD_RANK": "1"}
     assert not env.differs_for_all(first, second)
     assert env.differs_for_all(first, second | {"OMP_NUM_THREADS": "1"})
     assert env.differs_for_all(first, second | {"LD_PRELOAD": "x"})

@@ -149,7 +149,7 @@ def test_srun_that_speaks_pmi_is_still_srun() -> None:
 
 @pytest.mark.parametrize("port", ["0", "70000", "-1"])
 def test_a_port_that_cannot_be_is_named(port: str) -> None:
-    with pytest.raises(ConfigError, match=f"MASTER_PORT must be between 1 and 65535, got {port}"):
+    with pytest.raises(ConfigError, match=f"MASTER_PORT must be between 1 and 65535, got '{port}'"):
         env.read_fixed_env({**TORCHRUN, "MASTER_PORT": port})
 
 
