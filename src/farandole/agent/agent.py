@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from farandole.agent.completion import to_its_end
 from farandole.agent.process import StoppedWatch
 from farandole.agent.remote_output import Sink
 from farandole.agent.spawner import make_spawner
@@ -29,7 +30,6 @@ from farandole.membership import Address
 from farandole.wire.authentication import Role, derive_data_key
 from farandole.wire.channel import Channel, connect
 from farandole.wire.codec import TO_AGENT
-from farandole.wire.deadline import to_its_end
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,

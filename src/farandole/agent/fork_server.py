@@ -24,7 +24,6 @@ from typing import IO
 from farandole.agent.fork_server_process import SIZE
 from farandole.agent.process import Child
 from farandole.agent.subreaper import adopting_orphans, reap_group
-from farandole.wire.deadline import within
 
 _SCRIPT = Path(__file__).with_name("fork_server_process.py")
 _FORK_S = 4.0  # milliseconds, unless the machine is busy
@@ -100,7 +99,8 @@ class ForkServer:
             with adopting_orphans():  # it sends its number when this process is its parent
                 socket.send_fds(self._channel, [b"w"], [theirs.fileno()])
                 theirs.close()
-                await within(_FORK_S, self._give_place(ours, worker, environment))
+                async with asyncio.timeout(_FORK_S):
+                    await self._give_place(ours, worker, environment)
         except (TimeoutError, OSError) as error:
             worker.close()
             self._drop(worker.pid)

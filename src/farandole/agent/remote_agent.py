@@ -20,7 +20,6 @@ from farandole.events import AgentRejoins, AgentServes, AgentWaits, Event
 from farandole.membership import Address
 from farandole.wire.channel import HANDSHAKE_DEADLINE_S, Channel, TokenRefused, connect
 from farandole.wire.codec import TO_AGENT
-from farandole.wire.deadline import within
 from farandole.wire.messages import PROTOCOL_VERSION, AgentHello, Refused, ToAgent, Welcome
 
 _AGAIN_S = 0.5  # between two attempts to join
@@ -149,7 +148,8 @@ class JoiningAgent:
                     is_apart=True,
                 )
             )
-            answer = await within(HANDSHAKE_DEADLINE_S, channel.receive())
+            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+                answer = await channel.receive()
             if isinstance(answer, Refused) and not answer.is_final:
                 raise _NotNow(answer.reason)
             if isinstance(answer, Refused):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from farandole.agent.completion import to_its_end
 from farandole.agent.fork_server import ForkServer, PythonCommand, python_command
 from farandole.agent.guard import Guard
 from farandole.agent.process import Child, start, worker_variables
@@ -21,7 +22,6 @@ from farandole.agent.subreaper import can_adopt_orphans
 from farandole.config import ForkServerUse
 from farandole.env import differs_for_all
 from farandole.events import Event, ForkServerLost, ForkServerReady
-from farandole.wire.deadline import to_its_end
 
 # Seconds after which the first workers have finished their imports; short jobs end before.
 WARM_UP_AFTER_S = 5.0

@@ -46,7 +46,6 @@ from farandole.wire.control import (
     PastEvent,
     Status,
 )
-from farandole.wire.deadline import within
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
@@ -365,7 +364,8 @@ class Coordinator:
 
 async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> AgentHello | ClientHello:
     try:
-        message = await within(HANDSHAKE_DEADLINE_S, channel.receive())
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+            message = await channel.receive()
     except TimeoutError:
         raise ConnectionError(f"it did not say AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
     if not isinstance(message, AgentHello | ClientHello):

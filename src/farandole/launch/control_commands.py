@@ -35,7 +35,6 @@ from farandole.wire.control import (
     is_drained,
     is_scaled,
 )
-from farandole.wire.deadline import within
 from farandole.wire.messages import PROTOCOL_VERSION
 
 DONE, NOT_DONE = 0, 1
@@ -251,7 +250,8 @@ class Client:
         """Return the answer to one request."""
         self._channel.send(request)
         try:
-            return await within(ANSWER_S, self._channel.receive())
+            async with asyncio.timeout(ANSWER_S):
+                return await self._channel.receive()
         except ConnectionError:
             raise NoAnswer("the job has ended") from None
         except TimeoutError:

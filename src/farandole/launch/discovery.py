@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Awaitable
 from typing import Protocol
 
+from farandole.agent.completion import to_its_end
 from farandole.errors import ConfigError, FarandoleError
 from farandole.launch.host_list import HostSlots, parse_host
-from farandole.wire.deadline import to_its_end, within
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0
@@ -84,7 +84,8 @@ class ScriptDiscovery:
                 await _end(starting.result())
             raise
         try:
-            out, err = await within(self._time_limit_s, process.communicate())
+            async with asyncio.timeout(self._time_limit_s):
+                out, err = await process.communicate()
         except TimeoutError:
             await _end(process)
             raise self._failed(f"did not end within {self._time_limit_s:g} s and was killed") from None

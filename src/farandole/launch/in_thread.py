@@ -4,10 +4,12 @@ run_function.py and by the alias `horovod`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
@@ -64,63 +66,37 @@ def run_job(
         with beginning(checkpoint) as begun:
             for note in begun.notes:
                 report.note(note)
-            return in_thread(lambda: job(begun))
+            return in_thread(job(begun))
     finally:
         report.close()
 
 
-def in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of the coroutine, run on its own event loop in its own thread. An exception in this thread
     meanwhile, such as KeyboardInterrupt, cancels the coroutine, waits for it, and propagates."""
-    looper: _Looper[T] = _Looper(make)
-    thread = threading.Thread(target=looper.run, name="farandole-job", daemon=True)
-    thread.start()
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # without a factory it sets the loop of this thread
+    loop = runner.get_loop()
+    task = loop.create_task(coroutine)
+    ended: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with runner:
+                result = loop.run_until_complete(task)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    threading.Thread(target=run, name="farandole-job", daemon=True).start()
     try:
         # Not the thread's join(): before Python 3.13 an interrupted join() marks the thread as ended from then on.
-        while not looper.has_ended.wait(_LOOK_S):
+        while not wait([ended], _LOOK_S).done:
             pass
     except BaseException:
-        looper.cancel()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the coroutine has just ended
+            loop.call_soon_threadsafe(task.cancel)
         # Without a deadline: a cancelled job kills the remaining processes after its grace period.
-        looper.has_ended.wait()
+        wait([ended])
         raise
-    if looper.error is not None:
-        raise looper.error
-    return looper.results[0]
-
-
-class _Looper(Generic[T]):
-    """A coroutine on an event loop, and its result."""
-
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._is_cancelled = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[T] | None = None
-        self.results: list[T] = []
-        self.error: BaseException | None = None
-        self.has_ended = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self.results.append(asyncio.run(self._main()))
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            self.error = error
-        finally:
-            with self._lock:
-                self._loop = None
-            self.has_ended.set()
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._is_cancelled = True
-            if self._loop is not None and self._task is not None:
-                self._loop.call_soon_threadsafe(self._task.cancel)
-
-    async def _main(self) -> T:
-        with self._lock:
-            if self._is_cancelled:
-                raise asyncio.CancelledError
-            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        return await self._make()
+    return ended.result()

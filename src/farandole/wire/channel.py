@@ -13,7 +13,6 @@ import msgspec
 
 from farandole.wire.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
 from farandole.wire.codec import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
-from farandole.wire.deadline import within
 from farandole.wire.messages import Message
 from farandole.wire.sockets import keep_alive
 
@@ -97,7 +96,8 @@ async def connect(
     ProtocolError when it uses another protocol or another version of it.
     """
     try:
-        return await within(HANDSHAKE_DEADLINE_S, _dial(host, port, token, job_id, decoder))
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+            return await _dial(host, port, token, job_id, decoder)
     except TimeoutError:
         raise ConnectionError(f"{host}:{port} did not answer within {HANDSHAKE_DEADLINE_S:g} s") from None
 
@@ -111,8 +111,8 @@ async def accept(
 ) -> Channel[T]:
     """Run the listener's side of `connect`, with the same errors. The connection is closed after any of them."""
     try:
-        handshake = _shake_hands(reader, writer, Handshake(Role.LISTENER, token, job_id))
-        session = await within(HANDSHAKE_DEADLINE_S, handshake)
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+            session = await _shake_hands(reader, writer, Handshake(Role.LISTENER, token, job_id))
     except TimeoutError:
         writer.transport.abort()
         raise ConnectionError(f"no proof of the token within {HANDSHAKE_DEADLINE_S:g} s") from None
