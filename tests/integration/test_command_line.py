@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.support.jobs import farandole_run
 
-HEAVY = ("torch", "numpy", "asyncio", "msgspec")
+HEAVY = ("torch", "numpy", "asyncio", "fsspec")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
 def test_help_comes_at_once(words: list[str]) -> None:
     durations = []
     for _ in range(5):
-        start_s = time.monotonic()
+        start_s = cpu_of_children_s()
         done = subprocess.run([sys.executable, "-m", "farandole", *words], capture_output=True, text=True, timeout=20)
-        durations.append(time.monotonic() - start_s)
+        durations.append(cpu_of_children_s() - start_s)
         assert done.returncode == 0
         assert "usage: farandole run" in done.stdout
-    print(f"farandole {' '.join(words)}: {1000 * statistics.median(durations):.0f} ms (median of 5)")
-    assert min(durations) < 0.3
+    print(f"farandole {' '.join(words)}: {1000 * statistics.median(durations):.0f} ms of a core (median of 5)")
+    assert min(durations) < 0.2
+
+
+def cpu_of_children_s() -> float:
+    """Return the processor time of the children so far: on a busy machine the time of day says nothing."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_help_loads_nothing_heavy_and_a_job_no_torch() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from farandole.agent.host_resources import descriptors_needed
-from farandole.launch.agent_command import token_of_job
+from farandole.launch.joining import token_of_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import FARANDOLE_RUN, RunningJob, all_training
 from tests.support.jobs import ELASTIC_JOB, check_job

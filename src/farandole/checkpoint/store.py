@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-import fsspec  # type: ignore[import-untyped]
-
 from farandole.errors import ConfigError
 
 
@@ -176,6 +174,8 @@ class ObjectStore:
     """
 
     def __init__(self, place: str) -> None:
+        import fsspec  # type: ignore[import-untyped]  # with asyncio and ssl, for which other jobs should not wait
+
         self.place = place.rstrip("/")
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.place)
@@ -248,8 +248,10 @@ def _abandon(file: Any) -> None:
     """End an upload without the object, if the store can; else a part of it remains, and is removed as unpublished."""
     with contextlib.suppress(Exception):
         file.discard()
+    from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
+
     with contextlib.suppress(Exception):
-        if isinstance(file, fsspec.spec.AbstractBufferedFile):
+        if isinstance(file, AbstractBufferedFile):
             file.closed = True  # otherwise it would be uploaded when it is freed
         else:
             file.close()

@@ -11,12 +11,11 @@ from pathlib import Path
 from farandole.config import ForkServerUse, JobConfig
 from farandole.env import CheckpointEnv, JobEnv, environment_of, read_start_timeout_s, read_transport
 from farandole.errors import ConfigError
-from farandole.launch.agent_command import Joining, check_address, joining, local_hosts
-from farandole.launch.checkpoint_place import checkpoint_settings
 from farandole.launch.command import alias_environment, checked
 from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check, check_stall_times, variables, without_effect
 from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.joining import Joining, check_address, joining, local_hosts
 from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
 
 
@@ -239,6 +238,8 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
 
 
 def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
+    from farandole.launch.checkpoint_place import checkpoint_settings  # with events, for which --help need not wait
+
     return checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from farandole import __version__
 from farandole.errors import ConfigError
 from farandole.launch.arguments import FARANDOLE_RUN, Program, RunOptions, parse_run
-from farandole.launch.control_commands import COMMANDS as CONTROL
+from farandole.launch.control_parser import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:

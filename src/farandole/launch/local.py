@@ -18,11 +18,11 @@ from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import carried_environment, inherited_environment
 from farandole.errors import ConfigError
 from farandole.events import AgentsAwaited, Event, JobNotAnnounced, StopAsked
-from farandole.launch.agent_command import Joining
 from farandole.launch.discovery import HostDiscovery
 from farandole.launch.ending_signals import ending_signals
 from farandole.launch.host_list import HostSlots
 from farandole.launch.job_files import announced
+from farandole.launch.joining import Joining
 from farandole.launch.local_agents import HostWatch, LocalAgents, refuse_other_machines
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.membership import Origin

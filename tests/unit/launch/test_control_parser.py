@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.cli import main
-from farandole.launch.control_commands import COMMANDS, control_parser
+from farandole.launch.control_parser import COMMANDS, control_parser
 
 REFERENCE = (Path(__file__).parents[3] / "docs" / "reference.md").read_text()
 

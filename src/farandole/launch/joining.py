@@ -1,0 +1,114 @@
+"""How agents of other machines join a job: the options of the job for them, and the token. Used by the command lines.
+
+It loads no asyncio: `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from farandole.errors import ConfigError
+from farandole.launch.host_list import HostSlots
+
+
+@dataclass(frozen=True)
+class Joining:
+    """The way in which agents of other machines join: with the token in this file."""
+
+    token: bytes = field(repr=False)
+    token_file: str
+
+
+def joining(token_file: Path | None, discovery_script: str | None) -> Joining | None:
+    """Return the settings for joining agents. Creates the file when it is missing. Raises ConfigError when that
+    fails."""
+    if token_file is None:
+        return None
+    if discovery_script is not None:
+        raise ConfigError("--token-file and --host-discovery-script both say which hosts there are; give one of them")
+    return Joining(token_of_job(token_file), str(token_file))
+
+
+def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
+    """Return the hosts of --local-slots: this machine, or none."""
+    if options.token_file is None:
+        raise ConfigError("--local-slots needs --token-file: nobody else could join")
+    for flag, value in (
+        ("--hosts", options.hosts),
+        ("--hostfile", options.hostfile),
+        ("--host-discovery-script", options.host_discovery_script),
+    ):
+        if value is not None:
+            raise ConfigError(f"--local-slots and {flag} both say where workers run; give one of them")
+    if options.local_slots < 0:
+        raise ConfigError(f"--local-slots must not be negative, got {options.local_slots}")
+    return (HostSlots("localhost", options.local_slots),) if options.local_slots else ()
+
+
+def check_address(host: str, port: int, takes_agents: bool) -> None:
+    """Check the address on which the coordinator will listen. Raises ConfigError for an address that cannot be used, or
+    was not clearly requested."""
+    import ipaddress  # here, as below: `--help` answers at once
+
+    try:
+        address = None if host == "localhost" else ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(f"--host needs a numeric address of this machine, got {host}") from None
+    if address is not None and address.is_unspecified:
+        raise ConfigError(f"--host {host}: give the address by which the other machines reach this one")
+    if address is not None and not address.is_loopback and not takes_agents:
+        raise ConfigError(
+            f"--host {host}: only a loopback address such as 127.0.0.1 is possible without --token-file FILE, "
+            "which lets agents of other machines join"
+        )
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {port}")
+
+
+# The job token in a file, which its owner copies to the machines that may join ---------------------------------------
+
+
+SHORTEST_TOKEN = 32
+"""Characters. A process on the network may guess: use no words, but a token as `farandole run` writes it."""
+
+
+def token_of_job(path: Path) -> bytes:
+    """Return the token in the file, which is created, for this user only, when it is missing. Raises ConfigError as
+    read_token does, and when the file cannot be created."""
+    if not path.exists():
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return read_token_file(path)
+        except OSError as error:
+            raise ConfigError(f"the token file {path} cannot be made: {error.strerror}") from None
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    return read_token_file(path)
+
+
+def read_token_file(path: Path) -> bytes:
+    """Return the token in the file (also /dev/fd/3, for one that a parent passes). Raises ConfigError when it cannot be
+    read, can be read by others, or is too short."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(4096)
+    except OSError as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from None
+    if stat.S_ISREG(mode) and mode & 0o077:
+        raise ConfigError(f"the token file {path} can be read by others: chmod 600 {path}")
+    return checked_token(text, f"the token file {path}")
+
+
+def checked_token(text: bytes, where: str) -> bytes:
+    """Return the token without surrounding blanks. Raises ConfigError for a token that is too short."""
+    token = text.strip()
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"{where} holds {len(token)} characters, a token has at least {SHORTEST_TOKEN}")
+    return token
