@@ -7,6 +7,11 @@
 A proof is an HMAC-SHA256 under the generation's data key over the role, all fields of the introduction and the
 acceptor's nonce. So a connection of another generation or between other workers, or a replayed recording, proves
 nothing, and neither role's proof can be sent back as the other's.
+
+It is not the handshake of agents (wire/authentication.py). There the listener speaks first and proves last, because a
+stranger must not get a proof of the job's token, which a person may have chosen. Here the dialer speaks first, because
+the acceptor waits for several dialers, and may send data one round trip after it dialed, which counts in each regroup.
+The label in each proof differs from all labels there.
 """
 
 from __future__ import annotations
