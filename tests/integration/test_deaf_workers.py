@@ -21,13 +21,19 @@ PROGRAM = """
 import threading
 from farandole.env import read_worker_env
 from farandole.membership import Address
-from farandole.wire.messages import Leaving
+from farandole.worker.abort_registry import AbortRegistry
 from farandole.worker.link import Link
+
+class Blocked:
+    def abort(self, reason):
+        print("aborted:", reason, flush=True)
 
 def fail(*_):
     raise RuntimeError("a fault in the thread")
 
-link = Link(read_worker_env(), lambda number, reason: print("abort", number, flush=True))
+aborts, blocked = AbortRegistry(), Blocked()
+aborts.register(1, blocked)
+link = Link(read_worker_env(), aborts)
 link.on_prepare = fail
 link.open(read_worker_env(), Address("127.0.0.1", 1))
 threading.Event().wait()
@@ -82,7 +88,7 @@ def test_a_fault_in_the_links_thread_ends_the_worker_with_a_traceback(worker: Wo
     worker.tell(Prepare(3, "a test"))
     exit_code, out, err = worker.ended()
     assert exit_code == -signal.SIGKILL
-    assert out == "abort 2\n"
+    assert out == "aborted: a test\n"
     assert "its link to the agent failed; ending the worker" in err
     assert err.rstrip().endswith("RuntimeError: a fault in the thread")
 

@@ -115,11 +115,6 @@ class RingBuilder:
             if self._transport is not None:
                 self._transport.abort(reason)
 
-    @property
-    def has_built(self) -> bool:
-        """True when there is a transport, which other threads may abort from now on."""
-        return self._transport is not None
-
     def close(self) -> None:
         """Close the transport that build() returned, if any. Idempotent."""
         if self._transport is not None:

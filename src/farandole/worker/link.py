@@ -36,6 +36,7 @@ from farandole.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
+from farandole.worker.abort_registry import AbortRegistry
 
 _FRAME_LIMIT = 1 << 20
 _SLICE_S = 1.0  # waits are cut into slices, so that signals and the end of the job are seen
@@ -45,13 +46,13 @@ class Link:
     """The connection to the agent, from init() to shutdown().
 
     Orders are kept, newest first: `ordered` is the number of the newest ABORT, `prepared` that of the newest PREPARE
-    which no ABORT has overtaken. `on_abort(number, reason)` runs on the link's thread and must end any call in which
-    the main thread is blocked. `on_prepare`, where set, runs there too, for each PREPARE; `on_probe` for each PROBE,
-    and `on_look` every `look_every_s` seconds at least.
+    which no ABORT has overtaken. An ABORT ends the calls in which the main thread is blocked, by way of `aborts`.
+    `on_prepare`, where set, runs on the link's thread for each PREPARE; `on_probe` for each PROBE, and `on_look` every
+    `look_every_s` seconds at least.
     """
 
-    def __init__(self, env: WorkerEnv, on_abort: Callable[[int, str], None]) -> None:
-        self._on_abort = on_abort
+    def __init__(self, env: WorkerEnv, aborts: AbortRegistry) -> None:
+        self._aborts = aborts
         self.on_prepare: Callable[[Prepare], None] | None = None
         self.on_probe: Callable[[int], None] = lambda _number: None
         self.on_look: Callable[[], object] = lambda: None
@@ -60,7 +61,6 @@ class Link:
         self._send_lock = threading.Lock()
         self.ordered = 0
         self.prepared = 0
-        self.abort_reason = ""
         self.aborted_s = 0.0  # when the newest ABORT came
         self.is_newcomer = False
         self.members = 0  # of the generation that this worker has joined as a newcomer
@@ -224,9 +224,9 @@ class Link:
             if isinstance(message, Abort):
                 if message.number <= self.ordered:
                     return
-                self.ordered, self.abort_reason, self.prepared = message.number, message.reason, 0
+                self.ordered, self.prepared = message.number, 0
                 self.aborted_s = now_s()
-                self._on_abort(message.number, message.reason)
+                self._aborts.abort_below(message.number, message.reason)
             elif isinstance(message, Prepare):
                 self.prepared = message.number if message.number > self.ordered else 0
                 if self.prepared and self.on_prepare is not None:
@@ -244,7 +244,7 @@ class Link:
             elif isinstance(message, Stop):
                 self.is_emergency_writer = message.saves  # first: a reader of the reason reads this flag next
                 self._stop_reason = message.reason
-                self._on_abort(sys.maxsize, message.reason)
+                self._aborts.abort_all(message.reason)
             elif isinstance(message, PublishAnswer):
                 self._answers[message.name] = message.refusal
             self._changed.notify_all()

@@ -1,12 +1,11 @@
 """A worker in a job with a coordinator: its link, and the transports of its generations.
 
-Two threads use it. The main thread builds transports and runs collectives; the link's thread aborts them.
+Two threads use it. The main thread builds transports and runs collectives; the link's thread aborts them, by way of the
+AbortRegistry (abort_registry.py).
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 
 from farandole.clock import now_s
@@ -19,12 +18,13 @@ from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
 from farandole.env import WorkerEnv
-from farandole.errors import GenerationEnded, PeerLost, RecoverableError
+from farandole.errors import PeerLost, RecoverableError
 from farandole.membership import Progress
 from farandole.wire.messages import Connected, LinkBroken, MayPublish, Ready, Start
+from farandole.worker.abort_registry import AbortRegistry
 from farandole.worker.link import Link
 from farandole.worker.link_probe import Connections, LinkProbe
-from farandole.worker.world_builder import Abortable, WorldBuilder
+from farandole.worker.world_builder import WorldBuilder
 
 # Seconds from START, when all members are quiescent, until the data connections exist. The agent of a peer that died
 # meanwhile reports it much sooner; this limit covers unreported losses.
@@ -35,8 +35,6 @@ _ANSWER_S = 30.0  # for the coordinator to answer whether a checkpoint counts; i
 # Seconds for all members to call init() again after a shutdown(): scripts may do much in between.
 MEET_TIMEOUT_S = 120.0
 
-_Reference = Callable[[], Abortable | None]
-
 
 class Job:
     """The worker's membership from init() to shutdown() under `farandole run`."""
@@ -44,25 +42,23 @@ class Job:
     def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
         self._worker = env.worker
         self._listener = DataListener(env.data_host)
-        self._lock = threading.Lock()
-        self._live: dict[int, list[_Reference]] = {}  # by number of the generation
-        self._entered = 0  # the generation whose world holds its objects: here the references are weak
+        self._aborts = AbortRegistry()
         self._retired: list[World] = []
         self._agreed = 0
         self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
         self._session = 0
         self.ready_s = 0.0  # when READY was last sent
         self.has_finished = False  # an elastic function has returned on all workers
-        self.link = Link(env, self._abort_below)
+        self.link = Link(env, self._aborts)
         self._builder = WorldBuilder(
             self._listener,
             env.worker,
             env.agent_address,  # random, and one on each host
             settings,
-            self._report_broken,
-            self.link.raise_if_over,
-            self._watch,
-            lambda number, way: self.link.send(Connected(number, way)),
+            on_broken=self._report_broken,
+            check=self.link.raise_if_over,
+            aborts=self._aborts,
+            on_way=lambda number, way: self.link.send(Connected(number, way)),
         )
         self._link_probe = LinkProbe(env.detection_budget_s, self._connections, self.link.send)
         self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s
@@ -111,8 +107,7 @@ class Job:
             self._retired.append(here)
             world.enter(None)
         self._close_retired()
-        self._close_all_but(0)
-        self._entered = 0
+        self._aborts.close_all()
 
     def build(self, start: Start) -> Transport:
         """Open the data connections of a generation and enter its world.
@@ -137,7 +132,7 @@ class Job:
     def settle(self) -> None:
         """Release the resources of old generations once the new one works. Not earlier: a peer may still read."""
         self._close_retired()
-        self._close_all_but(world.current().id.number)
+        self._aborts.close_all_but(world.current().id.number)
 
     def close(self) -> None:
         self.leave()
@@ -150,7 +145,7 @@ class Job:
         if world.is_entered():
             self._retire(world.current())
         world.enter(built.world)
-        self._hold_no_longer(start.id.number)
+        self._aborts.enter(start.id.number)
         self._start, self._agreed = start, 0
         if built.has_process_sets:
             recreate(was_newcomer)
@@ -169,30 +164,6 @@ class Job:
             if old.p2p is not None:
                 old.p2p.close()
         self._retired.clear()
-
-    def _hold_no_longer(self, number: int) -> None:
-        """Hold the generation's objects weakly, since its world holds them: process sets are added and removed in it.
-        The objects of a world that was never completed are kept, since the coordinator may ask which of its neighbours
-        answer."""
-        with self._lock:
-            self._entered = number
-            self._live[number] = [weakref.ref(each) for each in self._living(number)]
-
-    def _close_all_but(self, number: int) -> None:
-        """Close the objects of all other generations, including those of worlds that were never completed."""
-        with self._lock:
-            ended = [each for other in self._live if other != number for each in self._living(other)]
-            self._live = {other: live for other, live in self._live.items() if other == number}
-        for each in ended:
-            each.close()
-
-    def _refer(self, number: int, abortable: Abortable) -> _Reference:
-        is_held = number == self._entered and not isinstance(abortable, RingBuilder)
-        return weakref.ref(abortable) if is_held else lambda: abortable
-
-    def _living(self, number: int) -> list[Abortable]:
-        """Return the objects that still exist. Call it with the lock held."""
-        return [each for reference in self._live.get(number, ()) if (each := reference()) is not None]
 
     def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
         self.link.send(LinkBroken(number, peer, direction, detail))
@@ -256,35 +227,16 @@ class Job:
 
     # The link's thread -----------------------------------------------------------------------------------
 
-    def _abort_below(self, number: int, reason: str) -> None:
-        """End all calls of the main thread that belong to an older generation, after an ABORT."""
-        with self._lock:
-            for other in self._live:
-                if other < number:
-                    for each in self._living(other):
-                        each.abort(reason)
-
     def _look(self) -> None:
         self._link_probe.look()
         self._listener.tidy()
 
     def _connections(self) -> Connections | None:
         """Return the connections of the newest generation, unless an ABORT has ended it."""
-        with self._lock:
-            number = max(self._live, default=0)
-            rings = [each for each in self._living(number) if isinstance(each, RingTransport | RingBuilder)]
+        number, abortables = self._aborts.newest()
+        rings = [each for each in abortables if isinstance(each, RingTransport | RingBuilder)]
         if not rings or self.link.ordered > number:
             return None
         still = [since_s for ring in rings if (since_s := ring.still_since_s) is not None]
         peers = frozenset(peer for ring in rings for peer in ring.peers if peer.worker != self._worker)
         return Connections(number, peers, min(still, default=None))
-
-    def _watch(self, number: int, abortable: Abortable) -> None:
-        """Register an object that an ABORT must reach; an ABORT that came before ends it here."""
-        with self._lock:
-            # A completed builder has its transport here instead; only an uncompleted builder knows its peers.
-            others = [each for each in self._living(number) if not (isinstance(each, RingBuilder) and each.has_built)]
-            self._live[number] = [self._refer(number, each) for each in (*others, abortable)]
-        if self.link.ordered > number:
-            abortable.abort(self.link.abort_reason)
-            raise GenerationEnded("regroup", number, self.link.abort_reason)

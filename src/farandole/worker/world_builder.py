@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -30,6 +29,7 @@ from farandole.collectives.world import World
 from farandole.env import read_transport
 from farandole.membership import Address, Peer, Placement
 from farandole.wire.messages import Start
+from farandole.worker.abort_registry import Abortable, AbortRegistry
 
 logger = logging.getLogger("farandole")
 
@@ -42,14 +42,6 @@ _TRANSPORTS = 2  # of every world: for the steps, and for the named collectives
 
 SUBSET_TIMEOUT_S = 5.0
 """Seconds for the members of a process set to connect, once all have agreed on it."""
-
-
-class Abortable(Protocol):
-    """A builder or a transport."""
-
-    def abort(self, reason: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -80,8 +72,7 @@ class WorldBuilder:
     settings   called for each world, since scripts change them between shutdown() and init()
     on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
     check      called at least once a second during a wait; may raise
-    watch      called with a generation's number and each builder and transport of it, before they can block: an
-               abort must reach them. May raise when the abort came first
+    aborts     gets each builder and transport before it can block; None where no coordinator ends generations
     on_way     called on rank 0 with a generation's number and how tensors move in it, when that differs from the one
                before
     """
@@ -94,17 +85,17 @@ class WorldBuilder:
         settings: Callable[[], NamedSettings],
         on_broken: Callable[[int, str, str, str], None] | None = None,
         check: Callable[[], None] | None = None,
-        watch: Callable[[int, Abortable], None] = lambda _number, _abortable: None,
+        aborts: AbortRegistry | None = None,
         on_way: Callable[[int, str], None] = lambda _number, _way: None,
     ) -> None:
         self._listener, self._worker, self._host, self._settings = listener, worker, host, settings
         self._on_way = on_way
         self._last_way = ""
-        self._on_broken, self._check, self._watch = on_broken, check, watch
+        self._on_broken, self._check, self._aborts = on_broken, check, aborts
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
         """Build the world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
-        first. Raises PeerLost, GenerationEnded, and what `check` and `watch` raise."""
+        first. Raises PeerLost, GenerationEnded, and the errors of `check`."""
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
         for_p2p = DataListener(self._listener.address.host)
@@ -133,7 +124,7 @@ class WorldBuilder:
             host, ring, way, [each.host for each in directory], [each.devices for each in directory], read_transport()
         )
         if steps is not host:
-            self._watch(start.id.number, steps)
+            self._register(start, steps)
         named_channel = channel + _NAMED * _CHANNELS_PER_TRANSPORT
         for_names = self._ring(start, named_channel, timeout_s)
         for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s, control_blocks[_NAMED])
@@ -161,18 +152,16 @@ class WorldBuilder:
         endpoints = [Endpoint(member.worker, member.p2p) for member in directory]
         number, rank = start.id.number, start.placement.rank
         p2p = PointToPoint(listener, start.id, start.data_key, rank, endpoints, self._reporter(number), self._check)
-        self._watch(start.id.number, p2p)
+        self._register(start, p2p)
         return p2p
 
     def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
         """Return the ring of all members of `start`."""
-        number = start.id.number
-        builder = RingBuilder(
-            self._listener, start, self._worker, timeout_s, self._reporter(number), self._check, channel
-        )
-        self._watch(number, builder)
+        on_broken = self._reporter(start.id.number)
+        builder = RingBuilder(self._listener, start, self._worker, timeout_s, on_broken, self._check, channel)
+        self._register(start, builder, is_builder=True)
         ring = builder.build()
-        self._watch(number, ring)
+        self._register(start, ring, replaces=builder)
         return ring
 
     def _upon(
@@ -194,8 +183,15 @@ class WorldBuilder:
 
         transport, way = choose(ring, [member.host for member in members], read_transport(), connect, control_blocks)
         if transport is not ring:
-            self._watch(start.id.number, transport)
+            self._register(start, transport)
         return transport, way
+
+    def _register(
+        self, start: Start, abortable: Abortable, is_builder: bool = False, replaces: Abortable | None = None
+    ) -> None:
+        """Let aborts reach an object from now on. Raises GenerationEnded if the abort came first."""
+        if self._aborts is not None:
+            self._aborts.register(start.id.number, abortable, is_builder=is_builder, replaces=replaces)
 
     def _say(self, way: str, start: Start) -> None:
         """Report how tensors move, once, and when that has changed."""
