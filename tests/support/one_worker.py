@@ -10,10 +10,11 @@ import torch
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
-from farandole.errors import GenerationEnded
+from farandole.errors import GenerationEnded, JobEnded
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress
+from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.sync import Standing
-from farandole.wire.messages import Start
+from farandole.wire.messages import Prepare, Start
 
 
 def as_a_newcomer(payload: bytes) -> bytes:
@@ -67,18 +68,30 @@ class Link:
         self.members = members
         self.aborted_s = 0.0
         self.sent: list[Any] = []
+        self.on_prepare: Callable[[Prepare], None] | None = None
+        self.has_ended = False  # the job
+        self.lost_at_the_end = 0  # how many of its ends another worker does not reach
+        self.was_asked_to_leave = False
 
     def send(self, message: object) -> None:
         self.sent.append(message)
 
     def is_over(self) -> bool:
-        return False
+        return self.has_ended
 
     def raise_if_over(self) -> None:
-        pass
+        if self.has_ended:
+            raise JobEnded("the test has ended it")
+
+    def ask_to_leave(self) -> None:
+        self.was_asked_to_leave = True
 
     def wait_for_release(self, number: int) -> bool:
-        return True
+        if self.lost_at_the_end == 0:
+            return True
+        self.lost_at_the_end -= 1
+        self.ordered = number + 1
+        return False
 
     def wait_for_abort(self, above: int) -> int:
         assert self.ordered > above, "nobody would wake this worker"
@@ -93,8 +106,11 @@ class Orders:
         self.joins = False  # a process that no generation has admitted yet
         self.ready_s = 0.0
         self.place, self.of = place, of
+        self.starts_anew = False  # the generations of START are those of a job without any state
         self.overtaken: set[int] = set()  # generations that end while their data connections are made
         self.agreed = 0
+        self.asked: list[str] = []  # the reasons for which this worker has asked for a regroup
+        self.has_finished = False
         self.enter(1)
 
     def enter(self, number: int) -> OneLeft:
@@ -114,6 +130,12 @@ class Orders:
         self.link.ordered = world.current().id.number + 1
         self.transport.abort("w9 is lost")
 
+    def prepare(self, update: HostUpdateResult) -> None:
+        """PREPARE: a planned change to the next generation, at a boundary that all ranks agree on."""
+        self.link.prepared = world.current().id.number + 1
+        if self.link.on_prepare is not None:
+            self.link.on_prepare(Prepare(self.link.prepared, "planned by the test", int(update)))
+
     # What the run loop asks
 
     def is_newcomer(self) -> bool:
@@ -126,6 +148,10 @@ class Orders:
         alike = set(prepared_by_rank) == {prepared_by_rank[0]}
         self.agreed = prepared_by_rank[0] if alike else 0
 
+    def ask_for_regroup(self, reason: str) -> None:
+        self.asked.append(reason)
+        self.link.ordered = world.current().id.number + 1
+
     def quiesce(self) -> None:
         pass
 
@@ -137,7 +163,7 @@ class Orders:
         assert number > world.current().id.number, "no order has come"
         placement = Placement(self.place, self.of, self.place, self.of, 0, 1)
         alone = Peer("w0", self.place, Address("", 0))
-        return Start(GenerationId(1, 1, number, "test"), placement, alone, alone, bootstrap=False)
+        return Start(GenerationId(1, 1, number, "test"), placement, alone, alone, bootstrap=self.starts_anew)
 
     def build(self, start: Start) -> OneLeft:
         number = start.id.number
