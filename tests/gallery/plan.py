@@ -97,11 +97,9 @@ def draw_losses(seed: str, hits: Hits, every: int, steps: int) -> Case:
     loss another worker waits until the replacement comes."""
     chance = random.Random(seed)
     workers = chance.choice([2, 3, 3, 4])
-    # Lines that run about as often as the loop body. Others, such as those of the data set, are not spread evenly over
-    # the steps: of two workers the only one with the state would be lost before the other one's replacement has it.
     often = {place: count for place, count in hits["w0"].items() if count >= steps}
-    lines = {place: count for place, count in often.items() if count < 2 * min(often.values())}
-    own = sorted(place for place in lines if "/" not in place)
+    own = _even({place: count for place, count in often.items() if "/" not in place})
+    lines = {**_even({place: count for place, count in often.items() if "/" in place}), **own}
     since = {f"w{number}": 0 for number in range(workers)}  # the step at which each living worker has come
     faults = []
 
@@ -112,12 +110,18 @@ def draw_losses(seed: str, hits: Hits, every: int, steps: int) -> Case:
     for number in range(1, steps // every):
         step = number * every + chance.randint(-every // 4, every // 4)
         victim = chance.choice(sorted(since))
-        places = own if chance.random() >= _INSIDE_LIBRARY else sorted(lines)
+        places = sorted(own if chance.random() >= _INSIDE_LIBRARY else lines)
         faults.append(at_step(victim, chance.choice(["kill", "kill", "kill", "exit"]), step, places))
         del since[victim]
-        faults.append(at_step(chance.choice(sorted(since)), f"await {number}", step + 2, own))
+        faults.append(at_step(chance.choice(sorted(since)), f"await {number}", step + 2, sorted(own)))
         since[f"w{workers + number - 1}"] = step + 3
     return Case(workers, chance.choice(["tcp", "shm"]), 1000, tuple(faults))
+
+
+def _even(lines: Mapping[str, int]) -> dict[str, int]:
+    """Lines that run about as often as the loop body. Others, such as those of the data set, are not spread evenly over
+    the steps, and a loss there would come at another step."""
+    return {place: count for place, count in lines.items() if count < 2 * min(lines.values())}
 
 
 def every_line(hits: Hits, worker: str, of_library: bool) -> list[Fault]:

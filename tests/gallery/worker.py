@@ -78,6 +78,7 @@ class Tracer:
         self._names: dict[str, str] = {}
         self._is_inside = False
         self._awaited = 0  # newcomers to wait for as soon as so many workers are lost
+        self._postponed = ""  # a loss that would come before the one before is made up for
         wanted = {place.rpartition(":")[0] for place, _ in self._faults}
         self._sees_library = self.counted == "library" or any("/" in name for name in wanted)
 
@@ -114,7 +115,10 @@ class Tracer:
                 self._awaited = 0
                 self._wait_for(self._is_complete, _NEWCOMER_S)
             kind = self._faults.get((place, self._hits[place]))
-            if kind is not None:
+            if _IS_LONG and (kind in ("kill", "exit") or self._postponed):
+                kind = self._postponed or kind
+                self._postponed = "" if self._has_all_members() and self._is_recovered() else str(kind)
+            if kind is not None and not self._postponed:
                 (self._folder / f"did-{self._worker}-{kind}").touch()
                 self._do(kind)
         return self._on_line
@@ -152,15 +156,19 @@ class Tracer:
         return [json.loads(line) for line in lines[:-1]]
 
     def _is_recovered(self) -> bool:
-        """Whether the first step behind the newest loss is done: no worker waits in a regroup for this one."""
-        names = [each["event"] for each in self._events() if each["event"] in ("RegroupBegan", "Recovered")]
-        return names[-1:] == ["Recovered"]
+        """Whether the first step of the newest generation is done: no worker waits in a regroup for this one."""
+        kinds = ("RegroupBegan", "GenerationStarted", "Recovered")
+        names = [each["event"] for each in self._events() if each["event"] in kinds]
+        return names[-1:] == ["Recovered"] or names == ["GenerationStarted"]
 
     def _is_complete(self) -> bool:
         """Whether there are as many members as at the start, or a newcomer is about to join."""
-        events = [each for each in self._events() if each["event"] in ("GenerationStarted", "ChangePlanned")]
-        sizes = [len(each["workers"]) for each in events if each["event"] == "GenerationStarted"]
-        return events[-1]["event"] == "ChangePlanned" or sizes[-1] >= sizes[0]
+        names = [each["event"] for each in self._events() if each["event"] in ("GenerationStarted", "ChangePlanned")]
+        return names[-1:] == ["ChangePlanned"] or self._has_all_members()
+
+    def _has_all_members(self) -> bool:
+        sizes = [len(each["workers"]) for each in self._events() if each["event"] == "GenerationStarted"]
+        return sizes[-1] >= sizes[0]
 
     def _scale(self, size: str) -> None:
         name = f"{self._worker}-{time.monotonic_ns()}"
