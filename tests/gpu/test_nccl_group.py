@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from farandole.collectives import nccl_transport
-from farandole.collectives.nccl_transport import NcclGroup, own_problem
+from farandole.collectives.nccl_transport import NcclGroup, own_nccl_problem
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.torch_group import _WIDER
 from farandole.collectives.transport import Reduction
 from farandole.env import prepare_for_nccl
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(own_problem()), reason=own_problem())]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(own_nccl_problem()), reason=own_nccl_problem())]
 
 DEADLINE_S = 60.0
 

@@ -11,7 +11,7 @@ import torch
 import farandole as fd
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.device_transport import DeviceTransport, StagedTransport
-from farandole.collectives.nccl_transport import NcclGroups, own_problem
+from farandole.collectives.nccl_transport import NcclGroups, own_nccl_problem
 from farandole.collectives.ring import RingTransport
 from farandole.errors import ConfigError
 from farandole.optim.buckets import Arrivals
@@ -50,7 +50,7 @@ def test_staging_memory_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("is_required", [False, True])
-@pytest.mark.skipif(bool(own_problem()), reason=own_problem())
+@pytest.mark.skipif(bool(own_nccl_problem()), reason=own_nccl_problem())
 def test_two_workers_on_one_device_do_without_nccl(is_required: bool) -> None:
     tensors = [torch.full((1000,), 1.0 + rank, device=DEVICE) for rank in range(2)]
     with listeners(2) as opened:
@@ -175,7 +175,7 @@ def test_workers_on_a_device_and_on_the_cpu_train_together(tmp_path: Path) -> No
         running.finish()
 
 
-@pytest.mark.skipif(bool(own_problem()), reason=own_problem())
+@pytest.mark.skipif(bool(own_nccl_problem()), reason=own_nccl_problem())
 def test_nccl_is_refused_to_workers_that_share_a_device(tmp_path: Path) -> None:
     with job(tmp_path, ["-np", "2", "--transport", "nccl"], "--device", "cuda:0") as running:
         assert running.wait(START_S) != 0

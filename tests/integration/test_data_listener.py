@@ -21,7 +21,7 @@ from farandole.collectives.ring_builder import RingBuilder
 from farandole.errors import GenerationEnded
 from farandole.membership import Address, GenerationId
 from farandole.testing.running_job import all_training
-from farandole.worker.link_probe import answering
+from farandole.worker.link_probe import find_answering
 from tests.support.jobs import ELASTIC_JOB, RunningJob
 from tests.support.rings import DEADLINE_S, KEY, build, in_threads, listeners, make_start
 
@@ -77,14 +77,14 @@ def test_strangers_that_look_in_and_go_never_make_a_worker_look_unreachable() ->
                 look_in(listener.address)
             listener.tidy()
         assert not listener.callers
-        assert answering({listener.address}, DEADLINE_S) == {listener.address}
+        assert find_answering({listener.address}, DEADLINE_S) == {listener.address}
 
 
 def test_a_thread_that_holds_the_interpreter_for_long_is_looked_in_at_hundreds_of_times() -> None:
     with listening() as listener:
         for _ in range(1000):
             look_in(listener.address)
-        assert answering({listener.address}, DEADLINE_S) == {listener.address}
+        assert find_answering({listener.address}, DEADLINE_S) == {listener.address}
 
 
 def test_who_talks_something_else_or_has_gone_is_hung_up_on_and_of_the_others_the_newest_are_kept() -> None:

@@ -14,7 +14,7 @@ from farandole.clock import now_s
 from farandole.collectives.listener import DataListener
 from farandole.membership import Address, Peer
 from farandole.wire.messages import Probed
-from farandole.worker.link_probe import ATTEMPTS, Connections, LinkProbe, answering
+from farandole.worker.link_probe import ATTEMPTS, Connections, LinkProbe, find_answering
 from tests.support.waiting import DEADLINE_S
 
 
@@ -51,29 +51,29 @@ def closed() -> Address:
 def test_a_listener_that_nobody_looks_at_answers_and_so_does_a_kernel_without_one() -> None:
     with listening() as busy:
         here = {busy, closed()}
-        assert answering(here, DEADLINE_S) == here
+        assert find_answering(here, DEADLINE_S) == here
 
 
 def test_where_packets_get_lost_nobody_answers_and_that_takes_as_long_as_was_said() -> None:
     with listening() as busy, dropping() as lost:
         begin = now_s()
-        assert answering({busy, lost}, 0.2) == {busy}
+        assert find_answering({busy, lost}, 0.2) == {busy}
         assert 0.2 <= now_s() - begin < DEADLINE_S
 
 
 def test_an_answer_that_has_come_counts_also_when_there_is_no_time_left() -> None:
     with listening() as busy:
-        assert answering({busy}, 0.0) == {busy}
+        assert find_answering({busy}, 0.0) == {busy}
 
 
 def test_a_process_that_stalls_again_and_again_and_never_looks_at_its_queue_answers_always() -> None:
     with listening() as busy:
         for _ in range(2000):  # the queue has room for 1,024
-            assert answering({busy}, DEADLINE_S) == {busy}
+            assert find_answering({busy}, DEADLINE_S) == {busy}
 
 
 def test_nobody_to_ask_is_answered_at_once() -> None:
-    assert answering(set(), DEADLINE_S) == set()
+    assert find_answering(set(), DEADLINE_S) == set()
     assert ATTEMPTS >= 3  # more than one packet may be lost where nothing is broken
 
 

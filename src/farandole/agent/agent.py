@@ -1,5 +1,5 @@
 """The agent of one host: it spawns workers on request, reports when they have ended, and carries messages between them
-and the coordinator. launch/local.py runs it.
+and the coordinator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from farandole.agent.completion import to_its_end
 from farandole.agent.process import StoppedWatch
 from farandole.agent.remote_output import Sink
 from farandole.agent.spawner import make_spawner
-from farandole.agent.status_pages import StatusPages, written
+from farandole.agent.status_pages import StatusPages, wait_for_stacks
 from farandole.agent.worker_processes import WorkerProcesses
 from farandole.agent.worker_server import WorkerServer
 from farandole.clock import now_s, since_boot_s
@@ -254,7 +254,7 @@ class Agent:
         page = self._pages.get(order.worker)
         if page is not None and page.can_dump:
             self._processes.interrupt(order.worker, DUMP_SIGNAL)
-            await written(page)
+            await wait_for_stacks(page)
         self._processes.kill(order.worker, order.grace_s)
 
     def _start_workers(self, order: StartWorkers) -> None:
@@ -357,7 +357,7 @@ def _service(order: JobEnded | Dismissed) -> Service:
     return Service(EndOfService.DRAINED if order.is_drained else EndOfService.LEFT, order.reason)
 
 
-# The heartbeats of an agent as datagrams, beside its connection -------------------------------------------------------
+# Heartbeats as datagrams, beside the connection -----------------------------------------------------------------------
 
 
 class HeartbeatSocket(asyncio.DatagramProtocol):

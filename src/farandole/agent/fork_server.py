@@ -198,9 +198,7 @@ class _Forked:
         self.stderr.close()
 
 
-# The analysis of commands of the form `python [options] script.py ...` and `python [options] -m module ...`. A fork
-# server can replace them.
-
+# Commands that a fork server can replace: `python [options] script.py ...`, `python [options] -m module ...` ----------
 
 # Options that mean the same for a server that runs another script first. Not -c, -i, -x and those that only print.
 _FLAGS = re.compile(r"-[bBdEIOPqsSuv]+")

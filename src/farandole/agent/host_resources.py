@@ -10,6 +10,8 @@ from farandole.cores import affinity_cores, usable_cores
 from farandole.errors import ConfigError
 from farandole.events import CoresShared, Event
 
+# Cores ----------------------------------------------------------------------------------------------------------------
+
 _THREADS = "OMP_NUM_THREADS"  # read by OpenMP, and by MKL and OpenBLAS where they have no variable of their own
 _OF_THE_USER = (_THREADS, "MKL_NUM_THREADS")  # read by torch's thread pool: ATen/ParallelOpenMP.cpp
 
@@ -53,14 +55,13 @@ def workers_at_most(config: JobConfig, slots: int) -> int:
     return max(1, min(slots - config.spares, most))
 
 
-# The descriptors that a job needs, from its start to its last regroup.
+# Open descriptors, from the start of a job to its last regroup --------------------------------------------------------
 #
 # A launcher has some 11 descriptors, and 6 for each of its workers: two pipes, the connection, two for its status
 # page, and one that signals its exit. A lost worker's descriptors are closed before its replacement's are opened,
 # except pipes that a process that escaped from the worker holds open for a moment. A worker has some 20 of its own,
 # however many workers there are, and a few more while one generation ends and the next one begins. The limits below
 # hold for the peak of a regroup, so that a job that starts does not fail later for lack of descriptors.
-
 
 _OF_THE_LAUNCHER = 64
 _FOR_EACH_WORKER = 12

@@ -1,4 +1,5 @@
-"""The process of a worker: start it, read its output, detect its exit at once, end it. Used by agent.py.
+"""The process of a worker: start it, read its output as lines, detect its exit at once, and whether it is stopped; end
+it.
 
 A worker is the leader of a session and of a process group of its own. The group is killed the moment the leader has
 exited: forked loader processes hold copies of a dead worker's sockets, and its peers would not see the end of their
@@ -33,7 +34,7 @@ async def spawn(argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[
     `on_line(stream, line)` gets each line of "stdout" and "stderr", without its end, on the event loop.
     Raises OSError when the process cannot be started.
     """
-    return WorkerProcess(start(argv, worker_variables(env)), on_line)
+    return WorkerProcess(start_child(argv, worker_variables(env)), on_line)
 
 
 class WorkerProcess:
@@ -210,7 +211,7 @@ def _wait_for_exit(child: Child, loop: asyncio.AbstractEventLoop, on_exit: Calla
         loop.call_soon_threadsafe(on_exit)
 
 
-# Detection of processes that have been stopped for too long (by SIGSTOP).
+# Detection of processes that have been stopped for too long (by SIGSTOP) ----------------------------------------------
 #
 # A worker's liveness comes from the kernel, never from its Python code: a worker that computes for minutes, or holds
 # the interpreter's lock, is alive; a stopped worker will not continue by itself.
@@ -242,12 +243,11 @@ def is_stopped(pid: int) -> bool:
     return fields[fields.rindex(b")") + 2 :].startswith(b"T")  # the name before may contain any character
 
 
-# The division of bytes into the lines that a terminal would have shown.; used by process.py.
+# The division of bytes into the lines that a terminal would have shown ------------------------------------------------
 #
 # Progress bars redraw one line again and again with carriage returns. Several workers cannot redraw in place on one
 # terminal, so a line that is being redrawn is passed on as a separate line every few seconds, and once more when it
 # is complete.
-
 
 LONGEST_LINE_BYTES = 1 << 16
 """A longer line is passed on in pieces of this size: one line must not fill the agent's memory."""
@@ -328,7 +328,7 @@ def worker_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONUNBUFFERED": "1", **env}
 
 
-def start(argv: Sequence[str], env: Mapping[str, str]) -> Child:
+def start_child(argv: Sequence[str], env: Mapping[str, str]) -> Child:
     """Start a program with exactly this environment. Raises OSError when that is impossible."""
     return _Started(
         subprocess.Popen(

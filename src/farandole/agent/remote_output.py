@@ -8,6 +8,24 @@ from typing import Literal, Protocol, cast
 
 from farandole.wire.messages import Message, OutputMessage, WorkerPrinted, WorkerRanked, WorkerSilent
 
+
+class Sink(Protocol):
+    """The destination of the lines of an agent's workers: an OutputSink (launch/output.py), or the coordinator.
+
+    Call it on a running event loop; no call waits.
+    """
+
+    def expected(self, worker: str, rank: int) -> None: ...
+
+    def placed(self, worker: str, rank: int) -> None: ...
+
+    def line(self, worker: str, stream: str, data: bytes) -> None: ...
+
+    def closed(self, worker: str) -> None: ...
+
+
+# On the other machine: forwarded to the coordinator -------------------------------------------------------------------
+
 UNSENT_LIMIT = 1 << 20
 """Bytes that may wait for the connection before lines are dropped."""
 
@@ -75,7 +93,7 @@ class ForwardedOutput:
             self._channel.send(WorkerPrinted(worker, stream, tuple(lines), dropped_bytes))
 
 
-# The output of workers of other machines, shown like that of workers of this one --------------------------------------
+# In the coordinator's process: shown like the output of workers on its own machine ------------------------------------
 
 
 class RemoteOutput:
@@ -106,19 +124,3 @@ class RemoteOutput:
             case WorkerSilent(worker):
                 self._talking[agent].discard(worker)
                 self._sink.closed(worker)
-
-
-# The destination of the lines of an agent's workers: the terminal and files of its own process (output.py), or the
-# coordinator (forwarded_output.py).
-
-
-class Sink(Protocol):
-    """The interface of OutputSink. Call it on a running event loop; no call waits."""
-
-    def expected(self, worker: str, rank: int) -> None: ...
-
-    def placed(self, worker: str, rank: int) -> None: ...
-
-    def line(self, worker: str, stream: str, data: bytes) -> None: ...
-
-    def closed(self, worker: str) -> None: ...

@@ -17,7 +17,7 @@ from typing import Protocol
 from farandole.agent.completion import to_its_end
 from farandole.agent.fork_server import ForkServer, PythonCommand, python_command
 from farandole.agent.guard import Guard
-from farandole.agent.process import Child, start, worker_variables
+from farandole.agent.process import Child, start_child, worker_variables
 from farandole.agent.subreaper import can_adopt_orphans
 from farandole.config import ForkServerUse
 from farandole.env import differs_for_all
@@ -60,7 +60,7 @@ class PlainSpawner:
 
     async def spawn(self, environment: Mapping[str, str]) -> Child:
         # Not on the loop's thread, which has heartbeats to send: where cores are scarce, a program takes long to start.
-        starting = asyncio.ensure_future(asyncio.to_thread(start, self._command, worker_variables(environment)))
+        starting = asyncio.ensure_future(asyncio.to_thread(start_child, self._command, worker_variables(environment)))
         try:
             return await to_its_end(starting)
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""The status pages through which this agent's workers report their status. Used by agent.py."""
+"""The status pages of this agent's workers: their statuses, and the beginning of their exits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class StatusPages:
             self._on_exit_notice(worker)
 
 
-async def written(page: StatusPage) -> None:
+async def wait_for_stacks(page: StatusPage) -> None:
     """Return when the worker has written its stacks, or does not begin to."""
     before, deadline_s = "", now_s() + _DUMP_S
     while now_s() < deadline_s:
@@ -87,7 +87,6 @@ async def written(page: StatusPage) -> None:
 
 
 # The thread that detects the beginning of a worker's exit, by the mutexes that the main threads hold ------------------
-
 
 _SLICE_S = 1.0
 

@@ -1,5 +1,5 @@
 """The socket to which the workers of one agent connect: a unix socket that serves only processes of the same user that
-also know the secret of their worker. Used by agent.py.
+also know the secret of their worker.
 """
 
 from __future__ import annotations
@@ -169,11 +169,10 @@ def _is_of_another_user(connected: socket.socket) -> bool:
     return bool(uid != os.getuid())
 
 
-# The connection of a worker to its agent: frames in, frames out, directly on the event loop's selector.
+# The connection of one worker: frames in, frames out, directly on the event loop's selector ---------------------------
 #
 # No streams and no tasks in between: an ABORT must reach a blocked worker at once, and the last message of a process
 # must be readable at the moment when it is known to have ended.
-
 
 _READ_BYTES = 1 << 16
 _UNREAD_LIMIT = 4 * WORKER_FRAME_LIMIT

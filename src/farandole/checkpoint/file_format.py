@@ -28,8 +28,8 @@ def write_files(
     tensors: Mapping[str, torch.Tensor],
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, FileSum]:
-    """Write the result of json_values.to_json() into the folder `name`. When this returns, it survives a power failure.
-    `check` may raise at any call to give up. Raises OSError."""
+    """Write the result of to_json() (snapshot.py) into the folder `name`. When this returns, it survives a power
+    failure. `check` may raise at any call to give up. Raises OSError."""
     text = json.dumps(plain, indent=1, allow_nan=False).encode()
     return {
         STATE: write_file(store, f"{name}/{STATE}", text),
@@ -49,11 +49,13 @@ def read_files(found: Found) -> Any:
         raise ConfigError(f"the checkpoint {found.place} cannot be read: {error}") from error
 
 
-# Named tensors in a file of the safetensors format: a length, a JSON header, and raw memory. No code in it.
+# The file of tensors: the safetensors format --------------------------------------------------------------------------
 #
-# Written here rather than by the safetensors package, in slices: training continues in between, a checksum is
-# computed on the way, and the write can be aborted. https://github.com/huggingface/safetensors#format
-
+# The format is a length, a JSON header, and raw memory, without any code. It is written here rather than by the
+# safetensors package, in slices: training continues in between, a checksum is computed on the way, and the write can
+# be aborted.
+#
+# https://github.com/huggingface/safetensors#format
 
 _LENGTH = struct.Struct("<Q")
 _HEADER_LIMIT = 100 << 20  # the format's own

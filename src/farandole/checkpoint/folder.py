@@ -1,4 +1,5 @@
-"""The folder of a job's checkpoints: listing, publication and removal. Without torch.
+"""The folder of a job's checkpoints: listing, publication and removal, and its lock at the beginning of a job. Without
+torch.
 
 DIR/step-000000000500-1f0c…/   one checkpoint, unique by step and nonce
     state.json  tensors.safetensors
@@ -131,9 +132,10 @@ def write_file(store: Store, name: str, data: bytes) -> FileSum:
     return FileSum.of(data)
 
 
-# The beginning of a job, from the contents of its place for checkpoints: lock, read, count. Without torch.
+# The beginning of a job -----------------------------------------------------------------------------------------------
 #
-# The launcher runs it for the jobs that it starts. Without Farandole's launcher, rank 0 runs it.
+# A job locks its place for checkpoints, reads it, and counts itself. The launcher does this for the jobs that it
+# starts; without Farandole's launcher, rank 0 does.
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,12 @@ class Begun:
     lock: JobLock
 
 
-def begin(settings: CheckpointEnv) -> Begun:
+def begin_job(settings: CheckpointEnv) -> Begun:
     """Lock a place and read it. Raises ConfigError when another job uses the place, when it cannot be reached or
     written to, and when it contains only damaged checkpoints."""
     taken = lock(open_store(settings.folder))
     try:
-        return _begin(settings, taken)
+        return _begin_locked(settings, taken)
     except OSError as error:
         taken.close()
         raise ConfigError(f"--checkpoint {settings.folder}: {error}") from error
@@ -166,7 +168,7 @@ def begin(settings: CheckpointEnv) -> Begun:
         raise
 
 
-def _begin(settings: CheckpointEnv, taken: JobLock) -> Begun:
+def _begin_locked(settings: CheckpointEnv, taken: JobLock) -> Begun:
     folder = CheckpointFolder(taken.store)
     folder.remove_unpublished()
     found, damaged = folder.complete()

@@ -1,4 +1,6 @@
-"""A state as it was at a boundary, copied while training continues. checkpoint_writer.py writes it."""
+"""A state as it was at a boundary, copied while training continues; and its form in a checkpoint: JSON and named
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +82,10 @@ class Staging:
         return torch.empty(source.shape, dtype=source.dtype)
 
 
-# Python values as JSON and named tensors: the possible contents of a checkpoint. Reading one never runs code.
+# Python values as JSON and named tensors ------------------------------------------------------------------------------
 #
-# Plain values, containers, bytes, NumPy numbers and tensors, nested in any way. A value without a JSON form is an
-# object whose key "$" names its kind.
-
+# A checkpoint can hold plain values, containers, bytes, NumPy numbers and tensors, nested in any way. A value without
+# a JSON form is an object whose key "$" names its kind. Reading one never runs code.
 
 _KIND = "$"
 _NUMBERS = "biuf"  # NumPy's kinds of numbers and booleans
@@ -95,7 +96,7 @@ def to_json(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
     A tensor that occurs twice is named once. Raises ConfigError, with the place, for a value that cannot be written.
     """
-    taker = _Taker()
+    taker = _Encoder()
     return taker.take(value, ()), taker.tensors
 
 
@@ -108,12 +109,12 @@ def from_json(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if _KIND not in plain:
         return {key: from_json(each, tensors) for key, each in plain.items()}
     try:
-        return _make(plain, tensors)
+        return _from_tagged(plain, tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"a value that no checkpoint has: {str(plain)[:200]} ({error})") from error
 
 
-class _Taker:
+class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
@@ -175,7 +176,7 @@ _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter"
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def _make(plain: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+def _from_tagged(plain: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     kind = plain[_KIND]
     if kind == "tensor":
         return tensors[plain["name"]]

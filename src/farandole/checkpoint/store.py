@@ -96,11 +96,11 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
         rest = rest[file.write(rest) :]
 
 
-# Checkpoints in a folder of a file system, local or mounted: files are flushed to disk, and replaced by a rename.
+# A folder of a file system, local or mounted --------------------------------------------------------------------------
 
 
 class LocalStore:
-    """A Store (store.py) in a folder, `path`."""
+    """A Store in a folder, `path`. Files are flushed to disk, and replaced by a rename."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -161,13 +161,14 @@ def _force_folder(path: Path) -> None:
         os.close(handle)
 
 
-# Checkpoints at an address that fsspec supports: s3://, gs://, abfs://, hdfs:// and others. Nothing is ever renamed.
+# An address that fsspec supports: s3://, gs://, abfs://, hdfs:// and others -------------------------------------------
 #
-# fsspec comes with torch; the package for an address (s3fs, gcsfs, adlfs) is the user's choice.
+# fsspec comes with torch; the package for an address (s3fs, gcsfs, adlfs) is the user's choice. Nothing is ever
+# renamed.
 
 
 class ObjectStore:
-    """A Store (store.py) at an address, `place`. Raises ConfigError when no installed package can reach it.
+    """A Store at an address, `place`. Raises ConfigError when no installed package can reach it.
 
     An object exists when its upload has ended, and not before. In a store that shows a partial object, at worst a
     manifest cannot be read, and there is no checkpoint.

@@ -1,4 +1,6 @@
-"""Cut a tensor into the chunks that travel around the ring, by an algorithm that its size decides. Pure."""
+"""Cut a tensor into the chunks that travel around the ring, and choose the algorithm of an all-reduce by the tensor's
+size. Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,7 @@ def blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + block, stop)
 
 
-# Choose the algorithm of an all-reduce by its size --------------------------------------------------------------------
-
+# The algorithm of an all-reduce ---------------------------------------------------------------------------------------
 
 # The cost of a hop beside its bytes, in bytes: about 50 us at about 2 GB/s. It is higher where ranks wait for a core:
 # with both algorithms in turns on two busy cores, gathering won up to 192 KB among 2 and 4 ranks, and lost from 384 KB.
@@ -39,7 +40,7 @@ class Algorithm(enum.Enum):
     RING = "ring"
 
 
-def algorithm(nbytes: int, ranks: int) -> Algorithm:
+def choose_algorithm(nbytes: int, ranks: int) -> Algorithm:
     """Return the cheaper algorithm for a tensor of `nbytes` among `ranks`, at least 2; the same on all of them.
 
     A gathering hop carries and reduces the whole tensor, so that all hops together cost (ranks - 1) * (hop + 2 *

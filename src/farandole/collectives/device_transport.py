@@ -1,10 +1,9 @@
-"""Run collectives on tensors of devices without a copy through the host's memory.
+"""Run collectives on tensors of devices: through a process group of torch, or by copies through the host's memory.
 
-Bytes and CPU tensors take a transport of the host; tensors on devices take a process group of torch. nccl/ holds the
-parts that are specific to NCCL.
-
-The group is connected in the first operation on a tensor that it takes: only then the device of each rank is known, and
-a job without such tensors never waits for it.
+A DeviceTransport leaves bytes and CPU tensors to a transport of the host. Tensors on devices take a process group, of
+NCCL for CUDA (nccl_transport.py). The group is connected in the first operation on a tensor that it takes: only then
+the device of each rank is known, and a job without such tensors never waits for it. A StagedTransport copies tensors to
+the host and back.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from farandole.collectives.transport import Reduction, Transport
 from farandole.errors import ConfigError
 
 logger = logging.getLogger("farandole")
-
 
 _OPERATIONS = (Operation.ALL_REDUCE_ON_DEVICE, Operation.BROADCAST_ON_DEVICE)
 _IDENTITY_BYTES = 64
@@ -165,12 +163,11 @@ def _warn_once(what: str, why: str) -> None:
         logger.warning("%s: %s", what, why)
 
 
-# Move tensors on other devices through a transport of the host's memory: they are copied there and back.
+# Copies through the host's memory -------------------------------------------------------------------------------------
 #
-# CUDA tensors without NCCL take this path; the bytes on the wire are the same as for CPU tensors.
-#
-# The copies are ordinary ones, queued behind the earlier work of the tensor's current stream, and the calling thread
-# waits for each of them: the result is ready when a call returns, and nothing is written after a call that raised.
+# CUDA tensors without NCCL take this path; the bytes on the wire are the same as for CPU tensors. The copies are
+# ordinary ones, queued behind the earlier work of the tensor's current stream, and the calling thread waits for each
+# of them: the result is ready when a call returns, and nothing is written after a call that raised.
 
 
 def host_transport(transport: Transport) -> Transport:

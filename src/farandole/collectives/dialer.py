@@ -1,4 +1,4 @@
-"""Dial the next rank until one connection is established. ring_builder.py uses it together with acceptor.py."""
+"""Dial the next rank until one connection is established. ring_builder.py uses it, beside its Acceptor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run all collectives with tensors through torch's Gloo, as a reference. Bytes go around the ring."""
+"""Run all collectives with tensors through torch's Gloo, as a reference. Bytes go around the ring.
+
+The file has the transport, its construction from a ring, the process group of Gloo, and the group's connections, which
+have to be found and closed because Gloo's own abort() does nothing.
+"""
 
 from __future__ import annotations
 
@@ -85,16 +89,15 @@ class GlooTransport:
         self._group.release()
 
 
-# Build a transport through Gloo from a ring. transport_choice.py uses it ----------------------------------------------
-
+# Construction from a ring ---------------------------------------------------------------------------------------------
 
 _CONNECT_TIMEOUT_S = 5.0
 
 
-class _Said(msgspec.Struct, frozen=True, array_like=True):
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
     """The answer of one rank to the others: the address at which it listens, or the reason why it has no Gloo."""
 
-    listening: Listening | None = None
+    listening: ListeningAddress | None = None
     problem: str = ""
 
 
@@ -107,9 +110,9 @@ def use_gloo(ring: RingTransport) -> GlooTransport:
 
 
 def connect_gloo(ring: RingTransport) -> GlooGroup:
-    """The group of all ranks. Raises as use_gloo() does."""
-    device, problem = _device(ring.host)
-    _refuse(ring, _Said(problem=problem))
+    """Return the group of all ranks. Raises as use_gloo() does."""
+    device, problem = _gloo_device(ring.host)
+    _exchange_answers(ring, _Answer(problem=problem))
 
     def make(store: ExchangedStore) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -122,13 +125,15 @@ def connect_gloo(ring: RingTransport) -> GlooGroup:
     if isinstance(group, str):
         header = Header(Operation.BARRIER, ring.next_sequence, trailer_bytes=1)
         ring.end_by(Broken("receive", f"Gloo cannot connect: {group}"), header)
-    own = listens_at(b"".join(construction.store.mine.values()))
-    said = _refuse(ring, _Said(own, "" if own else f"rank {ring.rank} cannot tell which sockets are Gloo's"))
-    addresses = [each.listening for each in said if each.listening]
+    own = find_listening_address(b"".join(construction.store.mine.values()))
+    answers = _exchange_answers(
+        ring, _Answer(own, "" if own else f"rank {ring.rank} cannot tell which sockets are Gloo's")
+    )
+    addresses = [each.listening for each in answers if each.listening]
     return GlooGroup(group, addresses[ring.rank], addresses)
 
 
-def _device(host: str) -> tuple[object, str]:
+def _gloo_device(host: str) -> tuple[object, str]:
     """Return Gloo's device at the address that the ring uses, and the problem with it, if any."""
     try:
         return dist.ProcessGroupGloo.create_device(hostname=host), ""
@@ -136,22 +141,23 @@ def _device(host: str) -> tuple[object, str]:
         return None, f"cannot listen at {host}: {error}"
 
 
-def _refuse(ring: RingTransport, mine: _Said) -> list[_Said]:
+def _exchange_answers(ring: RingTransport, mine: _Answer) -> list[_Answer]:
     """Return the answers of all ranks, by rank. Raises ConfigError, on all alike, when one of them has a problem."""
-    said = [msgspec.msgpack.decode(each, type=_Said) for each in ring.all_gather(msgspec.msgpack.encode(mine))]
-    for rank, each in enumerate(said):
+    answers = [msgspec.msgpack.decode(each, type=_Answer) for each in ring.all_gather(msgspec.msgpack.encode(mine))]
+    for rank, each in enumerate(answers):
         if each.problem:
             raise ConfigError(f"--transport gloo: rank {rank}: {each.problem}; use auto, shm or tcp")
-    return said
+    return answers
 
 
-# A process group of Gloo, its connections, and its end: a TorchGroup (torch_groups/group_operations.py) ---------------
-
+# The process group, a TorchGroup (torch_group.py) ---------------------------------------------------------------------
 
 _NO_LIMIT = timedelta(seconds=NO_LIMIT_S)
-
 _RELEASE_S = 5.0
 _REPEAT_S = 0.01
+
+_stuck: list[dist.ProcessGroupGloo] = []
+"""Groups that cannot be released."""
 
 
 class GlooGroup:
@@ -165,7 +171,9 @@ class GlooGroup:
     name = "Gloo"
     look_every_s = 0.002
 
-    def __init__(self, group: dist.ProcessGroupGloo, own: Listening, others: Collection[Listening]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroupGloo, own: ListeningAddress, others: Collection[ListeningAddress]
+    ) -> None:
         self._group: Any = group  # torch's stubs lack its operations
         self._own, self._others = own, set(others)
         self._work: dist.Work | None = None
@@ -193,15 +201,15 @@ class GlooGroup:
 
     def shut_down(self) -> None:
         if self._group is not None:  # another socket may have its ports once it is gone
-            shut_down(self._own, self._others)
+            shut_down_connections(self._own, self._others)
 
     def release(self) -> None:
         """Release the group in the background, since Gloo takes its time."""
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None:
-            shut_down(self._own, self._others)
-            # Not a daemon, for the reason given in construction.py.
+            shut_down_connections(self._own, self._others)
+            # Not a daemon, for the reason given in torch_group.py (Construction).
             threading.Thread(target=self._release, args=(group, work), name="farandole-gloo-release").start()
 
     def _begun(self, work: dist.Work, when_done: Callable[[], None]) -> dist.Work:
@@ -218,24 +226,20 @@ class GlooGroup:
                 logger.warning("an operation of Gloo does not end; its memory is not released")
                 _stuck.append(group)
                 return
-            shut_down(self._own, self._others)
+            shut_down_connections(self._own, self._others)
             pause.wait(_REPEAT_S)
 
 
-_stuck: list[dist.ProcessGroupGloo] = []
-
-
-# Find and end the connections of a Gloo group, whose own abort() does nothing. gloo_transport.py uses it.
+# The connections of a group -------------------------------------------------------------------------------------------
 #
-# The ports at which the group's ranks listen identify them. A listing of descriptors before and after a group is
-# built would be simpler, but other threads open sockets meanwhile.
+# The ports at which the group's ranks listen identify its connections. A listing of descriptors before and after a
+# group is built would be simpler, but other threads open sockets meanwhile.
 
-
-Listening = tuple[str, int]
+ListeningAddress = tuple[str, int]
 """(host, port)"""
 
 
-def listens_at(words: bytes) -> Listening | None:
+def find_listening_address(words: bytes) -> ListeningAddress | None:
     """Return the address at which this process listens; None where it cannot be found.
 
     It is that of the listening socket whose address occurs in Gloo's message to the other ranks.
@@ -248,7 +252,7 @@ def listens_at(words: bytes) -> Listening | None:
     return None
 
 
-def shut_down(own: Listening, others: Collection[Listening]) -> None:
+def shut_down_connections(own: ListeningAddress, others: Collection[ListeningAddress]) -> None:
     """End all connections of a group, at both ends. Callable from any thread. `own` is where this rank listens."""
     for sock in _sockets():
         with contextlib.suppress(OSError):  # not connected

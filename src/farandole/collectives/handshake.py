@@ -1,4 +1,4 @@
-"""Both ends of a data connection prove their identity when it opens (protocol, rule 25). Pure.
+"""Both ends of a data connection prove their identity when it opens. Pure.
 
     dialer   -> acceptor   introduction: generation, both workers, channel, nonce of the dialer
     acceptor -> dialer     nonce of the acceptor, its proof

@@ -1,4 +1,4 @@
-"""Run all collectives among several hosts, with several ranks on some of them. hierarchical_builder.py makes it.
+"""Run all collectives among several hosts, with several ranks on some of them.
 
 A tensor is reduced over the ranks of a host in their shared memory (shared_memory/shared_memory_group.py), then over
 the hosts by rings, then the other ranks copy it from shared memory. Each ring reduces a part of the tensor; the first
@@ -166,21 +166,22 @@ class HierarchicalTransport:
         return [joined[rank * trailer_bytes :][:trailer_bytes] for rank in range(self.size)]
 
 
-# Build a hierarchical transport from a ring of all ranks, if the ranks of each host can read each other's memory.
+# Construction from a ring of all ranks --------------------------------------------------------------------------------
+#
+# It is possible if the ranks of each host can read each other's memory.
 
-
-Connect = Callable[[Sequence[int], int], RingTransport]
+ConnectRing = Callable[[Sequence[int], int], RingTransport]
 """connect(ranks, number): connect a ring of some of the ranks, at least two, this one among them; all call it at once.
 
 `number`, from 0, is larger than that of each ring that was connected before.
 """
 
-RINGS = 2
+RINGS_PER_RANK = 2
 """The maximum number of rings that a rank connects."""
 
 
 def share_memory_within_hosts(
-    ring: RingTransport, layout: Layout, connect: Connect, control_blocks: ControlBlocks | None = None
+    ring: RingTransport, layout: Layout, connect: ConnectRing, control_blocks: ControlBlocks | None = None
 ) -> HierarchicalTransport | str:
     """Return the transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 
@@ -201,8 +202,7 @@ def share_memory_within_hosts(
     return HierarchicalTransport(Rings(ring, local, across, layout.across), layout, shared)
 
 
-# The rings of one rank of a hierarchical transport. They end together -------------------------------------------------
-
+# The rings of one rank, which end together ----------------------------------------------------------------------------
 
 _LOOK_AROUND_S = 0.002  # as ranks that wait in shared memory do
 

@@ -1,8 +1,9 @@
-"""A process group of NCCL, and its end: a TorchGroup (torch_groups/group_operations.py).
+"""CUDA tensors through NCCL: the groups that device_transport.py connects, and the check whether a process can use
+NCCL.
 
 The order of events (a step is decided only after the host has seen that its reduction has ended well):
 
-- All work of this group is queued in a stream of its own, behind the earlier work of the caller's current stream.
+- All work of a group is queued in a stream of its own, behind the earlier work of the caller's current stream.
   Should NCCL hang, no stream of the script waits for it.
 - NCCL works on a private copy. The host queries an event behind its operation; meanwhile it checks the ring. Only
   after all ranks have their result, it is copied into the caller's tensor, and waited for.
@@ -28,8 +29,36 @@ from farandole.env import prepare_for_nccl
 
 logger = logging.getLogger("farandole")
 
+_CONNECT_TIMEOUT_S = 60.0
+
+
+class NcclGroups:
+    """The DeviceGroups (device_transport.py) of CUDA devices."""
+
+    name = "NCCL"
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def identity(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def connect(self, ring: RingTransport, device: torch.device) -> NcclGroup | str:
+        wrong = prepare_for_nccl()
+
+        def make(store: ExchangedStore) -> NcclGroup:
+            if wrong:
+                raise RuntimeError(wrong)
+            return NcclGroup(store, ring.rank, ring.size, device)
+
+        return Construction(ring, make, NcclGroup.connect, NcclGroup.release, _CONNECT_TIMEOUT_S, "nccl").finish()
+
+
+# One process group, a TorchGroup (torch_group.py) ---------------------------------------------------------------------
 
 _ABORT_S = 30.0
+_stuck: list[tuple[Any, ...]] = []
+"""Groups whose abort has not ended, with the memory that they may still use."""
 
 
 class NcclGroup:
@@ -107,7 +136,7 @@ class NcclGroup:
         with self._lock:
             kept, self._group = (self._group, self._store, self._memory), None
         if kept[0] is not None and self._aborting is not None:
-            # Not a daemon, for the reason given in construction.py.
+            # Not a daemon, for the reason given in torch_group.py (Construction).
             threading.Thread(target=_release, args=(kept, self._aborting), name="farandole-nccl-release").start()
 
     def _begun(self, begin: Callable[[], Any]) -> _Begun:
@@ -149,19 +178,16 @@ def _release(kept: tuple[Any, ...], aborting: threading.Thread) -> None:
         _stuck.append(kept)
 
 
-_stuck: list[tuple[Any, ...]] = []
+# The check whether this process can use NCCL --------------------------------------------------------------------------
 
 
-# Check whether this process can use NCCL. transport_choice.py asks ----------------------------------------------------
-
-
-def own_problem() -> str:
+def own_nccl_problem() -> str:
     """Return why this process cannot use NCCL; empty if it can. Touches no device."""
     has_nccl = dist.is_available() and dist.is_nccl_available()
-    return problem(torch.version.cuda is not None, has_nccl, torch.cuda.device_count())
+    return nccl_problem(torch.version.cuda is not None, has_nccl, torch.cuda.device_count())
 
 
-def problem(has_cuda: bool, has_nccl: bool, devices: int) -> str:
+def nccl_problem(has_cuda: bool, has_nccl: bool, devices: int) -> str:
     """Return why a process with such a torch cannot use NCCL; empty if it can."""
     if not has_cuda:
         return f"torch {torch.__version__} is a build without CUDA"
@@ -170,31 +196,3 @@ def problem(has_cuda: bool, has_nccl: bool, devices: int) -> str:
     if devices == 0:
         return "torch finds no CUDA device: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     return ""
-
-
-# Build a process group of NCCL from a ring: the operations on CUDA devices for device_transport.py --------------------
-
-
-_CONNECT_TIMEOUT_S = 60.0
-
-
-class NcclGroups:
-    """The DeviceGroups (device_transport.py) of CUDA devices."""
-
-    name = "NCCL"
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda
-
-    def identity(self, device: torch.device) -> str:
-        return str(torch.cuda.get_device_properties(device).uuid)
-
-    def connect(self, ring: RingTransport, device: torch.device) -> NcclGroup | str:
-        wrong = prepare_for_nccl()
-
-        def make(store: ExchangedStore) -> NcclGroup:
-            if wrong:
-                raise RuntimeError(wrong)
-            return NcclGroup(store, ring.rank, ring.size, device)
-
-        return Construction(ring, make, NcclGroup.connect, NcclGroup.release, _CONNECT_TIMEOUT_S, "nccl").finish()

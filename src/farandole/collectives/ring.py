@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from farandole.clock import now_s
-from farandole.collectives.chunks import Algorithm, algorithm
+from farandole.collectives.chunks import Algorithm, choose_algorithm
 from farandole.collectives.connection_pair import Broken, ConnectionPair, Interruption, PeerCalled
 from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, sequence_of
 from farandole.collectives.ring_schedules import (
@@ -162,7 +162,7 @@ class RingTransport:
     def reduce_as(self, header: Header, flat: torch.Tensor, trailer: bytes, combine: Combine) -> list[bytes]:
         """Reduce a flat tensor, possibly a part of the tensor that the header describes, as all_reduce() does."""
         total_bytes = flat.numel() * flat.element_size()
-        if algorithm(total_bytes, self._size) is Algorithm.GATHER:
+        if choose_algorithm(total_bytes, self._size) is Algorithm.GATHER:
             blobs = self._gather(header, bytes(byte_view(flat)) + trailer, [total_bytes + len(trailer)] * self._size)
             _combine_into(flat, blobs, combine)
             return [bytes(blob[total_bytes:]) for blob in blobs]

@@ -1,4 +1,4 @@
-"""Build a working ring from START: dial the next rank, accept the previous one, prove both. worker/ uses it."""
+"""Build a working ring from START: dial the next rank (dialer.py), accept the previous one, prove both identities."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class RingBuilder:
             self._wake = None
 
 
-# Accept one connection from the previous rank among all callers. ring_builder.py uses it together with dialer.py.
+# The connection from the previous rank --------------------------------------------------------------------------------
 
 
 class Acceptor:

@@ -1,7 +1,7 @@
 """The store by which the ranks of a process group of torch find each other: it holds the values exchanged on the ring.
 
-construction.py carries its values. Torch's own stores need a server, reach it without proof of identity, and do not
-learn of an abort.
+The Construction of a group (torch_group.py) carries its values. Torch's own stores need a server, reach it without
+proof of identity, and do not learn of an abort.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Operations on tensors in a process group of torch, agreed on around the ring, for the transports of gloo/ and nccl/.
+"""Process groups of torch, whose ranks agree around the ring: their operations and their construction, for Gloo and
+NCCL.
 
 Ranks agree on each operation around the ring, submit it to the group, and tell each other when they have their result.
 The group works on a private copy: after an abort it may go on writing for a while, into memory that is not read.
@@ -178,10 +179,9 @@ class GroupOperations:
         return Broken("receive", f"{self.group.name}: {detail}")
 
 
-# Construct a process group of torch in a thread of its own. The builders of gloo/ and nccl/ use it.
+# Construction ---------------------------------------------------------------------------------------------------------
 #
-# The construction blocks for as long as a peer does not answer, and cannot be interrupted.
-
+# It takes place in a thread of its own: it blocks for as long as a peer does not answer, and cannot be interrupted.
 
 T = TypeVar("T")
 

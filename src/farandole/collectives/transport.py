@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 
-# The reduction operators of collectives, numbered as in Horovod -------------------------------------------------------
-
 
 class Reduction(enum.IntEnum):
-    """The `op` of a reducing collective. Transports know SUM, MIN, MAX and PRODUCT; the others are composed of them."""
+    """The `op` of a reducing collective, numbered as in Horovod.
+
+    Transports know SUM, MIN, MAX and PRODUCT; the others are composed of them.
+    """
 
     AVERAGE = 0
     SUM = 1
@@ -38,7 +39,7 @@ class Transport(Protocol):
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         """Reduce a contiguous tensor over all ranks, in place, with the same bits on every rank.
 
-        CPU tensors always work; tensors on another device where the process has one (staging.py, device_transport.py).
+        CPU tensors always work; tensors on another device where the process has one (device_transport.py).
         Then earlier work of their current stream is included, and the result is ready when the call returns.
 
         Args:

@@ -16,9 +16,9 @@ import msgspec
 import torch
 
 from farandole.collectives.device_transport import StagedTransport
-from farandole.collectives.hierarchical_transport import Connect, share_memory_within_hosts
+from farandole.collectives.hierarchical_transport import ConnectRing, share_memory_within_hosts
 from farandole.collectives.host_layout import layout
-from farandole.collectives.nccl_transport import own_problem
+from farandole.collectives.nccl_transport import own_nccl_problem
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory.shared_memory_transport import ControlBlocks, share_memory
 from farandole.collectives.transport import Transport
@@ -76,7 +76,7 @@ def choose(
     ring: Transport,
     hosts: Sequence[Hashable],
     choice: str,
-    connect: Connect,
+    connect: ConnectRing,
     control_blocks: ControlBlocks | str | None = None,
 ) -> tuple[Transport, Way]:
     """Return `ring` itself, or a transport that owns it, and the way that it moves tensors.
@@ -114,7 +114,7 @@ def choose(
     return ring, Way.TCP
 
 
-# Tensors on devices ------------------------------------------------------------------------------------------
+# Tensors on devices ---------------------------------------------------------------------------------------------------
 
 
 class Devices(msgspec.Struct, frozen=True, array_like=True):
@@ -145,7 +145,7 @@ def _own_devices() -> Devices:
 
     Counting may ask the driver, which takes milliseconds that a regroup does not have.
     """
-    return Devices(torch.cuda.device_count(), own_problem())
+    return Devices(torch.cuda.device_count(), own_nccl_problem())
 
 
 def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str) -> bool:

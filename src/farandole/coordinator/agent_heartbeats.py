@@ -84,7 +84,7 @@ class AgentHeartbeats:
             self._port.close()
 
 
-# The UDP port on which heartbeats of remote agents arrive and are answered --------------------------------------------
+# The UDP port on which datagrams of remote agents arrive and are answered ---------------------------------------------
 
 
 class _Ends:

@@ -1,4 +1,6 @@
-"""The capacity of the job: the slots of the hosts that may be used. Pure; slots.py fills them."""
+"""The capacity of the job: the slots of the hosts that may be used; and the placements of workers. Pure; slots.py fills
+the slots.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:
     return candidate.slot is not None and candidate.slot in job.slots and job.slots[candidate.slot].is_given_up
 
 
-# Ranks, places and neighbours of the members.; used when workers are started and generations start --------------------
+# Ranks, placements and neighbours of the members of a generation ------------------------------------------------------
 
 
 def by_rank(survivors: Sequence[str], newcomers: Sequence[str]) -> tuple[str, ...]:
@@ -123,7 +125,7 @@ def placements(hosts: Sequence[str]) -> list[Placement]:
     ]
 
 
-def ring(members: Sequence[tuple[str, Address]]) -> list[tuple[Peer, Peer]]:
+def ring_neighbours(members: Sequence[tuple[str, Address]]) -> list[tuple[Peer, Peer]]:
     """Return the previous and the next neighbour of each rank. A single member is its own neighbour."""
     peers = [Peer(worker, rank, address) for rank, (worker, address) in enumerate(members)]
     size = len(peers)

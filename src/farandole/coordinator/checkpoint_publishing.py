@@ -21,7 +21,7 @@ def may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> No
     transition.tell([worker.name], PublishAnswer(asked.name, refusal))
 
 
-def ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
+def checkpoint_ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
     """Log the result of a checkpoint."""
     if message.error:
         transition.log(CheckpointFailed(worker.name, message.step, message.error))
@@ -40,17 +40,18 @@ def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
     return ""
 
 
-# Resume from the newest checkpoint after all holders of the state are lost: newcomers read it, as at a job's start.
+# The return to the newest checkpoint ----------------------------------------------------------------------------------
 #
-# A new run id begins, so that no checkpoint of the old one is mistaken for it (protocol, rule 4). The next generation
-# is a bootstrap: rank 0 reads the checkpoint, and the others copy its state.
+# After all holders of the state are lost, newcomers read the newest checkpoint, as at the start of a job. A new run
+# id begins, so that no checkpoint of the old one is mistaken for it. The next generation is a bootstrap: rank 0 reads
+# the checkpoint, and the others copy its state.
 
 
 def is_state_lost(job: Job) -> bool:
     return job.was_synced and not any(worker.synced for worker in job.survivors())
 
 
-def resume(transition: Transition) -> None:
+def resume_from_checkpoint(transition: Transition) -> None:
     """Reset the job's progress to "no state". Only for a job with a checkpoint."""
     job = transition.job
     transition.change(run_id=job.run_id + 1, was_synced=False, is_finishing=False, lost_at=job.steps_seen, steps_seen=0)

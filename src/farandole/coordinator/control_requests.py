@@ -1,4 +1,4 @@
-"""Requests of the user: the status of the job, and the judgement whether a change can be executed. Pure."""
+"""Requests of the user: whether a change of the job can be executed, and the job's status. Pure."""
 
 from __future__ import annotations
 
@@ -111,13 +111,12 @@ def _is(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
-# The status of the job, for people and programs: a Status of what the coordinator knows -------------------------------
-
+# The status of the job, for people and programs -----------------------------------------------------------------------
 
 FOR_EVER = -1.0
 
 
-def describe(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyType({})) -> Status:
+def status_of(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyType({})) -> Status:
     """Return the status of the job at `now_s`, by the coordinator's clock. It has no events, which the job does not
     keep.
 

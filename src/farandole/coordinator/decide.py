@@ -2,22 +2,17 @@
 
 Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
 
-    bootstrap.py         the time before generation 1
-    regroup.py           the change from one generation to the next
-    worker_messages.py   messages of workers
-    worker_failure.py    a worker, or an agent with all its workers, is lost
-    slots.py             which slots get a worker
-    slot_backoff.py      slots whose workers fail repeatedly stay empty for a while
-    deferred_restart.py  a replacement is started when the survivors train again
-    spares.py            workers that wait for a loss
-    hosts.py             hosts are added and removed
-    quarantine.py        hosts that are excluded after failures
-    link_failures.py     reports of failed connections
-    link_probes.py       which links are proved to be broken
-    hang_response.py     no worker makes progress any more
-    recovery.py          durations and costs of a regroup
-    completion.py        from the first Finished to the release of all members
-    shutdown.py          from the decision to end the job to the last exit
+    worker_messages.py        messages of workers
+    worker_failure.py         a worker, or an agent with all its workers, is lost
+    regroup.py                the bootstrap, and the change from one generation to the next
+    recovery.py               durations and costs of a recovery; no replacement starts before its first step
+    hosts.py                  hosts are added, drained, removed, and quarantined after failures
+    capacity.py               slots that may be used, and the placements of workers
+    slots.py                  which slots get a worker; spares; backoff after repeated failures
+    link_failures.py          reports of failed connections, and probes that prove which links are broken
+    hang_detection.py         no worker makes progress any more
+    checkpoint_publishing.py  permissions to publish a checkpoint, and the return to one
+    shutdown.py               from the first Finished, or from a request to stop, to the last exit
 
 An input first changes the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
 depends on which input came last, and old, repeated or contradictory ones change nothing.
@@ -74,7 +69,7 @@ def next_deadline(job: Job) -> float | None:
     if job.ending is not None:
         return None if job.ending.is_done else job.ending.deadline_s
     of_regroup = (
-        link_failures.deadline(job),
+        link_failures.judge_deadline(job),
         regroup.shortage_deadline(job),
         regroup.newcomers_deadline(job),
         regroup.lease_deadline(job),

@@ -85,12 +85,11 @@ class HangDetector:
         )
 
 
-# The response to stalled steps. Without --step-timeout a stall is only reported.
+# The response to stalled steps; without --step-timeout a stall is only reported ---------------------------------------
 #
 # some are in their own code, the others wait   the former hang: they are stopped, with the stacks of their threads
 # all wait for each other                       a new generation with the same members, twice; then the job ends
 # all are in their own code                     the job ends, with the stacks of all: no worker is known to be healthy
-
 
 MOST_RETRIES = 2
 

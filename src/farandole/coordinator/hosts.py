@@ -152,7 +152,7 @@ def _take_back(transition: Transition) -> None:
             transition.change_slot(worker.slot, is_open=True)
 
 
-# The quarantine of hosts where workers are lost, permanent or for a cooldown. Only with --on-failure host -------------
+# Quarantine: with --on-failure host, a host where a worker is lost is banned, for ever or for a cooldown --------------
 
 
 def quarantine(transition: Transition, host: str) -> list[str]:

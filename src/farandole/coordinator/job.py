@@ -240,7 +240,7 @@ class Job:
     target         workers wanted: -np, less those that left, or the size of a later scale command; or the number of
                    slots, where the job fills them
     most           most workers where the job fills slots; None: any number
-    spares         workers wanted beyond that, to wait (spares.py); missing_spares: those without a slot
+    spares         workers wanted beyond that, to wait (slots.py); missing_spares: those without a slot
     missing_slots  wanted workers without a slot, as reported to the user
     offers         hosts that may be used, by name; None: all whose agents join
     may_get_hosts  other hosts may be offered, or join, later

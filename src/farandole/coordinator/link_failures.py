@@ -1,4 +1,4 @@
-"""Broken links between living workers: probes find the side at fault. Pure."""
+"""Broken links between living workers: their reports, and the probes that find the side at fault. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def judge(transition: Transition) -> None:
         _judge_hints(transition)
 
 
-def deadline(job: Job) -> float | None:
+def judge_deadline(job: Job) -> float | None:
     """Return when `judge` has to run next."""
     trouble = job.links
     return trouble.deadline_s if trouble.verdict_s is None else trouble.verdict_s
@@ -142,13 +142,12 @@ def smallest_cover(links: Collection[tuple[str, str]], by_worth: Sequence[str]) 
     return sorted(cover, key=lambda name: worth[name])
 
 
-# Probes prove which links between living workers are broken.
+# Probes prove which links between living workers are broken -----------------------------------------------------------
 #
 # A worker whose connection makes no progress, or has failed, tries to connect to its neighbours anew. That takes both
 # directions and nothing but the two kernels: a busy peer answers, and so does a slow link. Still, the report of one
 # worker proves nothing: the peer, or its host, may have died just now, which its agent handles. A link is broken when
 # the workers at both its ends live and neither can reach the other.
-
 
 Link = tuple[str, str]
 

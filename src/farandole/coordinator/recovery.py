@@ -90,12 +90,12 @@ def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 2)
 
 
-# The deferred restart. After a fault the survivors train first: the start of a replacement takes processor time and
-# memory bandwidth from the step for which all members wait.
+# The deferred restart -------------------------------------------------------------------------------------------------
 #
-# The replacement is started as soon as all survivors have applied a step, mostly within milliseconds; or after
-# `deferred_restart_s`, for long steps and for scripts that commit rarely; or at once if the job cannot continue
-# without it.
+# After a fault the survivors train first: the start of a replacement takes processor time and memory bandwidth from
+# the step for which all members wait. The replacement is started as soon as all survivors have applied a step, mostly
+# within milliseconds; or after `deferred_restart_s`, for long steps and for scripts that commit rarely; or at once if
+# the job cannot continue without it.
 
 
 def defer_restarts(transition: Transition) -> None:

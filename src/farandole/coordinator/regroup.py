@@ -2,7 +2,8 @@
 
 A fault ends the running generation at once (`abort`). A change without a fault, such as a worker that joins or leaves,
 waits for a boundary (`_plan`). Either way the next generation starts when every survivor has sent READY for its number
-(`_try_start`), with the workers that are wanted at that moment; no worker that answered is left waiting.
+(`_try_start`), with the workers that are wanted at that moment; no worker that answered is left waiting. The first
+generation starts when all workers wait in init() (`advance_bootstrap`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from farandole.coordinator import capacity, formatting, recovery, slots
-from farandole.coordinator.checkpoint_publishing import is_state_lost, resume
+from farandole.coordinator.checkpoint_publishing import is_state_lost, resume_from_checkpoint
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
 from farandole.coordinator.transition import Transition
 from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
@@ -41,7 +42,7 @@ def abort(transition: Transition, reason: str) -> None:
 def end_if_hopeless(transition: Transition) -> None:
     """End a job in which no further generation can ever start."""
     if is_state_lost(transition.job) and transition.job.has_checkpoint and not _is_end_of_all(transition.job):
-        resume(transition)
+        resume_from_checkpoint(transition)
     reason = _why_hopeless(transition.job)
     if reason is not None:
         transition.end(1, reason)
@@ -90,7 +91,7 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
     places = capacity.placements([job.host_of(worker) for worker in members])
-    neighbours = capacity.ring([(name, address) for name, address in addresses if address is not None])
+    neighbours = capacity.ring_neighbours([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
         starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, bootstrap=not job.was_synced)

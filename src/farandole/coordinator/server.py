@@ -1,5 +1,5 @@
-"""The coordinator's shell: it feeds the messages of agents and the clock to `decide`, and sends messages to agents.
-launch/local.py runs it.
+"""The coordinator's shell: it feeds the messages of agents and the clock to `decide`, and sends messages to agents. It
+also answers the user's commands.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from farandole.clock import now_s
 from farandole.config import JobConfig
 from farandole.coordinator.agent_heartbeats import AgentHeartbeats
-from farandole.coordinator.control_requests import describe, judge
+from farandole.coordinator.control_requests import judge, status_of
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.hang_detection import HangDetector
 from farandole.coordinator.inputs import (
@@ -373,8 +373,7 @@ async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> Agen
     return message
 
 
-# Answers to the user's commands: status, scale, drain. server.py passes their connections to this module --------------
-
+# The user's commands: status, scale, drain ----------------------------------------------------------------------------
 
 EVENTS_KEPT = 20
 
@@ -404,7 +403,7 @@ class Clients:
         """Return the status of the job now."""
         now_s = self._now_s()
         events = tuple(PastEvent(max(0.0, now_s - at_s), line) for at_s, line in self._events)
-        return msgspec.structs.replace(describe(self._job(), now_s, self._steps()), events=events)
+        return msgspec.structs.replace(status_of(self._job(), now_s, self._steps()), events=events)
 
     async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
         """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the

@@ -1,4 +1,4 @@
-"""The slots of a job: starting workers in them, keeping spares, and backing off after failures. Pure."""
+"""The slots of a job: starting workers in them, backing off after failures, and keeping spares. Pure."""
 
 from __future__ import annotations
 
@@ -205,23 +205,21 @@ def _dispensable(job: Job) -> Sequence[Slot]:
     return sorted((slot for slot, use in job.slots.items() if use.is_open), key=use_of)
 
 
-# Backoff for slots whose workers fail repeatedly: a broken device must not cost the others a regroup every few
-# seconds.
+# Backoff: a broken device must not cost the others a regroup every few seconds ----------------------------------------
 #
 # A healthy worker is always replaced at once: a worker that lived for HEALTHY_S inside its elastic function, or that
 # held the state and was killed by SIGKILL, which its own code never does. The first unhealthy worker is replaced at
-# once, too. From the second in a row on the slot stays empty for FIRST_S, then for twice as long with each further
-# one, up to LONGEST_S.
-
+# once, too. From the second in a row on the slot stays empty for FIRST_BACKOFF_S, then for twice as long with each
+# further one, up to LONGEST_BACKOFF_S.
 
 HEALTHY_S = 1.0
-FIRST_S = 1.0
-LONGEST_S = 60.0
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 60.0
 
 
 def backoff_s(failures: int) -> float:
     """Return how long, in seconds, a slot stays empty after this many failures in a row."""
-    return 0.0 if failures < 2 else min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 2, 30))
+    return 0.0 if failures < 2 else min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 2, 30))
 
 
 def count_failure(transition: Transition, worker: Worker, exit_code: int | None) -> None:
@@ -260,7 +258,7 @@ def backoff_deadline(job: Job) -> float | None:
     return min((use.backoff_until_s for use in job.slots.values() if use.backoff_until_s is not None), default=None)
 
 
-# Spares: workers beyond the training ones. They wait, READY for any generation, until a member is lost.
+# Spares: workers beyond the training ones, which wait, READY for any generation, until a member is lost ---------------
 #
 # A spare is a newcomer for which there is no rank yet. No worker is a spare by name: when a generation starts with as
 # many members as the job wants, the remaining newcomers wait on. So a loss and its replacement are one regroup, and

@@ -1,4 +1,6 @@
-"""A decision in progress: the job so far, and the actions that it requires. Exists only inside one `decide`."""
+"""A decision in progress: the job so far, and the actions that it requires. A Transition exists only inside one
+`decide`.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class Transition:
             self.kill(name, grace_s, "the job ends", dumps_stacks)
 
 
-# The actions that `decide` returns. The coordinator's shell carries them out in this order ----------------------------
+# The actions that `decide` returns, which the coordinator's shell carries out in this order ---------------------------
 
 
 @dataclass(frozen=True)

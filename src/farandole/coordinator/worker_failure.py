@@ -4,7 +4,7 @@ before generation 1   killed by a signal: replaced, or its host is banned; anyth
 a static script       exit code 0: one worker is done; anything else ends the job
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
                       others: replaced, or they had left anyway;
-                      with --on-failure host the whole host is banned (quarantine.py), in the same regroup
+                      with --on-failure host the whole host is banned (hosts.py), in the same regroup
 after the release     exit code 0: done; anything else is reported and makes the job fail
 """
 

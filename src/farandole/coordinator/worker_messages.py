@@ -63,7 +63,7 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case MayPublish():
                 checkpoint_publishing.may_publish(transition, worker, message)
             case CheckpointEnded():
-                checkpoint_publishing.ended(transition, worker, message)
+                checkpoint_publishing.checkpoint_ended(transition, worker, message)
 
 
 def kill_overdue(transition: Transition) -> None:

@@ -20,7 +20,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator
 
 from farandole.data.index_stream import IndexStream
-from farandole.data.torch_loader import innermost
+from farandole.data.torch_loader import innermost_dataset
 
 
 class Keyed(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ class SeededDataset:
     def _fetch_all(self) -> Callable[[list[int]], list[Any]] | None:
         fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
         # A Subset has one that only iterates over the items, unless the underlying data set has one.
-        return fetch_all if hasattr(innermost(self._dataset), "__getitems__") else None
+        return fetch_all if hasattr(innermost_dataset(self._dataset), "__getitems__") else None
 
 
 def with_places(dataset: Any, index_stream: IndexStream, seed: int) -> tuple[Any, Iterable[Any]]:
@@ -116,7 +116,6 @@ def seed_item(seed: int, epoch: int, position: int) -> None:
 
 
 # The global generators of torch, numpy and Python: restored after use, and checked for draws in each batch ------------
-
 
 _WORDS = 624
 _MT19937_BYTES = 4 * (_WORDS + 1)  # the words of the Mersenne Twister, and its position in them

@@ -1,4 +1,6 @@
-"""Epochs as both loaders see them: their numbers, which epochs() yields, and the record of them."""
+"""Epochs as both loaders see them: their numbers, which epochs() yields, their record, and the hooks at their
+boundaries.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ class Epoch(int):
         return True
 
 
-# The hooks that a loader calls at each boundary. The elastic run loop implements them; without one, they do nothing.
+# The hooks that a loader calls at each boundary -----------------------------------------------------------------------
+#
+# The elastic run loop implements them; without one, they do nothing.
 
 
 class LoaderHooks(Protocol):

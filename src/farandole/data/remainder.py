@@ -97,7 +97,7 @@ class Remainder:
             start, block = start + block, min(2 * block, _LARGEST_BLOCK)
 
 
-# Records of an ElasticSampler in the form for the sample ledger: by epoch, as samples ---------------------------------
+# Records of trained samples for the sample ledger: by epoch -----------------------------------------------------------
 
 
 def parts_by_epoch(

@@ -431,8 +431,7 @@ def _warn_of_repeats() -> None:
     )
 
 
-# Search for the data set that will be read at a sampler's indices: that of the DataLoader that iterates the sampler.
-
+# The data set that will be read at a sampler's indices: that of the DataLoader that iterates the sampler --------------
 
 _DEPTH = 8  # the loader's iterator is 2 to 4 calls up: batch samplers may be wrapped
 

@@ -1,4 +1,4 @@
-"""The reader of requested batches, in the training process or in a loader worker. stream_loader.py creates it."""
+"""Batches of streams: their requests, and the reader that answers them, in the training process or a loader worker."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _without_worker_info() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
-# The requests for batches of streams: endless, and the loader may move them to another position at any time.
+# The requests: endless, and the loader may move them to another position at any time ----------------------------------
 #
 # The contents of a global batch are known only after the streams have been read, so a request names it by its number,
 # counted from a position.

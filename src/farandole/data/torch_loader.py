@@ -1,4 +1,6 @@
-"""The part of a loader that torch's DataLoader does: arguments, batches by value, prefetching."""
+"""The side of both loaders towards torch: prefetching, small tensors by value, rows of tensors, and the checks of a
+data set and of torch's arguments.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ OnWayT = TypeVar("OnWayT", bound=OnWay)
 
 
 class RequestStream(Protocol[OnWayT]):
-    """An endless stream of the batches to fetch next (index_stream.py, stream_requests.py)."""
+    """An endless stream of the batches to fetch next (index_stream.py, stream_reader.py)."""
 
     on_way: deque[OnWayT]
 
@@ -75,13 +77,11 @@ class Prefetch(Generic[OnWayT]):
         return iter(self._loader)
 
 
-# Transfer of small tensors from the loader processes, in the message itself. loader.py puts this around
-# worker_init_fn.
+# Transfer of small tensors from the loader processes, in the message itself -------------------------------------------
 #
 # torch sends a tensor's shared memory instead, a file descriptor that the receiver fetches over a separate
 # connection: half a millisecond for each tensor, and more when the processors are busy. That is right for large
 # tensors.
-
 
 # Limited so that the batches that two loader processes prepare ahead fit into the pipe (64 KiB). A loader process that
 # is killed while it waits for space leaves half a message there, which torch notices in the main thread only.
@@ -96,12 +96,12 @@ class SmallByValue:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        ForkingPickler.register(torch.Tensor, reduced)
+        ForkingPickler.register(torch.Tensor, reduce_by_value)
         if self._then is not None:
             self._then(worker)
 
 
-def reduced(tensor: torch.Tensor) -> Any:
+def reduce_by_value(tensor: torch.Tensor) -> Any:
     """Return the reduction of a tensor for pickle: by value when it is small and numpy has its type, else as torch
     does."""
     is_dense = tensor.layout is torch.strided and tensor.is_cpu
@@ -114,8 +114,9 @@ def reduced(tensor: torch.Tensor) -> Any:
     return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
 
 
-# Data sets of tensors, whose batches are rows of them: indexed all at once, several times as fast as one by one and
-# stacked. loader.py uses it where torch would stack them.
+# Data sets of tensors, whose batches are rows of them -----------------------------------------------------------------
+#
+# The rows are indexed all at once, several times as fast as one by one and stacked.
 
 
 class Rows:
@@ -124,7 +125,7 @@ class Rows:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._tensors: tuple[torch.Tensor, ...] = innermost(dataset).tensors
+        self._tensors: tuple[torch.Tensor, ...] = innermost_dataset(dataset).tensors
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -149,14 +150,14 @@ def as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
     return batch
 
 
-def innermost(dataset: Any) -> Any:
+def innermost_dataset(dataset: Any) -> Any:
     """Return the data set below all Subsets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
 
 
-# The interface of a data set for the loaders --------------------------------------------------------------------------
+# Map-style data sets --------------------------------------------------------------------------------------------------
 
 
 class MapDataset(Protocol):
@@ -179,7 +180,6 @@ def size_of(dataset: MapDataset) -> int:
 
 
 # Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason ------------------
-
 
 _OWN_ORDER = "which sample comes when follows from seed and order, so that it can be divided anew when workers change"
 

@@ -1,4 +1,4 @@
-"""The user's settings of gradients, of memory allocation and of NCCL, and the folder of running programs."""
+"""Variables by which a user tunes a process: gradients, memory allocation and NCCL; and the folder of running jobs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def read_bucket_mb(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(BUCKET_MB) or None
 
 
-# The test whether the user has configured this process's memory allocation --------------------------------------------
+# Memory allocation ----------------------------------------------------------------------------------------------------
 
-
-_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+_MALLOC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether a setting of the C library's malloc is in the environment."""
-    return any(name in environ for name in _SETTINGS) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
+    return any(name in environ for name in _MALLOC_SETTINGS) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
 
 
-# Variables that torch reads when a process creates an NCCL process group ----------------------------------------------
+# NCCL -----------------------------------------------------------------------------------------------------------------
+#
+# Torch reads these variables when a process creates an NCCL process group.
 
-
-_OURS = {
+_NCCL_DEFAULTS = {
     # Farandole handles a failed communicator: otherwise torch ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # The process must not end because NCCL's abort takes long, and threads of torch that may outlive Python must not
@@ -39,20 +39,20 @@ _OURS = {
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
 }
 
-_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def prepare_for_nccl(environ: MutableMapping[str, str] = os.environ) -> str:
     """Set the variables that are not set. Return the error in the others; empty if there is none."""
-    for name, value in _OURS.items():
+    for name, value in _NCCL_DEFAULTS.items():
         environ.setdefault(name, value)
-    for name in _BLOCKING:
+    for name in _BLOCKING_WAIT:
         if environ.get(name, "0").lower() not in ("0", "", "false", "n", "no"):
             return f"{name}={environ[name]} lets threads wait that nobody can wake; unset it"
     return ""
 
 
-# The folder in which this user's running programs keep small private files --------------------------------------------
+# Files of running jobs ------------------------------------------------------------------------------------------------
 
 
 def read_runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -1,4 +1,5 @@
-"""A Trainer of Lightning whose fit() is elastic. Scripts use it in place of lightning.Trainer.
+"""A Trainer of Lightning whose fit() is elastic, with its fit loop and its strategy. Scripts use it in place of
+lightning.Trainer.
 
 It relies on Lightning's loops, which are not a public interface: pyproject.toml lists the tested versions.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,10 +30,6 @@ from farandole.frameworks.feed import Feed
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import loop_hooks
 from farandole.worker.context import device, local_rank
-
-if TYPE_CHECKING:
-    from farandole.frameworks.feed import Feed
-
 
 __all__ = ["FarandoleStrategy", "Trainer"]
 
@@ -118,7 +115,7 @@ class _StepWithoutClosure(Precision):
         return result
 
 
-# Lightning's fit loop inside an elastic function: it begins at the current position. The Trainer uses it --------------
+# Lightning's fit loop inside an elastic function: it begins at the current position -----------------------------------
 
 
 class ElasticFitLoop(_FitLoop):
@@ -224,7 +221,7 @@ def _count(tracker: Any, begun: int, done: int) -> None:
             setattr(tracker, name, number)
 
 
-# Lightning's strategy for a worker of Farandole: one device, our optimizer, our ranks. The Trainer uses it ------------
+# Lightning's strategy for a worker of Farandole: one device, our optimizer, our ranks ---------------------------------
 
 
 class FarandoleStrategy(Strategy):

@@ -1,4 +1,4 @@
-"""`farandole agent --join HOST:PORT`: runs workers of another machine's job on this one. Used by cli.py."""
+"""`farandole agent --join HOST:PORT`: runs workers of another machine's job on this one."""
 
 from __future__ import annotations
 

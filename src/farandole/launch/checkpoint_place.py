@@ -1,5 +1,5 @@
 """The place of a job's checkpoints, from the side of the launcher: locked for as long as the job runs, and kept up to
-date. Used by cli.py and in_thread.py.
+date; and the user's settings of checkpoints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farandole.checkpoint.folder import begin
+from farandole.checkpoint.folder import begin_job
 from farandole.checkpoint.job_lock import JobLock
 from farandole.checkpoint.schedule import parse_every
 from farandole.checkpoint.store import LocalStore, normalized
@@ -40,11 +40,11 @@ class Beginning:
 
 @contextlib.contextmanager
 def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
-    """Lock the place for as long as the job runs. Raises what begin() raises."""
+    """Lock the place for as long as the job runs. Raises the errors of begin_job()."""
     if settings is None:
         yield Beginning()
         return
-    begun = begin(settings)
+    begun = begin_job(settings)
     counting = _Counting(begun.lock, begun.origin)
     try:
         yield Beginning(begun.origin, environment_of(begun.settings), begun.notes, counting.watch)

@@ -1,4 +1,4 @@
-"""The check, before any process is started, whether the command of `farandole run` can work. Used by cli.py."""
+"""The check, before any process is started, whether the command of `farandole run` can work; variables of the alias."""
 
 from __future__ import annotations
 

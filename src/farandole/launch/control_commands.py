@@ -1,4 +1,4 @@
-"""`farandole status`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job. Used by cli.py."""
+"""`farandole status`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job, and the answers as text."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
     try:
         if command == "status":
             status = await client.status()
-            print(msgspec.json.encode(status).decode() if options.json else "\n".join(in_words(status)))
+            print(msgspec.json.encode(status).decode() if options.json else "\n".join(status_in_words(status)))
             return DONE
         request, is_done = _request(command, options)
         answer = await client.ask(request)
@@ -173,8 +173,7 @@ def _say_error(command: str, error: object, code: int) -> int:
     return code
 
 
-# A command's connection to the coordinator of a running job. control_commands.py uses it ------------------------------
-
+# A command's connection to the coordinator of a running job -----------------------------------------------------------
 
 ANSWER_S = 10.0
 """Seconds within which a coordinator must answer; it is busy for milliseconds at most."""
@@ -235,13 +234,12 @@ class Client:
         self._channel.close()
 
 
-# The status of a job, in words for a terminal -------------------------------------------------------------------------
-
+# The status of a job as text for a terminal ---------------------------------------------------------------------------
 
 _EVENTS_SHOWN = 8
 
 
-def in_words(status: Status) -> list[str]:
+def status_in_words(status: Status) -> list[str]:
     """Return the status as lines of text."""
     lines = [f"job {status.job}: {_headline(status)}"]
     if status.members or status.newcomers:

@@ -1,7 +1,7 @@
-"""The job files: one small file for each running job of this user on this machine, so that commands find it. local.py
-writes it, control_commands.py reads it.
+"""Files of a job beside its output: the job file, by which commands find a running job, and the file of its events.
 
-The files hold the jobs' tokens: only the user can read them, in a folder that only the user can enter.
+There is one small job file for each running job of this user on this machine. It holds the job's token: only the user
+can read it, in a folder that only the user can enter.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _write(path: Path, data: bytes) -> None:
     beside.rename(path)
 
 
-# `--events FILE`: all events of a job, one JSON object a line ---------------------------------------------------------
+# The file of --events: all events of a job, one JSON object a line ----------------------------------------------------
 
 
 class EventFile:

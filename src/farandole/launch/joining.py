@@ -1,4 +1,4 @@
-"""How agents of other machines join a job: the options of the job for them, and the token. Used by the command lines.
+"""The settings of a job for agents of other machines, and the token that they share.
 
 It loads no asyncio: `--help` answers at once.
 """
@@ -70,8 +70,7 @@ def check_address(host: str, port: int, takes_agents: bool) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
 
 
-# The job token in a file, which its owner copies to the machines that may join ---------------------------------------
-
+# The job's token in a file, which its owner copies to the machines that may join --------------------------------------
 
 SHORTEST_TOKEN = 32
 """Characters. A process on the network may guess: use no words, but a token as `farandole run` writes it."""

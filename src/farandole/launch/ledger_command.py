@@ -1,4 +1,6 @@
-"""`farandole ledger check DIR`: prints the findings about a sample ledger. Used by cli.py; it starts without torch."""
+"""`farandole ledger check DIR`: prints the findings about a sample ledger; and the preparation of its folder. It starts
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,9 @@ def ledger_command(arguments: Sequence[str]) -> int:
     """Run the command. Return EXACT, NOT_EXACT, or USAGE_ERROR where there is no ledger to check. Raises SystemExit as
     argparse does."""
     options = _parser().parse_args(arguments)
+    # Here: both import numpy, for which `farandole run --help` should not wait.
     from farandole.ledger.findings import as_json, in_words
-    from farandole.ledger.proving import (
-        Folder,
-        prove,  # with numpy, for which `farandole run --help` should not wait
-    )
+    from farandole.ledger.proving import Folder, prove
 
     try:
         findings = prove(Folder(options.folder))

@@ -1,4 +1,5 @@
-"""The agents of a job on this machine, one for each host name; all names refer to this machine. Used by local.py.
+"""The agents of a job on this machine, one for each host name, and the watch for new host names. All names refer to
+this machine.
 
 This is the task of an engine: it starts agents on the hosts that it is told to follow. It decides nothing: an agent
 ends when the coordinator dismisses it or the job ends.
@@ -111,7 +112,7 @@ class LocalAgents:
             self.broken.set_exception(error)
 
 
-# Repeated discovery of hosts; reports when they have changed ----------------------------------------------------------
+# Repeated discovery of hosts, which reports when they have changed ----------------------------------------------------
 
 
 class HostWatch:

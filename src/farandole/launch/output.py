@@ -1,4 +1,4 @@
-"""The output of the workers: each line with its rank in front, and on request in files. Used by agent.py."""
+"""The output of the workers: each line with its rank in front, and on request in files."""
 
 from __future__ import annotations
 
@@ -182,10 +182,9 @@ class OutputSink:
         self._console.put("stderr", f"{OWN_PREFIX}{text}\n".encode())
 
 
-# The workers' output in files: `rank.N/stdout` and `rank.N/stderr`, the layout of Horovod's --output-filename.
+# Files: `rank.N/stdout` and `rank.N/stderr`, the layout of Horovod's --output-filename --------------------------------
 #
 # The output of a worker before it has a rank is in `wN/` until then.
-
 
 _COPY_BYTES = 1 << 20
 

@@ -1,4 +1,4 @@
-"""The parser of our own options, in groups as `--help` shows them. Used by arguments.py."""
+"""The parser of our own options, in groups as `--help` shows them; and the output of --check-build."""
 
 from __future__ import annotations
 
@@ -371,16 +371,17 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
         group.add_argument(setting.flag, type=convert, metavar=metavar, help=text)
 
 
-# The output of `--check-build`: frameworks, controllers and tensor operations that are available here -----------------
+# The output of --check-build: frameworks, controllers and tensor operations that are available here -------------------
 
-
-_TIME_LIMIT_S = 120.0  # a cold import of torch from a network disk can take a minute
+_TORCH_IMPORT_LIMIT_S = 120.0  # a cold import of torch from a network disk can take a minute
 _LAUNCHERS = ("torchrun", "mpirun", "srun")
+_DEVICES = (("cuda", "CUDA"), ("rocm", "ROCm"))
+_BACKENDS = (("gloo", "Gloo"), ("nccl", "NCCL"), ("mpi", "MPI"))
 
 
 def describe_build() -> str:
     """Return the whole output. Imports torch in a separate process, which takes about a second."""
-    return format_build(_ask_torch(), {name: _find(name) for name in _LAUNCHERS})
+    return format_build(_ask_torch(), {name: _find_program(name) for name in _LAUNCHERS})
 
 
 def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
@@ -413,20 +414,16 @@ def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str 
     return "\n".join(lines)
 
 
-_DEVICES = (("cuda", "CUDA"), ("rocm", "ROCm"))
-_BACKENDS = (("gloo", "Gloo"), ("nccl", "NCCL"), ("mpi", "MPI"))
-
-
-def _find(program: str) -> str | None:
+def _find_program(program: str) -> str | None:
     return shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
 
 
 def _ask_torch() -> dict[str, object] | str:
     command = [sys.executable, "-m", "farandole.worker.capabilities"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_IMPORT_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return f"import did not end within {_TIME_LIMIT_S:g} s"
+        return f"import did not end within {_TORCH_IMPORT_LIMIT_S:g} s"
     if done.returncode != 0:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     answer: dict[str, object] = json.loads(done.stdout)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from farandole.errors import ConfigError
 from farandole.ledger.findings import EpochFinding, Findings
 from farandole.ledger.records import (
+    HASH_MASK,
     HOLED,
-    MASK,
     Applied,
     EpochEnded,
     Generation,
@@ -255,7 +255,7 @@ class _Count:
         ids = expand(intent.ids)
         left = self._left[intent.step]
         left[0] -= len(ids)
-        left[1] = (left[1] - ids_hash(ids)) & MASK
+        left[1] = (left[1] - ids_hash(ids)) & HASH_MASK
         if self._has_each_once and len(ids):
             of_this = len(ids) if self._streams else max(0, self._size - intent.low)
             self._add(intent.epoch, ids[:of_this])
@@ -290,7 +290,7 @@ class _Count:
                     epoch = self._epochs[number]
                     epoch.is_mixed |= len(parts) > 1
                     epoch.unseen += samples
-                    epoch.unseen_hash = (epoch.unseen_hash + rest) & MASK
+                    epoch.unseen_hash = (epoch.unseen_hash + rest) & HASH_MASK
         if not self._has_each_once:
             story.remarks.append("samples may come again in this order: proved is that each position came once")
         ends, newest = story.ends(), max(self._epochs, default=0)

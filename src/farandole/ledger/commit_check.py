@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from farandole.errors import ConfigError
 from farandole.ledger.check import Line, settled
 from farandole.ledger.findings import EpochFinding, Findings
-from farandole.ledger.records import HOLED, MASK, Entered, Entry, EpochLeft, Ids, Opened, Trained, expand, ids_hash
+from farandole.ledger.records import HASH_MASK, HOLED, Entered, Entry, EpochLeft, Ids, Opened, Trained, expand, ids_hash
 
 Call = tuple[Entry, str, int, int]
 """A call of a sampler on all ranks: entry, sampler, number, epoch."""
@@ -145,7 +145,7 @@ class _Count:
             self._story.problems.append(f"ranks of {_name(record.key)} recorded different batches as number {call[2]}")
         seen = self._seen[call]
         seen[0] += len(expand(record.ids))
-        seen[1] = (seen[1] + ids_hash(expand(record.ids))) & MASK
+        seen[1] = (seen[1] + ids_hash(expand(record.ids))) & HASH_MASK
 
     def leave(self, record: EpochLeft) -> None:
         if self._stands(record):
@@ -170,7 +170,7 @@ class _Count:
     def findings(self) -> Findings:
         story = self._story
         for call, (samples, whole) in self._calls.items():
-            self._compare(call, samples - self._seen[call][0], (whole - self._seen[call][1]) & MASK)
+            self._compare(call, samples - self._seen[call][0], (whole - self._seen[call][1]) & HASH_MASK)
         for key in sorted(story.ranks):
             if silent := story.silent_ranks(key):
                 told = f"{_name(key)}: no file of {'rank' if len(silent) == 1 else 'ranks'} {silent}"
@@ -206,7 +206,7 @@ class _Count:
         elif samples:
             found = self._epoch(sampler, epoch)
             found.unseen += samples
-            found.unseen_hash = (found.unseen_hash + rest) & MASK
+            found.unseen_hash = (found.unseen_hash + rest) & HASH_MASK
 
     def _judge(self, sampler: str, number: int, epoch: _Epoch, is_last: bool) -> EpochFinding:
         """Return the finding of an epoch. Untrained samples were left out on purpose (`break`) only if the sampler knew

@@ -1,4 +1,4 @@
-"""The proof of a sample ledger in a folder, under either rule."""
+"""The proof of a sample ledger in a folder, under either rule: it reads the files, and chooses the check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prove(lines: Iterable[Line]) -> Findings:
     return check_commits(lines) if isinstance(first, Entered) else check(lines)
 
 
-# Reading of a sample ledger's records from its folder, one file at a time. check.py draws the conclusions -------------
+# The reading of a ledger's records from its folder, one file at a time ------------------------------------------------
 
 
 class Folder:

@@ -1,4 +1,4 @@
-"""The lines of a sample ledger: their content and their encoding. Pure; ledger_writer.py and reading.py use it.
+"""The lines of a sample ledger: their content and their encoding. Pure; ledger_writer.py and proving.py use it.
 
 A line is a JSON array whose first item names its kind, so that people can read it and a truncated line is recognized.
 Sample ids are plain numbers; consecutive ones are pairs of [first, count].
@@ -101,7 +101,7 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     """A worker has applied a step. `samples` and `ids_hash` are sums over the local batches of all ranks, as agreed in
-    the step's last reduction; the hash is hashing.ids_hash.
+    the step's last reduction; the hash is ids_hash().
 
     digest   digest of a part of the state before the step, the same part on all ranks; 0 where nothing was hashed
     updates  number of times that optimizers have changed the worker's weights since the last step that it has applied,
@@ -277,10 +277,9 @@ def expand(ids: Ids) -> NDArray[np.int64]:
     return np.concatenate([np.arange(first, first + count, dtype=np.int64) for first, count in runs])
 
 
-# A hash of a set of samples, whose sum over parts is that of the whole.; worker and checker use it --------------------
+# A hash of a set of samples, whose sum over parts is that of the whole ------------------------------------------------
 
-
-MASK = (1 << 64) - 1
+HASH_MASK = (1 << 64) - 1
 
 
 def ids_hash(ids: Sequence[int] | NDArray[np.int64]) -> int:

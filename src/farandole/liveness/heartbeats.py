@@ -57,11 +57,11 @@ class Heartbeats:
         return self.reached_s > before_s
 
 
-# Send heartbeats as datagrams, beside the connection: TCP retransmits lost data after 200 ms at the earliest.
+# Datagrams ------------------------------------------------------------------------------------------------------------
 #
-# Coordinator and agents use it, for budgets below a second. A datagram names its connection by a random id and
-# carries a MAC. It contains no secret, and a datagram that an attacker on the path replays has no effect.
-
+# For budgets below a second, coordinator and agents also send heartbeats as datagrams, beside the connection: TCP
+# retransmits lost data after 200 ms at the earliest. A datagram names its connection by a random id and carries a
+# MAC. It contains no secret, and a datagram that an attacker on the path replays has no effect.
 
 HEARTBEAT_ID_BYTES = 16
 SLOW_BUDGET_S = 1.0

@@ -236,7 +236,6 @@ def _in_words(least_bytes: int) -> str:
 
 # Reductions that run while the main thread computes: one after the other, in one thread of the process ----------------
 
-
 _tasks: queue.SimpleQueue[Callable[[], object]] | None = None
 
 
@@ -292,11 +291,12 @@ def _work(tasks: queue.SimpleQueue[Callable[[], object]]) -> None:
         tasks.get()()
 
 
-# An all-reduce with fewer bytes on the wire. All ranks add rounded values and receive the rounded sum: their results
-# are bitwise equal, on the owner of a part too.
+# An all-reduce with fewer bytes on the wire ---------------------------------------------------------------------------
+#
+# All ranks add rounded values and receive the rounded sum: their results are bitwise equal, on the owner of a part
+# too.
 
-
-_DTYPES: dict[object, torch.dtype] = {BF16Compressor: torch.bfloat16, FP16Compressor: torch.float16}
+_COMPRESSED_DTYPES: dict[object, torch.dtype] = {BF16Compressor: torch.bfloat16, FP16Compressor: torch.float16}
 
 
 class CompressedReduce:
@@ -307,7 +307,7 @@ class CompressedReduce:
 
     def __init__(self, compression: Compressor) -> None:
         self._compression = compression
-        self._dtype = _DTYPES.get(compression)
+        self._dtype = _COMPRESSED_DTYPES.get(compression)
         self._sent: dict[tuple[int, int], torch.Tensor] = {}
 
     def forget(self) -> None:

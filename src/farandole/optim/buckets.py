@@ -1,4 +1,6 @@
-"""Flat buffers into which gradients are copied while they are in the cache, and from which they are reduced."""
+"""Flat buffers into which gradients are copied while they are in the cache, and from which they are reduced; and the
+agreement of all ranks on their buckets.
+"""
 
 from __future__ import annotations
 
@@ -90,10 +92,10 @@ def _by_dtype(parameters: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torc
     return found
 
 
-# The order of a device's operations in several streams. Gradients are written in the streams of backward(), and a
-# thread reduces them in another stream. buckets.py and bucketed_gradients.py use it. On the CPU there is nothing to
-# do.
-
+# The order of a device's operations in several streams ----------------------------------------------------------------
+#
+# Gradients are written in the streams of backward(), and a thread reduces them in another stream. On the CPU there is
+# nothing to do.
 
 T = TypeVar("T")
 
@@ -133,8 +135,7 @@ class Arrivals:
             return task()
 
 
-# The agreement before the first reduction of a generation: all ranks reduce the same gradients, in the same buckets.
-
+# The agreement before the first reduction of a generation: the same gradients, in the same buckets --------------------
 
 # Digest, bytes, whether tensors go by the network, whether there is a core to spare; the requested bytes of a bucket,
 # and the bytes that were fastest in an earlier generation, each -1 if there are none.
@@ -172,14 +173,14 @@ def agree_on_buckets(
     said = [_WORD.unpack(each) for each in here.transport.all_gather(word)]
     if any(each[0] != digest for each in said):
         texts = here.transport.all_gather("\n".join(described).encode())
-        raise CollectiveMismatch(difference([text.decode().split("\n") for text in texts]))
+        raise CollectiveMismatch(difference_of_models([text.decode().split("\n") for text in texts]))
     pinned = None if said[0][4] < 0 else said[0][4]
     sizes = bucket_sizes(total_bytes, len(said), any(each[2] for each in said), all(each[3] for each in said), pinned)
     tried_by_some = [each[5] for each in said if each[5] >= 0]
     return tried_by_some[:1] if tried_by_some and len(sizes) > 1 else sizes
 
 
-def difference(by_rank: Sequence[Sequence[str]]) -> str:
+def difference_of_models(by_rank: Sequence[Sequence[str]]) -> str:
     """Return a text about the first difference between models, and the ranks. `by_rank`: for each rank, the result of
     describe() for its parameters."""
     places = range(max(map(len, by_rank)))

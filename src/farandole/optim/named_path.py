@@ -144,7 +144,7 @@ def _groups(parameters: list[torch.Tensor], asked: int | Sequence[Sequence[torch
     return {id(parameter): number for number, group in enumerate(asked) for parameter in group}
 
 
-# Gradients in named reductions: all are submitted together, then waited for, then written to `.grad`.
+# One named reduction: gradients are submitted together, then waited for, then written to `.grad` ----------------------
 #
 # Submitting and waiting are two steps, so that two optimizers whose gradients come from one backward pass can both
 # submit before either waits, in any order on other ranks.

@@ -1,5 +1,5 @@
-"""The common part of Farandole's optimizers: the user's class as base, hooks on its parameters, GradScaler's
-protocol.
+"""The common part of Farandole's optimizers: the user's class as base, its own methods, hooks on its parameters,
+GradScaler's protocol, and the undoing of a step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from farandole.state.deep_copy import deep_copy, finish_all
 from farandole.state.global_batch import Batch
 from farandole.state.optimizer_state import OptimizerState, load_state_dict_in_place, with_inner
 
-# Methods that an optimizer's class adds to torch's: first_step() and second_step() of SAM, train() and eval() of a
-# schedule-free optimizer. Their changes are part of the step while a batch of a loader of Farandole is out.
+# Methods that an optimizer's class adds to torch's --------------------------------------------------------------------
+#
+# Examples are first_step() and second_step() of SAM, train() and eval() of a schedule-free optimizer. Their changes
+# are part of the step while a batch of a loader of Farandole is out.
 
 
 class OwnMethods(ScaledStep):
@@ -131,14 +133,15 @@ class _Watch:
     has_stepped = False
 
 
+_step_hooks: list[Any] = []
 _watches: list[_Watch] = []
 
 
 @contextmanager
 def _watching() -> Iterator[_Watch]:
     """Return a context that notes whether any optimizer steps within it."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_note_step))
+    if not _step_hooks:
+        _step_hooks.append(register_optimizer_step_post_hook(_note_step))
     watch = _Watch()
     _watches.append(watch)
     try:
@@ -147,13 +150,12 @@ def _watching() -> Iterator[_Watch]:
         _watches.remove(watch)
 
 
-_hooks: list[Any] = []
-
-
 def _note_step(*_: Any) -> None:
     for each in _watches:
         each.has_stepped = True
 
+
+# Wrapped optimizers ---------------------------------------------------------------------------------------------------
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -254,9 +256,10 @@ def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None
         parameter.requires_grad_(False)
 
 
-# A copy of the values that one optimizer's step changes, to undo the step. It is made only where several parts form
-# one step: several optimizers, or the methods of an optimizer that steps in two parts. A fault between them would
-# leave the first one ahead.
+# A copy of the values that one optimizer's step changes, to undo the step ---------------------------------------------
+#
+# It is made only where several parts form one step: several optimizers, or the methods of an optimizer that steps in
+# two parts. A fault between them would leave the first one ahead.
 
 
 class Undo:

@@ -1,4 +1,6 @@
-"""Arguments of DistributedOptimizer, checked at its creation, before anything is hooked or reduced."""
+"""Arguments of DistributedOptimizer, checked at its creation, before anything is hooked or reduced; and advice about
+them.
+"""
 
 from __future__ import annotations
 
@@ -149,8 +151,7 @@ def _check_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
 
 # Advice to a script about its optimizer, given once -------------------------------------------------------------------
 
-
-_LARGE = 10_000_000  # parameters: some tens of milliseconds in each step
+_LARGE_MODEL = 10_000_000  # parameters: some tens of milliseconds in each step
 
 _has_advised = False
 
@@ -166,7 +167,7 @@ def recommend_fused(optimizer: torch.optim.Optimizer) -> None:
     if option is None or any(group.get(name) is not None for group in groups for name in ("fused", "foreach")):
         return
     count = sum(each.numel() for group in groups for each in group["params"] if each.device.type == "cpu")
-    if count < _LARGE:
+    if count < _LARGE_MODEL:
         return
     _has_advised = True
     name = type(optimizer).__name__

@@ -131,7 +131,7 @@ class _Replicas(torch.autograd.Function):
         return None, *_sum_in_place(node.pool, found, node.places, len(node.masters))
 
 
-# One replica's pass -----------------------------------------------------------------------------------------------
+# One replica's pass ---------------------------------------------------------------------------------------------------
 
 
 def _pass(graph: Graph, grads: Gradients, needed: Sequence[bool], keeps: bool) -> Gradients:
@@ -158,7 +158,7 @@ def _some(graph: Graph, outs: Tensors, grads: Tensors, needed: Sequence[bool], k
     return [next(found) if is_needed else None for is_needed in needed]
 
 
-# The sum of all ---------------------------------------------------------------------------------------------------
+# The sum of all -------------------------------------------------------------------------------------------------------
 
 
 def _sum_in_place(pool: ThreadPool, found: Sequence[Gradients], places: list[list[int]], count: int) -> Gradients:
@@ -204,7 +204,7 @@ def _divided(
     return lists
 
 
-# Gradients of gradients -------------------------------------------------------------------------------------------
+# Gradients of gradients -----------------------------------------------------------------------------------------------
 
 
 def _with_graph(

@@ -9,7 +9,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from farandole.errors import ConfigError
-from farandole.parallel.dividing import Scalars, divide, merge
+from farandole.parallel.dividing import Scalars, divide, merge_outputs
 from farandole.parallel.placement import Device, compute_in_threads, compute_on_devices, moved, place, refuse_elsewhere
 from farandole.parallel.replicas import refuse_in_replicas
 from farandole.parallel.thread_pool import ThreadPool
@@ -37,7 +37,7 @@ class DataParallel(torch.nn.Module):
     Gradients are those of the module: summed over the replicas before they reach a parameter, whose hooks fire once in
     each pass. Losses that couple the samples of a batch, and BatchNorm, see a replica's part. Buffers are those of the
     first replica; attributes that forward() sets are lost. On the CPU random numbers of torch are derived from the
-    state of its default generator (replica_randomness.py), those of Python and numpy depend on the order of the
+    state of its default generator (replicas.py), those of Python and numpy depend on the order of the
     threads. Hooks of modules run in each replica.
 
     Parameters, buffers, state_dict() and attributes are the module's, by the module's names: a state saved with or
@@ -110,7 +110,7 @@ class DataParallel(torch.nn.Module):
             outputs = compute_on_devices(self.module, parts, placement, self._pool)
         else:
             outputs = compute_in_threads(self.module, parts, self._pool)
-        return merge(outputs, [part.samples for part in parts], self.dim, self.scalars)
+        return merge_outputs(outputs, [part.samples for part in parts], self.dim, self.scalars)
 
     # Attributes of the module ----------------------------------------------------------------------------
 

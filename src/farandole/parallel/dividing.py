@@ -49,7 +49,7 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, m
         def cut(leaf: Any, low: int = low, high: int = high) -> Any:
             return leaf.narrow(dim, low, high - low) if _size(leaf, dim) == samples else leaf
 
-        parts.append(Part(low, high, changed(args, cut), changed(kwargs, cut)))
+        parts.append(Part(low, high, map_leaves(args, cut), map_leaves(kwargs, cut)))
     return parts
 
 
@@ -66,8 +66,8 @@ def _samples(inputs: Any, dim: int) -> int:
         raise ConfigError(
             "a PackedSequence cannot be divided among replicas: pass padded tensors, and pack in forward()"
         )
-    together([inputs[0]], look)
-    together([inputs[1]], look)
+    map_together([inputs[0]], look)
+    map_together([inputs[1]], look)
     several = [size for size in found if size != 1]
     if len(several) > 1:
         listed = ", ".join(f"{tuple(found[size][1])} at {found[size][0]}" for size in several)
@@ -84,18 +84,17 @@ def _size(leaf: Any, dim: int) -> int | None:
     return leaf.size(dim)
 
 
-# Map nested inputs and outputs: several values of the same form are traversed together.
+# Nested inputs and outputs: several values of the same form are traversed together ------------------------------------
 #
 # Containers are dicts and other mutable mappings, lists, tuples, named tuples and dataclasses; all other values are
 # leaves. torch.utils._pytree and optree do not serve: the first is private, and for both a dataclass, a UserDict or a
 # subclass of OrderedDict is a leaf unless its type was registered.
 
-
 Leaf = Callable[[list[Any], str], Any]
 """Returns the new leaf, given those of all values and their path, as "['loss']"."""
 
 
-def together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
+def map_together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
     """Return a value of the common form of all `values`, with new leaves. Containers are new, of the first one's type.
 
     Raises ConfigError when the values differ in form.
@@ -105,28 +104,28 @@ def together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
         return _mapping(values, leaf, path)
     if isinstance(first, (list, tuple)):
         _alike(values, len, "items", path)
-        items = [together([value[i] for value in values], leaf, f"{path}[{i}]") for i in range(len(first))]
+        items = [map_together([value[i] for value in values], leaf, f"{path}[{i}]") for i in range(len(first))]
         return _sequence(first, items)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         _alike(values, type, "types", path)
         new = copy.copy(first)
         for field in dataclasses.fields(first):
             parts = [getattr(value, field.name) for value in values]
-            object.__setattr__(new, field.name, together(parts, leaf, f"{path}.{field.name}"))  # it may be frozen
+            object.__setattr__(new, field.name, map_together(parts, leaf, f"{path}.{field.name}"))  # it may be frozen
         return new
     return leaf(list(values), path)
 
 
-def changed(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return one value with new leaves."""
-    return together([value], lambda leaves, _: leaf(leaves[0]))
+    return map_together([value], lambda leaves, _: leaf(leaves[0]))
 
 
 def _mapping(values: Sequence[MutableMapping[Any, Any]], leaf: Leaf, path: str) -> MutableMapping[Any, Any]:
     _alike(values, _keys, "keys", path)
     new = copy.copy(values[0])
     for key in list(new):
-        new[key] = together([value[key] for value in values], leaf, f"{path}[{key!r}]")
+        new[key] = map_together([value[key] for value in values], leaf, f"{path}[{key!r}]")
     return new
 
 
@@ -155,20 +154,19 @@ def _alike(values: Sequence[Any], what: Callable[[Any], object], name: str, path
         )
 
 
-# Merge the outputs of the replicas into that of the whole batch, in the order of the samples --------------------------
-
+# The outputs of the replicas, merged into that of the whole batch in the order of the samples -------------------------
 
 Scalars = Literal["mean", "sum", "each"]
 
 
-def merge(outputs: Sequence[Any], samples: Sequence[int], dim: int, scalars: Scalars) -> Any:
+def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], dim: int, scalars: Scalars) -> Any:
     """Return one output of the replicas' form.
 
     Tensors are concatenated along `dim`. Values that are not tensors must be equal in all outputs. `samples` are the
     numbers of samples of the replicas: the weights of "mean". `scalars` is the treatment of tensors without dimensions,
     as in DataParallel. Raises ConfigError for outputs that do not fit together.
     """
-    return together(outputs, lambda leaves, path: _joined(leaves, path, samples, dim, scalars))
+    return map_together(outputs, lambda leaves, path: _joined(leaves, path, samples, dim, scalars))
 
 
 def _joined(leaves: list[Any], path: str, samples: Sequence[int], dim: int, scalars: Scalars) -> Any:

@@ -1,4 +1,4 @@
-"""Choose where the replicas of a module compute, and run them there: in threads of the CPU, or on devices."""
+"""Where the replicas of a module compute: the choice, and the computation in threads of the CPU or on devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from farandole.errors import ConfigError
 from farandole.parallel.autograd_bridge import Graph, bridge, traced
-from farandole.parallel.dividing import Part, changed
+from farandole.parallel.dividing import Part, map_leaves
 from farandole.parallel.replicas import Draws, ReplicaRandomness, replicas
 from farandole.parallel.thread_pool import ThreadPool
 
@@ -99,9 +99,9 @@ def _device(given: Device) -> torch.device:
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 
 
-# Run replicas on CUDA devices with torch's own functions. Their graphs are the caller's.
+# Replicas on CUDA devices, by torch's own functions; their graphs are the caller's ------------------------------------
 #
-# torch's engine has a thread for each device. This module is thin, and not run without such devices: only the copying
+# torch's engine has a thread for each device. This part is thin, and not run without such devices: only the copying
 # of data_parallel.py's outputs is tested.
 
 
@@ -120,7 +120,9 @@ def compute_on_devices(
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return the value with its tensors on the device; gradients flow back."""
-    return changed(value, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf)
+    return map_leaves(
+        value, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+    )
 
 
 def _on_device(replica: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
@@ -128,7 +130,7 @@ def _on_device(replica: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
         return replica(*args, **kwargs)
 
 
-# Run replicas in threads of the CPU: their forward passes at the same time, and their backward passes, too ------------
+# Replicas in threads of the CPU: their forward passes at the same time, and their backward passes, too ----------------
 
 
 def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], pool: ThreadPool) -> list[Any]:
@@ -139,7 +141,7 @@ def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], pool: Thr
     try:
         computed = pool.run(
             [
-                partial(_compute, copy, each, masters, own, draws, place)
+                partial(_compute_in_thread, copy, each, masters, own, draws, place)
                 for place, (copy, each, own) in enumerate(zip(copies, inputs, leaves, strict=True))
             ]
         )
@@ -157,7 +159,7 @@ class _Inputs:
         self.leaves: list[torch.Tensor] = []
         self.args, self.kwargs = part.args, part.kwargs
         if torch.is_grad_enabled():
-            self.args, self.kwargs = changed(part.args, self._leaf), changed(part.kwargs, self._leaf)
+            self.args, self.kwargs = map_leaves(part.args, self._leaf), map_leaves(part.kwargs, self._leaf)
 
     def _leaf(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
@@ -167,7 +169,7 @@ class _Inputs:
         return self.leaves[-1].clone()  # only a non-leaf may be changed in place, e.g. by ReLU(inplace=True)
 
 
-def _compute(
+def _compute_in_thread(
     replica: torch.nn.Module,
     inputs: _Inputs,
     masters: list[torch.Tensor],
@@ -189,10 +191,10 @@ def _outs(output: Any) -> list[torch.Tensor]:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             found[id(leaf)] = leaf
 
-    changed(output, look)
+    map_leaves(output, look)
     return list(found.values())
 
 
 def _replaced(output: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> Any:
     new_of = {id(before): after for before, after in zip(old, new, strict=True)}
-    return changed(output, lambda leaf: new_of.get(id(leaf), leaf))
+    return map_leaves(output, lambda leaf: new_of.get(id(leaf), leaf))

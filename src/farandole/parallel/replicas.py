@@ -1,4 +1,4 @@
-"""Replicate a module in the memory of the CPU: new module objects, the same parameters.
+"""Replicas of a module in the memory of the CPU: new module objects, the same parameters, random numbers of their own.
 
 data_parallel.py uses the replicas for one forward pass.
 """
@@ -17,6 +17,8 @@ from torch.utils import checkpoint
 
 from farandole.errors import ConfigError
 from farandole.mixing import mixed
+
+_TORCHS_OWN = torch.nn.Module._replicate_for_data_parallel
 
 
 def replicas(
@@ -113,10 +115,7 @@ def _shallow(module: torch.nn.Module) -> torch.nn.Module:
     return copy
 
 
-_TORCHS_OWN = torch.nn.Module._replicate_for_data_parallel
-
-
-# Make random numbers in concurrent replicas a function of the generator's earlier state, whichever thread is first.
+# Random numbers in concurrent replicas: a function of the generator's earlier state, whichever thread is first --------
 #
 # Under `elastic.run` that state is derived from (seed, step, rank), and so is each replica's dropout. The CPU has one
 # default generator for all threads. A function that draws from it waits for its turn, and the generator is seeded for
@@ -176,7 +175,7 @@ def _refuse_checkpoint(name: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-# Functions that draw ----------------------------------------------------------------------------------------------
+# Functions that draw --------------------------------------------------------------------------------------------------
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

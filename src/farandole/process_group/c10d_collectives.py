@@ -1,4 +1,6 @@
-"""The collectives of torch.distributed, built from messages and transports of Farandole."""
+"""The collectives of torch.distributed, built on the transports of Farandole: data movement, reductions, memory of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,7 @@ def _cut(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> l
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Yield the tensor, or a contiguous one that is copied into it afterwards."""
+    """Return the tensor, or a contiguous one for _write_back()."""
     return (
         tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
     )
@@ -161,8 +163,7 @@ def _write_back(outputs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) 
             output.detach().copy_(each)
 
 
-# Run c10d's reductions through a transport. c10d_group.py calls them --------------------------------------------------
-
+# Reductions -----------------------------------------------------------------------------------------------------------
 
 _BY_TRANSPORT = {
     ReduceOp.SUM: Reduction.SUM,
@@ -293,7 +294,7 @@ def _name(op: ReduceOp) -> str:
     return str(getattr(_kind(op), "name", op))
 
 
-# Convert tensors to contiguous memory, whatever the dtype, as transports need it. The collectives here use it.
+# The memory of tensors, as transports need it: contiguous, whatever the dtype -----------------------------------------
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The process group for c10d and the libraries built upon it; its methods have c10d's names.
 
-registration.py makes the groups. c10d_reductions.py and c10d_data_movement.py handle memory of tensors and errors.
+registration.py makes the groups. c10d_collectives.py carries the operations out, works.py has their results.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class FarandoleGroup(ProcessGroup):
             for tensor in tensors:
                 p2p.send(ranks[target], _subject(group, tag), byte_view(as_bytes(contiguous(tensor))))
         except RecoverableError as error:
-            works.remember(error)
+            works.remember_failure(error)
             raise
         return Done(tensors)
 
@@ -300,7 +300,7 @@ class FarandoleGroup(ProcessGroup):
             with torch.no_grad(), alone_in(transport, op):
                 carry_out(transport)
         except RecoverableError as error:
-            works.remember(error)
+            works.remember_failure(error)
             raise
         return Done(written)
 

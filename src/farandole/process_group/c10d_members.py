@@ -18,7 +18,6 @@ from farandole.errors import GroupOutdated, StepError
 
 _EVERYBODYS = bytes(8)
 
-
 _in_everybodys = threading.Lock()
 
 

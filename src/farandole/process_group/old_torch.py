@@ -1,6 +1,6 @@
 """Differences of torch 2.6 to 2.9 from current torch that affect process groups; the only module that checks for them.
 
-works.py, registration.py and tensor_caches.py use it. The facts are from the sources of 2.6.0, 2.9.1 and 2.13.0. Where
+The facts are from the sources of 2.6.0, 2.9.1 and 2.13.0. Where
 the first version that changed is not known, the older way is used up to 2.9: it works there, too.
 """
 

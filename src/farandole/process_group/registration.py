@@ -1,4 +1,6 @@
-"""Register the backend "farandole" with torch.distributed. worker/context.py calls it, when it is imported."""
+"""Registration of the backend "farandole" with torch.distributed, and of its groups. worker/context.py calls it, when
+it is imported.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,6 @@ from farandole.errors import ConfigError
 from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
 from farandole.process_group.c10d_members import Everybody, Some
 from farandole.process_group.old_torch import clear_planner_cache, clear_sharding_cache, have_shutdown_called
-
-# The empty store of Farandole's groups: c10d needs a store for each group; these groups have connected without one.
-
-
-class NoStore(Store):
-    """Raises an error that says so when it is used: by groups of other backends, above all."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: no operation waits here."""
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise ConfigError(
-            'torch.distributed was initialized with the backend "farandole", which has no store: no group of another '
-            "backend can be made by means of it, nor can ranks be counted or awaited there. Leave `backend` out of "
-            "new_group(), and unset TORCH_DIST_INIT_BARRIER"
-        )
-
-
-_OPERATIONS = "set get add wait check compare_set delete_key num_keys append multi_get multi_set clone"
-
-for _name in _OPERATIONS.split(" "):
-    setattr(NoStore, _name, NoStore._refuse)
-
-
-_no_store = NoStore()  # torch keeps only its C++ part
 
 _init: Callable[[], None] | None = None
 _made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: the number of earlier ones
@@ -164,9 +141,37 @@ def _open_p2p(entered: world.World) -> None:
         entered.p2p.open()
 
 
-# Clear torch's caches of DTensor operations, which hold their meshes. registration.py does so in each generation.
+# The store of Farandole's groups, which is empty ----------------------------------------------------------------------
 #
-# A mesh of the same ranks in the last generation counts as equal, and its groups are over.
+# c10d needs a store for each group; these groups have connected without one.
+
+
+class NoStore(Store):
+    """Raises an error that says so when it is used: by groups of other backends, above all."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: no operation waits here."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            'torch.distributed was initialized with the backend "farandole", which has no store: no group of another '
+            "backend can be made by means of it, nor can ranks be counted or awaited there. Leave `backend` out of "
+            "new_group(), and unset TORCH_DIST_INIT_BARRIER"
+        )
+
+
+_STORE_OPERATIONS = "set get add wait check compare_set delete_key num_keys append multi_get multi_set clone"
+
+for _name in _STORE_OPERATIONS.split(" "):
+    setattr(NoStore, _name, NoStore._refuse)
+
+_no_store = NoStore()  # torch keeps only its C++ part
+
+
+# Torch's caches of DTensor operations, which hold their meshes --------------------------------------------------------
+#
+# They are cleared in each generation: a mesh of the same ranks in the last generation counts as equal, and its groups
+# are over.
 
 
 def forget_meshes() -> None:

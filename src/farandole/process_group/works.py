@@ -1,4 +1,4 @@
-"""The results of c10d's collectives: a Work that has completed. c10d_group.py makes them."""
+"""The results of c10d's collectives: a Work that has completed, a message to come, and the error of a generation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Receiving(Work):
         try:
             message = self._p2p.wait_for(self._expected)
         except RecoverableError as error:
-            remember(error)
+            remember_failure(error)
             raise
         with in_place(self._tensor) as dense:
             memory = as_bytes(dense)
@@ -140,13 +140,14 @@ class Receiving(Work):
         return Done([self._tensor]).get_future()
 
 
-# Keep the error that ended the collectives of a generation, for callers that lost it on the way through C++ -----------
-
+# The error that ended the collectives of a generation -----------------------------------------------------------------
+#
+# It is kept for callers that lost it on the way through C++.
 
 _seen: tuple[world.World, RecoverableError] | None = None
 
 
-def remember(error: RecoverableError) -> None:
+def remember_failure(error: RecoverableError) -> None:
     """Store the error that an operation of a group has raised."""
     global _seen
     if world.is_entered() and getattr(error, "generation", None) == world.current().id.number:

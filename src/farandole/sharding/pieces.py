@@ -1,5 +1,5 @@
-"""A worker's piece of a sharded model and its optimizer: taken out of them, and put into others that are divided in
-another way. sharded_state.py uses it.
+"""A worker's piece of a sharded model and its optimizer: taken out of them, put into others that are divided in another
+way, and stored in a folder.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ def _divided_dimension(key: Key, value: DTensor) -> int:
     return int(placement.dim)  # type: ignore[attr-defined]
 
 
-# Storage of a sharded state in a folder, by torch's distributed checkpoints (DCP). Any number of workers can read it,
-# whatever number wrote it. sharded_state.py uses it.
-
+# Storage of a sharded state in a folder, by torch's distributed checkpoints (DCP) -------------------------------------
+#
+# Any number of workers can read it, whatever number wrote it.
 
 _COMPLETE = ".metadata"  # DCP writes it last
 _KEPT = 2

@@ -1,4 +1,4 @@
-"""Buffers and extra state of a module, by name. StepState reads them in each step."""
+"""Buffers, extra state and BatchNorm's statistics of a module. StepState reads the buffers in each step."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def load_extra_state(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
         module.get_submodule(name).set_extra_state(value)
 
 
-# Running statistics of BatchNorm layers. Each worker computes them from its own samples; they are made equal at epoch
-# ends.
+# Running statistics of BatchNorm layers -------------------------------------------------------------------------------
+#
+# Each worker computes them from its own samples; they are made equal at epoch ends.
 
 
 def layers_with_statistics(modules: Iterable[torch.nn.Module]) -> list[_NormBase]:
@@ -61,7 +62,7 @@ def layers_with_statistics(modules: Iterable[torch.nn.Module]) -> list[_NormBase
     return [each for each in found.values() if isinstance(each, _NormBase) and each.running_mean is not None]
 
 
-def make_equal(layers: list[_NormBase], transport: Transport) -> None:
+def make_statistics_equal(layers: list[_NormBase], transport: Transport) -> None:
     """Give every worker the mean of all running means, and the variance of all samples together. The variance is the
     mean of the variances plus the variance of the means; every worker counts alike. Computed in float64, with the same
     bits on all ranks. All ranks call it. Raises the errors of transports, with nothing changed."""

@@ -1,4 +1,6 @@
-"""Copies of nested values whose tensors may be filled in later. Commits consist of them."""
+"""Copies of nested values, whose tensors may be filled in later, also while training continues. Commits consist of
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,10 @@ from farandole.state import loop_hooks
 
 TensorPair = tuple[torch.Tensor, torch.Tensor]
 """(source, target)"""
+
+_CPU = torch.device("cpu")
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class Snapshot:
@@ -118,9 +124,6 @@ class _Walk:
         return made
 
 
-_CPU = torch.device("cpu")
-
-
 def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Copy named values together, so that shared parts stay shared. Tensors lose their graph.
 
@@ -160,10 +163,6 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
             _collect(each, found, seen)
 
 
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
-
-
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.stride()
 
@@ -183,13 +182,12 @@ def _refuse_uncopyable(name: str, value: object, owner: str) -> None:
         ) from error
 
 
-# Copies of tensors that are made while training continues, and that complete before the tensors change.
+# Copies of tensors that are made while training continues, and that complete before the tensors change ----------------
 #
 # A commit begins a copy. The step() of every optimizer and the load_state_dict() of every hooked module first wait
 # for it. A commit may also postpone its copy: as long as the tensors do not change, they are the commit. An
 # optimizer's step() then leaves no commit to return to, and until the next commit there must be no reason to:
 # collectives, which may fail, are refused.
-
 
 # Below this size a thread costs more than the copy: some 0.1 ms.
 _INLINE_BYTES = 1 << 20
@@ -199,6 +197,10 @@ _REFUSAL = (
     "to return to if another worker is lost now; put it before the step or behind the commit, or leave "
     "commit_follows_step out"
 )
+
+_all: weakref.WeakSet[BackgroundCopy] = weakref.WeakSet()
+_hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_has_hooked_optimizers = False
 
 
 class BackgroundCopy:
@@ -310,11 +312,6 @@ def finish_before_loading(module: torch.nn.Module) -> None:
             _hooked.add(each)
 
 
-_all: weakref.WeakSet[BackgroundCopy] = weakref.WeakSet()
-_hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_has_hooked_optimizers = False
-
-
 def _hook_optimizers() -> None:
     """Hook all optimizers, once per process: a state may hold another optimizer than the one that steps."""
     global _has_hooked_optimizers
@@ -323,9 +320,8 @@ def _hook_optimizers() -> None:
         _has_hooked_optimizers = True
 
 
-# Functions of the module, without a state of their own: modules are copied and pickled with their hooks.
-
-
+# A function of the module, without a state of its own, and so is the next one: modules are copied and pickled with
+# their hooks.
 def _before_step(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for each in list(_all):
         each.pass_by()

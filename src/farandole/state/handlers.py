@@ -1,7 +1,8 @@
 """Handlers, with which a TorchState saves, restores and synchronizes the values that are not plain.
 
 The sync() of a handler copies from rank 0. Inside `elastic.run`, the values of the built-in handlers are synchronized
-together instead, from the rank with the newest commit (commit_sync.py).
+together instead, from the rank with the newest commit (commit_sync.py). The functions at the end serve the states of
+both rules.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**states[0], **{key: set().union(*(state.get(key, ()) for state in states)) for key in sorted(sets)}}
 
 
-# Functions that the states of both rules share: they pack metadata, and check and load tensors ------------------------
+# Functions that the states of both rules share: they pack metadata, and load and compare values -----------------------
 
 
 def is_stateful(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Queries from the lower layers to the run loop, which lies above them. Main thread only."""
+"""Queries from the lower layers to the run loop, which lies above them and installs itself here. Main thread only."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def is_elastic() -> bool:
     return _run_loop is not None
 
 
-# The effect of host events on a job, in Horovod's numbers. State receives the events; the run loop agrees on them.
+# The effect of host events on a job, in Horovod's numbers -------------------------------------------------------------
+#
+# State receives the events; the run loop agrees on them.
 
 
 class HostUpdateResult(enum.IntFlag):

@@ -182,8 +182,7 @@ class ObjectState(State):
         return {name: getattr(self, name) for name in self._saved_state}
 
 
-# An ObjectState as a checkpoint sees it: plain values, and the number of their commits. commit_loop.py uses it.
-
+# An ObjectState as a checkpoint sees it: plain values, and the number of their commits --------------------------------
 
 _COUNT = struct.Struct("<q")
 

@@ -200,7 +200,7 @@ def outline(value: Any) -> str:
     return repr(value)
 
 
-# Places in which optimizers keep state ----------------------------------------------------------------------------
+# Places in which optimizers keep state --------------------------------------------------------------------------------
 
 _TORCH_OWN = frozenset(
     {
@@ -284,7 +284,7 @@ def _is_trained(key: str, value: Any) -> bool:
     return any(isinstance(each, torch.Tensor) or _is_trained("", each) for each in values)
 
 
-# From the live state to values that can be sent -------------------------------------------------------------------
+# From the live state to values that can be sent -----------------------------------------------------------------------
 
 _PARAMETER, _ID = "farandole.parameter", "farandole.id"
 """Markers: (_PARAMETER, place) stands for a parameter, (_ID, place) for its id()."""
@@ -370,7 +370,7 @@ _FOREIGN = sys.stdlib_module_names | {"torch", "farandole"}
 """Modules whose objects belong to the process: locks, weak references, handles of hooks."""
 
 
-# From received values to the live state ----------------------------------------------------------------------------
+# From received values to the live state -------------------------------------------------------------------------------
 
 
 class _Missing:

@@ -1,4 +1,4 @@
-"""Any Python value as bytes plus tensors. Tensors stay out of the pickle, so that they travel as raw memory."""
+"""Any Python value as bytes plus tensors, which stay out of the pickle and travel as raw memory; and their transfer."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ def make_room(skeleton: bytes) -> tuple[Any, list[torch.Tensor]]:
     return unpickler.load(), unpickler.tensors
 
 
-# Transfer a list of tensors through a transport in pieces of a fixed size ---------------------------------------------
-
+# The transfer of tensors through a transport, in pieces of a fixed size -----------------------------------------------
 
 PIECE_BYTES = 4 << 20
 

@@ -94,7 +94,7 @@ def undone() -> None:
         _recorder.undone()
 
 
-# Under the commit rule ---------------------------------------------------------------------------------------
+# Under the commit rule ------------------------------------------------------------------------------------------------
 
 
 def install_for_samplers(recorder: SamplerRecorder | None) -> None:

@@ -33,7 +33,7 @@ class Phase(enum.StrEnum):
 
 
 class Undoable(Protocol):
-    """A copy of the values that an optimizer can change (undo.py)."""
+    """A copy of the values that an optimizer can change (Undo of optim/optimizer_mixin.py)."""
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -89,7 +89,6 @@ class _OpenStep:
 
 
 _NOT_UNDONE = (Phase.NONE, Phase.DECIDED)
-
 
 _step = _OpenStep()
 _when_decided: Callable[[], None] | None = None
@@ -171,7 +170,7 @@ def take_back() -> None:
     _undo()
 
 
-# Several optimizers ------------------------------------------------------------------------------------------
+# Several optimizers ---------------------------------------------------------------------------------------------------
 
 
 def track(optimizers: Iterable[object]) -> None:
@@ -294,7 +293,7 @@ def _forget() -> None:
     _step.participants.clear()
 
 
-# The weight of a micro-batch ---------------------------------------------------------------------------------
+# The weight of a micro-batch ------------------------------------------------------------------------------------------
 
 
 def set_weight(weight: float) -> None:

@@ -131,7 +131,7 @@ class StepState(TorchState):
         self.rehearse, self.has_rehearsed = rehearse, not rehearse
         self.on_step: Callable[[], None] | None = None  # in a rehearsal: inspects the state when a step is called
         for optimizer in self.optimizers():
-            refuse_for_loader(optimizer)
+            refuse_optimizer(optimizer)
         self._snapshot = MetadataSnapshot()
         self._watched = WatchedTensors()
         self._is_tracking = False  # the watched tensors are those of the current values
@@ -387,14 +387,12 @@ class StepState(TorchState):
         return (self._kinds or self._sort()).modules
 
 
-# Optimizers that cannot train with a loader of Farandole, and their refusal when a state is created with them.
+# Optimizers that cannot train with a loader of Farandole: they are refused when a state is created with them ----------
 
-
-_WHY = {
+_WHY_REFUSED = {
     torch.optim.LBFGS: (
         "evaluates its closure as often as the loss on this worker's local batch asks for, so that workers would come "
-        "to "
-        "different numbers of reductions"
+        "to different numbers of reductions"
     ),
     torch.optim.SparseAdam: (
         "takes sparse gradients only, and those of the global batch are dense; torch.optim.Adam takes them"
@@ -402,7 +400,7 @@ _WHY = {
 }
 
 
-def refuse_for_loader(optimizer: torch.optim.Optimizer) -> None:
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that contains one."""
     for each in with_inner("optimizer", optimizer).values():
         if each is not optimizer and hasattr(each, "abandon_step"):
@@ -410,7 +408,7 @@ def refuse_for_loader(optimizer: torch.optim.Optimizer) -> None:
                 f"there is a DistributedOptimizer inside of the {type(optimizer).__name__} of the TorchState, which "
                 f"would step whether or not its step is applied: DistributedOptimizer(...) belongs around all of it"
             )
-        for kind, why in _WHY.items():
+        for kind, why in _WHY_REFUSED.items():
             if isinstance(each, kind):
                 raise ConfigError(
                     f"torch.optim.{kind.__name__} {why}. Use another optimizer, or train without a DataLoader of "

@@ -17,7 +17,6 @@ from typing import IO, Any
 _POLL_S = 0.002
 _STOP_S = 20.0
 
-
 FARANDOLE_RUN = (sys.executable, "-m", "farandole", "run")
 _CODE = "import sys; from farandole.launch.horovodrun import main; sys.exit(main())"
 HOROVODRUN = (sys.executable, "-c", _CODE)  # the command belongs to a separate distribution

@@ -12,7 +12,7 @@ import msgspec
 
 from farandole.wire.messages import Message
 
-# Command -> coordinator ------------------------------------------------------------------------------
+# Command -> coordinator -----------------------------------------------------------------------------------------------
 
 
 class ClientHello(Message, frozen=True):
@@ -49,7 +49,7 @@ class AskUndrain(Message, frozen=True):
 ClientMessage: TypeAlias = ClientHello | AskStatus | AskScale | AskDrain | AskUndrain
 
 
-# Coordinator -> command ------------------------------------------------------------------------------
+# Coordinator -> command -----------------------------------------------------------------------------------------------
 
 
 class Accepted(Message, frozen=True):

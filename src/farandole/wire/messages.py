@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """The base class of all messages; the class's name is the tag on the wire."""
 
 
-# Worker -> agent (-> coordinator) --------------------------------------------------------------------
+# Worker -> agent (-> coordinator) -------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
@@ -186,7 +186,7 @@ WorkerMessage: TypeAlias = (
 )
 
 
-# Coordinator -> agent -> worker ----------------------------------------------------------------------
+# Coordinator -> agent -> worker ---------------------------------------------------------------------------------------
 
 
 class Newcomer(Message, frozen=True):
@@ -273,7 +273,7 @@ class PublishAnswer(Message, frozen=True):
 ToWorker: TypeAlias = Newcomer | Abort | Probe | Prepare | Start | Released | Left | Stop | PublishAnswer
 
 
-# Agent -> coordinator --------------------------------------------------------------------------------
+# Agent -> coordinator -------------------------------------------------------------------------------------------------
 
 
 class AgentHello(Message, frozen=True):
@@ -398,7 +398,7 @@ AgentMessage: TypeAlias = (
 )
 
 
-# Coordinator -> agent --------------------------------------------------------------------------------
+# Coordinator -> agent -------------------------------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Functions of sockets: waiting for one of them, and keeping an idle one alive."""
+"""Helpers for sockets: keep an idle connection alive, and wait until a descriptor is ready."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-# Wait for one descriptor, whatever its number: select() accepts only those below 1024 ---------------------------------
+# Waiting for one descriptor -------------------------------------------------------------------------------------------
+#
+# select() accepts only descriptors with numbers below 1024; poll() accepts all.
 
 
 class HasDescriptor(Protocol):

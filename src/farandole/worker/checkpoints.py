@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from farandole.checkpoint.checkpoint_writer import Writer, Written
-from farandole.checkpoint.folder import Begun, CheckpointFolder, begin
+from farandole.checkpoint.folder import Begun, CheckpointFolder, begin_job
 from farandole.checkpoint.job_lock import has_lost_it
 from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
@@ -26,7 +26,6 @@ from farandole.wire.messages import CheckpointEnded
 from farandole.worker.worker_job import Job
 
 logger = logging.getLogger("farandole")
-
 
 Rule = Literal["step", "commit"]
 
@@ -180,8 +179,12 @@ class Checkpoints:
         return msgspec.structs.replace(self._state.progress, run_id=self._authority.run_id())
 
 
-# The authority that decides whether a checkpoint counts, and learns of it: a job's coordinator, or only the folder
-# itself. worker/checkpoints.py asks.
+# Authorities ----------------------------------------------------------------------------------------------------------
+#
+# The authority decides whether a checkpoint counts, and learns the result of each: a job's coordinator, or only the
+# folder itself.
+
+_TAKEN = "another job has taken this place for its checkpoints since"
 
 
 class CheckpointAuthority(Protocol):
@@ -222,7 +225,7 @@ class CoordinatorAuthority:
 
     def ask(self, name: str, progress: Progress) -> str:
         if has_lost_it(self._store, self.settings.owner):
-            return TAKEN
+            return _TAKEN
         return self._job.may_publish(name, progress)
 
     def tell(self, written: Written) -> None:
@@ -240,7 +243,7 @@ class LocalAuthority:
     job ends. It locks the folder itself, and releases it when the elastic function has returned or the process ends."""
 
     def __init__(self, settings: CheckpointEnv, rank: int) -> None:
-        self._begun: Begun | None = begin(settings) if rank == 0 else None
+        self._begun: Begun | None = begin_job(settings) if rank == 0 else None
         self.settings = settings if self._begun is None else self._begun.settings
         for note in self._begun.notes if self._begun is not None else ():
             logger.warning("%s", note)
@@ -250,7 +253,7 @@ class LocalAuthority:
 
     def ask(self, name: str, progress: Progress) -> str:
         assert self._begun is not None, "only rank 0 writes"
-        return TAKEN if has_lost_it(self._begun.lock.store, self.settings.owner) else ""
+        return _TAKEN if has_lost_it(self._begun.lock.store, self.settings.owner) else ""
 
     def tell(self, written: Written) -> None:
         if written.error:
@@ -266,6 +269,3 @@ class LocalAuthority:
     def close(self) -> None:
         if self._begun is not None:
             self._begun.lock.close()
-
-
-TAKEN = "another job has taken this place for its checkpoints since"

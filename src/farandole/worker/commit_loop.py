@@ -42,9 +42,7 @@ from farandole.worker_status import Phase
 
 logger = logging.getLogger("farandole")
 
-
 ResultT = TypeVar("ResultT")
-
 
 _WORD = struct.Struct("<2q")  # prepared, update
 

@@ -27,7 +27,7 @@ from farandole.state import save_once
 from farandole.wire.messages import Failed
 from farandole.worker import process_setup
 from farandole.worker.fixed_job import FixedJob
-from farandole.worker.process_setup import end_stubborn_at_exit, keep_freed_memory, shorten_exit
+from farandole.worker.process_setup import end_loader_processes_at_exit, keep_freed_memory, shorten_exit
 from farandole.worker.worker_job import Job
 
 # Seconds, under a fixed-size launcher, for all ranks to import torch and call init(); as --start-timeout.
@@ -77,7 +77,7 @@ def init(
     keep_freed_memory()
     if level := read_horovod_settings().log_level:
         process_setup.set_log_level(level)
-    end_stubborn_at_exit()
+    end_loader_processes_at_exit()
     _join()
     try:
         _check_comm(comm)

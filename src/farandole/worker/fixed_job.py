@@ -65,8 +65,7 @@ class FixedJob:
         self._listener.close()
 
 
-# Rendezvous with the other workers of a fixed-size launcher (torchrun, mpirun, srun), through torch's TCPStore.
-
+# The rendezvous with the other workers, through torch's TCPStore ------------------------------------------------------
 
 _KEY_BYTES = 32
 _NONCE_DIGITS = 16

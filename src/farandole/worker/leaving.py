@@ -1,4 +1,6 @@
-"""SIGTERM inside an elastic function: the worker leaves without loss of work. Preemption notices come as SIGTERM."""
+"""The end of a worker's part in an elastic function: it leaves at SIGTERM without loss of work, or waits until all have
+finished.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,9 @@ from farandole.worker.worker_job import Job
 from farandole.worker_status import Phase
 
 logger = logging.getLogger("farandole")
+
+
+# Leaving at SIGTERM: preemption notices come as SIGTERM ---------------------------------------------------------------
 
 
 class leaving_on_sigterm:  # noqa: N801 - reads as a statement
@@ -49,7 +54,7 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
         self._job.link.ask_to_leave()
 
 
-# The barrier at the end of an elastic function. Both run loops pass it ------------------------------------------------
+# The barrier at the end of an elastic function, which both run loops pass ---------------------------------------------
 
 
 def all_have_finished(job: Job | None, shortfall: Shortfall | None = None) -> bool:

@@ -1,5 +1,5 @@
-"""Probes of a worker's neighbours when no byte moves; the results go to the coordinator. Created by worker_job.py; the
-link's thread calls it, so that it works while the main thread is blocked.
+"""Probes of a worker's neighbours when no byte moves; the results go to the coordinator. The link's thread calls it, so
+that it works while the main thread is blocked.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LinkProbe:
     def _probe(self, now: Connections) -> None:
         try:
             by_address = {peer.address: peer.worker for peer in now.peers}
-            found = answering(by_address, min(self._budget_s / 4, LONGEST_PROBE_S))
+            found = find_answering(by_address, min(self._budget_s / 4, LONGEST_PROBE_S))
             names = {by_address[address] for address in found}
             others = set(by_address.values()) - names
         finally:
@@ -96,13 +96,13 @@ class LinkProbe:
         self._tell(Probed(now.number, tuple(sorted(names)), tuple(sorted(others))))
 
 
-# Test which addresses can be reached now, and answer. worker/link_probe.py asks when no data moves.
+# Connection attempts --------------------------------------------------------------------------------------------------
 #
-# A TCP handshake needs both directions, and only the kernel at the other end: a process that computes, or holds its
-# interpreter for minutes, answers all the same. An attempt leaves nothing there: it ends with a reset, and a listener
-# that waits for a caller's first bytes (listener.py) then forgets it. Leftover attempts would fill its queue, stall
-# after stall, until the kernel drops new ones, and that looks like a broken link.
-
+# They test which addresses can be reached now, and answer. A TCP handshake needs both directions, and only the kernel
+# at the other end: a process that computes, or holds its interpreter for minutes, answers all the same. An attempt
+# leaves nothing there: it ends with a reset, and a listener that waits for a caller's first bytes (listener.py) then
+# forgets it. Leftover attempts would fill its queue, stall after stall, until the kernel drops new ones, and that
+# looks like a broken link.
 
 ATTEMPTS = 6
 """The number of connection attempts at each address, one after the other: packets get lost on working links, too, and
@@ -116,7 +116,7 @@ _RESET = struct.pack("ii", 1, 0)  # on, within 0 s
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
-def answering(addresses: Collection[Address], within_s: float) -> set[Address]:
+def find_answering(addresses: Collection[Address], within_s: float) -> set[Address]:
     """Return the addresses that answer within `within_s` seconds, at once when all have.
 
     An address that does not answer is given the whole time.
@@ -156,7 +156,7 @@ class _Attempts:
                 self._poll.register(sock, select.POLLOUT)
                 continue
             sock.close()
-            self._trailer(address, code)
+            self._note_answer(address, code)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until an answer comes, or `timeout_s` seconds have passed."""
@@ -165,12 +165,12 @@ class _Attempts:
             sock, address = self._by_descriptor.pop(descriptor)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             sock.close()
-            self._trailer(address, code)
+            self._note_answer(address, code)
 
     def close(self) -> None:
         for sock, _ in self._by_descriptor.values():
             sock.close()
 
-    def _trailer(self, address: Address, code: int) -> None:
+    def _note_answer(self, address: Address, code: int) -> None:
         if code in _ANSWERS:
             self.unanswered.discard(address)

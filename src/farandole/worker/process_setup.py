@@ -1,4 +1,4 @@
-"""Settings of a worker's process: its logs, its memory, its loader processes, its exit."""
+"""Settings of a worker's process: its loader processes, its exit, its logs, its memory, its files."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ import torch
 from farandole.clock import now_s
 from farandole.env import has_malloc_settings
 
-PATIENCE_S = 2.0
-"""Seconds from SIGTERM to SIGKILL, for all of them together."""
+# Loader processes -----------------------------------------------------------------------------------------------------
+
+LOADER_PROCESSES_END_S = 2.0
+"""Seconds from SIGTERM to SIGKILL, for all loader processes together."""
 
 
 @cache
-def end_stubborn_at_exit() -> None:
+def end_loader_processes_at_exit() -> None:
     """End daemonic children when this process ends, whatever they do about SIGTERM.
 
     multiprocessing sends SIGTERM to them at the exit, and then waits without limit. (torch's loader processes are such
     children; they run the user's code.) Meanwhile the worker's job does not end. Idempotent.
     """
     # The first step at the exit: torch has declared by then that its loaders' deaths are not errors.
-    Finalize(None, _end_stubborn, args=(os.getpid(),), exitpriority=0)
+    Finalize(None, _end_loader_processes, args=(os.getpid(),), exitpriority=0)
 
 
-def _end_stubborn(owner: int) -> None:
+def _end_loader_processes(owner: int) -> None:
     if os.getpid() != owner:
         return
     children = [child for child in multiprocessing.active_children() if child.daemon]
     for child in children:
         child.terminate()
-    deadline_s = now_s() + PATIENCE_S
+    deadline_s = now_s() + LOADER_PROCESSES_END_S
     for child in children:
         child.join(max(0.0, deadline_s - now_s()))
     stubborn = [child for child in children if child.exitcode is None]
@@ -52,8 +54,7 @@ def _end_stubborn(owner: int) -> None:
         child.kill()
 
 
-# The exit of a worker's process: the objects that Python would search for garbage are skipped -------------------------
-
+# The exit: the objects that Python would search for garbage are skipped -----------------------------------------------
 
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
@@ -78,10 +79,9 @@ def shorten_exit() -> None:
     gc.freeze()
 
 
-# The log level of this process, from HOROVOD_LOG_LEVEL ----------------------------------------------------------------
+# The log level, from HOROVOD_LOG_LEVEL --------------------------------------------------------------------------------
 
-
-_LEVELS = {
+_LOG_LEVELS = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -95,19 +95,18 @@ def set_log_level(level: str) -> None:
     """Set the level of the logger `farandole` ("trace", "debug", "info", "warning", "error", "fatal"). Its output goes
     where the script has set up logging, else to stderr."""
     logger = logging.getLogger("farandole")
-    logger.setLevel(_LEVELS[level])
+    logger.setLevel(_LOG_LEVELS[level])
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(levelname)s] %(name)s: %(message)s"))
         logger.addHandler(handler)
 
 
-# Memory settings: memory that one step frees is kept for the next one, and a newcomer has it before it joins.
+# Memory: what one step frees is kept for the next one, and a newcomer has it before it joins --------------------------
 #
 # Gradients are allocated and freed in each step. The C library returns large blocks to the system at once, which
 # clears them and maps them anew: 37 of 170 ms of a step of ResNet-18 on one core, and more with
 # DistributedDataParallel.
-
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -118,27 +117,26 @@ less than a restored checkpoint leaves."""
 _MAPPED_BYTES = 32 << 20
 """Larger blocks are always returned: the largest value that the library allows."""
 
-
 _STATE_AND_GRADIENTS = 4
 """This many times the parameters: they arrive, with two tensors of Adam's for each, and there are gradients."""
 
 _MOST_AHEAD_BYTES, _PIECE_BYTES = 384 << 20, 16 << 20
 
-_is_kept = False
+_keeps_freed_memory = False
 
 
 def keep_freed_memory() -> bool:
     """Keep freed memory from now on, in this process. False: it has another C library, or the user has set this
     otherwise."""
-    global _is_kept
-    _is_kept = _is_kept or _set_limits()
-    return _is_kept
+    global _keeps_freed_memory
+    _keeps_freed_memory = _keeps_freed_memory or _set_limits()
+    return _keeps_freed_memory
 
 
-def map_ahead(modules: Iterable[torch.nn.Module]) -> None:
+def map_memory_ahead(modules: Iterable[torch.nn.Module]) -> None:
     """Have the system map memory now for the tensors that a worker with these modules receives when it joins, and for
     its first step: later, the others would wait for that. Does nothing where freed memory is not kept."""
-    if not _is_kept:
+    if not _keeps_freed_memory:
         return
     nbytes = _STATE_AND_GRADIENTS * sum(p.numel() * p.element_size() for each in modules for p in each.parameters())
     pieces = min(nbytes, _MOST_AHEAD_BYTES) // _PIECE_BYTES
@@ -155,7 +153,7 @@ def _set_limits() -> bool:
     return bool(library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES) and library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
-# The folder in which this worker's loader processes keep the sockets that pass tensors --------------------------------
+# Files: the folder in which this worker's loader processes keep the sockets that pass tensors -------------------------
 
 
 def use_scratch_folder(folder: str) -> None:

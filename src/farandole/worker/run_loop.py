@@ -1,4 +1,6 @@
-"""fd.elastic.run makes a training function elastic, under the rule that its state follows."""
+"""fd.elastic.run makes a training function elastic, under the rule that its state follows; run_fn is Horovod's form of
+it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def _loop(job: Job | None, state: State) -> StepLoop | CommitLoop:
     return StepLoop(job, state) if isinstance(state, StepState) else CommitLoop(job, state)
 
 
-# run_fn(function, reset): the elastic loop with the script's own reset, under Horovod's name --------------------------
+# run_fn: the elastic loop with the script's own reset, under Horovod's name -------------------------------------------
 
 
 def run_fn(

@@ -30,6 +30,8 @@ from farandole.state.global_batch import Batch
 from farandole.state.recording import Part
 from farandole.state.step_state import StepState
 
+# The step rule --------------------------------------------------------------------------------------------------------
+
 
 class SampleRecords:
     """Writes records for the worker of `state`, which has a loader."""
@@ -164,7 +166,7 @@ def sample_records(state: StepState) -> SampleRecords | None:
     return SampleRecords(state, Writer(Path(folder), env.worker if env is not None else "alone", socket.gethostname()))
 
 
-# Records of a worker for the sample ledger, under the commit rule -----------------------------------------------------
+# The commit rule ------------------------------------------------------------------------------------------------------
 
 
 class CommitRecords:

@@ -17,7 +17,7 @@ from farandole.optim.buckets import reserve
 from farandole.optim.ddp.adoption import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
 from farandole.state import loop_hooks, recording, step
-from farandole.state.buffers import layers_with_statistics, make_equal
+from farandole.state.buffers import layers_with_statistics, make_statistics_equal
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
@@ -26,7 +26,7 @@ from farandole.wire.messages import Elastic, Synced
 from farandole.worker.body_calls import BodyCalls
 from farandole.worker.checkpoints import checkpoints
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
-from farandole.worker.process_setup import map_ahead
+from farandole.worker.process_setup import map_memory_ahead
 from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
 from farandole.worker.step_randomness import reseed
@@ -164,7 +164,7 @@ class StepLoop:
 
     def _get_ready(self, job: Job, call: Callable[[], object]) -> None:
         """Prepare a newcomer as far as possible before the others wait for it."""
-        map_ahead(self._state.modules())
+        map_memory_ahead(self._state.modules())
         for optimizer in self._state.optimizers():
             if isinstance(optimizer, ReducingOptimizer):
                 reserve(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -234,7 +234,7 @@ class StepLoop:
         self._is_busy = True
         try:
             self._raise_if_connected("the end of the batches")
-            make_equal(layers_with_statistics(self._state.modules()), here.transport)
+            make_statistics_equal(layers_with_statistics(self._state.modules()), here.transport)
         except RecoverableError:
             if self._job is None:
                 raise

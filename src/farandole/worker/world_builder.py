@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farandole.collectives.hierarchical_transport import RINGS
+from farandole.collectives.hierarchical_transport import RINGS_PER_RANK
 from farandole.collectives.listener import DataListener
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
@@ -36,7 +36,7 @@ logger = logging.getLogger("farandole")
 # Channels of one generation. A session is the time from init() to shutdown(): its rings have channels of their own. A
 # transport has one for the ring of all its ranks, and others for rings of some of them.
 _CHANNELS_PER_SESSION = 1 << 20
-_CHANNELS_PER_TRANSPORT = 1 + RINGS
+_CHANNELS_PER_TRANSPORT = 1 + RINGS_PER_RANK
 _STEPS, _NAMED, _FIRST_PROCESS_SET = 0, 1, 2
 _TRANSPORTS = 2  # of every world: for the steps, and for the named collectives
 

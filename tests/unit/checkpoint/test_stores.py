@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, begin, write_file
+from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, begin_job, write_file
 from farandole.checkpoint.manifest import FORMAT, Manifest
 from farandole.checkpoint.store import LocalStore, Store, normalized, open_store
 from farandole.env import CheckpointEnv
@@ -86,11 +86,11 @@ def test_a_manifest_of_which_only_a_part_is_there_makes_no_checkpoint(store: Sto
 
 
 def test_the_next_job_begins_where_the_last_one_was(place: str) -> None:
-    begun = begin(CheckpointEnv(place))
+    begun = begin_job(CheckpointEnv(place))
     begun.lock.count(1, 4)
     name = publish(CheckpointFolder(begun.lock.store), 10)
     begun.lock.close()
-    begun = begin(CheckpointEnv(place))
+    begun = begin_job(CheckpointEnv(place))
     assert (begun.origin.run_id, begun.origin.generation, begun.settings.resume) == (2, 4, name)
     begun.lock.close()
 
@@ -113,7 +113,7 @@ def test_errors_of_other_packages_come_as_those_of_a_disk(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="NoCredentials"), store.create("a"):
         pass
     with pytest.raises(ConfigError, match=r"no checkpoints can be written there .NoCredentials: who are you"):
-        begin(CheckpointEnv(f"refusing://{tmp_path}"))
+        begin_job(CheckpointEnv(f"refusing://{tmp_path}"))
     store.remove_folder("a")
 
 

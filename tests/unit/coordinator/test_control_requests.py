@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.coordinator import DrainRequested, ScaleRequested, UndrainRequested
-from farandole.coordinator.control_requests import describe, judge
+from farandole.coordinator.control_requests import judge, status_of
 from farandole.events import HostUndrained
 from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
 from farandole.wire.messages import Dismissed
@@ -35,13 +35,13 @@ def test_more_workers_are_started_and_fewer_leave_at_a_boundary() -> None:
     told = ToldJob(2, slots=4, max_np=4).training()
     assert asked(told, AskScale(3)).what == "the job will have 3 workers instead of 2"
     assert told.spawned() == {"w2": 2}
-    assert not is_scaled(describe(told.job, told.now_s), 3)
+    assert not is_scaled(status_of(told.job, told.now_s), 3)
     told.hello("w2").elastic("w2").ready(told.job.number, "w0", "w1").synced("w0", "w1", "w2")
-    assert is_scaled(describe(told.job, told.now_s), 3)
+    assert is_scaled(status_of(told.job, told.now_s), 3)
     asked(told, AskScale(1))
     told.ready(told.job.number, "w0", "w1", "w2")
     assert told.members == ("w0",)
-    assert is_scaled(describe(told.job, told.now_s), 1)
+    assert is_scaled(status_of(told.job, told.now_s), 1)
 
 
 def test_what_was_asked_for_already_changes_nothing() -> None:
@@ -84,11 +84,11 @@ def test_before_the_training_in_a_static_script_and_at_the_end_nothing_can_be_as
 def test_a_drained_host_is_left_and_undrained_it_is_filled_again() -> None:
     told = two_hosts(3)
     assert asked(told, AskDrain("host-b")).what == "host host-b is being drained: w2 will leave"
-    assert not is_drained(describe(told.job, told.now_s), "host-b")
+    assert not is_drained(status_of(told.job, told.now_s), "host-b")
     told.ready(told.job.number, "w0", "w1", "w2")
     assert told.members == ("w0", "w1")
     assert told.exited("w2", 0).sent(Dismissed)
-    assert is_drained(describe(told.job, told.now_s), "host-b")
+    assert is_drained(status_of(told.job, told.now_s), "host-b")
     assert asked(told, AskDrain("host-b")).what == "host host-b is drained already"
     asked(told, AskUndrain("host-b"))
     assert told.logged(HostUndrained) == [HostUndrained("host-b")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.optim.buckets import difference
+from farandole.optim.buckets import difference_of_models
 
 SAME = ["a (2, 2) float32", "b (2,) float32"]
 
@@ -26,4 +26,4 @@ SAME = ["a (2, 2) float32", "b (2,) float32"]
     ],
 )
 def test_the_first_parameter_that_differs_is_named_with_the_ranks(by_rank: list[list[str]], said: str) -> None:
-    assert said in difference(by_rank)
+    assert said in difference_of_models(by_rank)

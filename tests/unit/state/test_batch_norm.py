@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farandole.state.buffers import layers_with_statistics, make_equal
+from farandole.state.buffers import layers_with_statistics, make_statistics_equal
 from tests.support.thread_world import ThreadWorld
 
 
@@ -15,7 +15,9 @@ def test_all_workers_get_the_statistics_of_all_samples_together() -> None:
     for model, batch in zip(models, samples, strict=True):
         model(batch)
         model[0].running_var.copy_(batch.var(0, unbiased=False))
-    ThreadWorld(3).run(lambda transport: make_equal(layers_with_statistics([models[transport.rank]]), transport))
+    ThreadWorld(3).run(
+        lambda transport: make_statistics_equal(layers_with_statistics([models[transport.rank]]), transport)
+    )
     everything = torch.cat(samples)
     for model in models:
         assert torch.allclose(model[0].running_mean, everything.mean(0), atol=1e-12)
@@ -29,7 +31,9 @@ def test_statistics_that_are_equal_stay_as_they_are() -> None:
         model.running_mean.copy_(torch.tensor([0.1, 0.2, 0.7]))
         model.running_var.copy_(torch.tensor([0.3, 1e-9, 5e8]))
     before = models[0].running_var.clone()
-    ThreadWorld(3).run(lambda transport: make_equal(layers_with_statistics([models[transport.rank]]), transport))
+    ThreadWorld(3).run(
+        lambda transport: make_statistics_equal(layers_with_statistics([models[transport.rank]]), transport)
+    )
     assert torch.allclose(models[1].running_var, before, rtol=1e-6)
 
 

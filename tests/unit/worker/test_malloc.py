@@ -32,10 +32,10 @@ _JOIN = """
 import resource, sys
 import torch
 import farandole as fd
-from farandole.worker.process_setup import map_ahead
+from farandole.worker.process_setup import map_memory_ahead
 fd.init()
 if sys.argv[1] == "ahead":
-    map_ahead([torch.nn.Linear(1 << 9, 1 << 14)])
+    map_memory_ahead([torch.nn.Linear(1 << 9, 1 << 14)])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 arrived = [torch.ones(1 << 19) for _ in range(40)]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

@@ -1,4 +1,4 @@
-"""Operations that gradients flow through, with Horovod's gradients. operations.py and grouped.py use them.
+"""Operations that gradients flow through, with Horovod's gradients. operations.py uses them.
 
 Each takes the function that submits the operation, so that one class serves the plain and the grouped form. The
 backward pass is a collective too: all ranks run it, in the same order.

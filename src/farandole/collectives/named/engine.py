@@ -1,7 +1,7 @@
 """Run the named collectives of one generation in a thread that matches the operations of all ranks and executes them.
 
 Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has submitted an
-operation or another rank has begun a round; then all ranks exchange their payloads (rounds.py), make the same decision
+operation or another rank has begun a round; then all ranks exchange their payloads, make the same decision
 (negotiation.py) and execute it in the same order (execution.py). A world of one does all this in the calling thread.
 """
 
@@ -45,10 +45,8 @@ from farandole.membership import Placement
 
 logger = logging.getLogger("farandole")
 
-
 Connect = Callable[[tuple[int, ...], int], Transport]
 """connect(global ranks, process set): connect a transport among these ranks only; all of them call it at once."""
-
 
 # The time for the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
 _CLOSE_TIMEOUT_S = 5.0
@@ -307,11 +305,10 @@ class NamedCollectives:
         self._finish(decision, True)
 
 
-# Run one round: every rank's payload goes to every rank. engine.py starts one when a rank has new requests.
+# The exchange of a round: the payload of every rank goes to every rank ------------------------------------------------
 #
 # Payloads travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths
 # before. A second exchange follows only when some rank's payload does not fit.
-
 
 TRAILER_BYTES = 64
 

@@ -1,4 +1,4 @@
-"""Execute the decisions of a round: each kind of operation by its function. engine.py calls it."""
+"""Execute the decisions of a round: each kind of operation by its function, on tensors, through a transport."""
 
 from __future__ import annotations
 
@@ -15,10 +15,54 @@ from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.tensor_bytes import byte_view, flat_view
 from farandole.collectives.transport import Reduction, Transport
 
-# Run allgather, broadcast and alltoall on tensors through a transport, as bytes, so that any dtype will do.
+
+class Execution:
+    """Executes operations in one thread, and keeps the flat buffers of one generation."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._buffers = FusionBuffers()
+        self._timeline = timeline
+
+    def carry_out(self, agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport) -> None:
+        """Execute one operation, or several allreduces that share a flat buffer, on the transport of their process set.
+
+        Ends each of them with a result, or with an error of this rank alone. Raises the errors of the transport; then
+        some operations have not ended.
+
+        `mine` are this rank's operations, in the same order; None where it contributes zeros because it has joined.
+        """
+        first, kind = agreed[0], agreed[0].key.kind
+        with torch.no_grad(), self._shown(agreed):
+            if len(agreed) > 1:
+                all_reduce_fused(agreed, mine, transport, self._buffers)
+            elif kind is Kind.ALLREDUCE:
+                all_reduce(first, mine[0], transport)
+            elif kind is Kind.BARRIER:
+                if mine[0] is not None:  # a barrier needs no more than the requests of all ranks
+                    mine[0].finish(None)
+            elif mine[0] is None:
+                raise AssertionError(f"{first.key} was agreed on without this rank")
+            else:
+                _FUNCTIONS[kind](first, mine[0], transport)
+
+    @contextlib.contextmanager
+    def _shown(self, agreed: tuple[Agreed, ...]) -> Iterator[None]:
+        """Record the operations on the timeline, if there is one."""
+        if not self._timeline.is_on:
+            yield
+            return
+        for each in agreed:
+            self._timeline.begin(each.key.name, each.key.kind.name)
+        try:
+            yield
+        finally:
+            for each in agreed:
+                self._timeline.end(each.key.name)
+
+
+# Allgather, broadcast and alltoall: bytes, so that any dtype will do --------------------------------------------------
 #
 # Shapes are known from the requests of all ranks; they are not exchanged again.
-
 
 # Up to this size every rank's bytes, padded to the longest, travel in one exchange; beyond, in one broadcast each. A
 # broadcast is a pipeline, so that all of them together keep every link as busy as a ring all-gather would.
@@ -110,10 +154,9 @@ def _cut(tensor: torch.Tensor, part: Request, place: int) -> torch.Tensor:
     return tensor[start : start + part.splits[place]]
 
 
-# Run allreduce and reducescatter on tensors through a transport. execution.py calls it, in the collectives' thread.
+# Allreduce and reducescatter: numbers ---------------------------------------------------------------------------------
 #
 # In an allreduce, this rank's operation `mine` is None when this rank has joined: then it contributes zeros.
-
 
 _SUMMED = {Reduction.AVERAGE: Reduction.SUM}
 _LOGICAL = {Reduction.SUM: Reduction.MAX, Reduction.PRODUCT: Reduction.MIN}
@@ -206,60 +249,7 @@ def _reduce(flat: torch.Tensor, part: Request, transport: Transport) -> None:
     postscale(flat, op, transport.size, part.postscale)
 
 
-_ONE: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
-    Kind.ALLGATHER: all_gather,
-    Kind.BROADCAST: broadcast,
-    Kind.ALLTOALL: all_to_all,
-    Kind.REDUCESCATTER: reduce_scatter,
-}
-
-
-class Execution:
-    """Executes operations in one thread, and keeps the flat buffers of one generation."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._buffers = FusionBuffers()
-        self._timeline = timeline
-
-    def carry_out(self, agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport) -> None:
-        """Execute one operation, or several allreduces that share a flat buffer, on the transport of their process set.
-
-        Ends each of them with a result, or with an error of this rank alone. Raises the errors of the transport; then
-        some operations have not ended.
-
-        `mine` are this rank's operations, in the same order; None where it contributes zeros because it has joined.
-        """
-        first, kind = agreed[0], agreed[0].key.kind
-        with torch.no_grad(), self._shown(agreed):
-            if len(agreed) > 1:
-                all_reduce_fused(agreed, mine, transport, self._buffers)
-            elif kind is Kind.ALLREDUCE:
-                all_reduce(first, mine[0], transport)
-            elif kind is Kind.BARRIER:
-                if mine[0] is not None:  # a barrier needs no more than the requests of all ranks
-                    mine[0].finish(None)
-            elif mine[0] is None:
-                raise AssertionError(f"{first.key} was agreed on without this rank")
-            else:
-                _ONE[kind](first, mine[0], transport)
-
-    @contextlib.contextmanager
-    def _shown(self, agreed: tuple[Agreed, ...]) -> Iterator[None]:
-        """Record the operations on the timeline, if there is one."""
-        if not self._timeline.is_on:
-            yield
-            return
-        for each in agreed:
-            self._timeline.begin(each.key.name, each.key.kind.name)
-        try:
-            yield
-        finally:
-            for each in agreed:
-                self._timeline.end(each.key.name)
-
-
-# Scale numbers before and after they are summed, by Horovod's rules for each dtype. In place, on the CPU --------------
-
+# Scaling of numbers before and after they are summed, in place, by Horovod's rules for each dtype ---------------------
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -295,3 +285,13 @@ def _multiply(flat: torch.Tensor, factor: float) -> None:
         flat.mul_(factor)
     else:
         flat.copy_(flat.double().mul_(factor))
+
+
+# The function of each kind of operation; an allreduce and a barrier are handled by Execution --------------------------
+
+_FUNCTIONS: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
+    Kind.ALLGATHER: all_gather,
+    Kind.BROADCAST: broadcast,
+    Kind.ALLTOALL: all_to_all,
+    Kind.REDUCESCATTER: reduce_scatter,
+}

@@ -1,4 +1,4 @@
-"""Fuse operations: allreduces of one kind share a flat buffer up to a size. Pure."""
+"""Operations that all ranks agree on: fused, so that allreduces of one kind share a flat buffer, and cached. Pure."""
 
 from __future__ import annotations
 
@@ -78,9 +78,10 @@ def _likeness(agreed: Agreed, part: Request) -> Likeness | None:
     return agreed.key.process_set, part.dtype, part.op, part.prescale, part.postscale, devices
 
 
-# Cache agreed operations: a rank that repeats its request sends only the place of the operation.
+# The cache of agreed operations ---------------------------------------------------------------------------------------
 #
-# All ranks put and use the same operations in the same order, so that a place means the same everywhere.
+# A rank that repeats its request sends only the place of the operation. All ranks put and use the same operations in
+# the same order, so that a place means the same everywhere.
 
 
 class ResponseCache:

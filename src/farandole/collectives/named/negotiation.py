@@ -285,10 +285,9 @@ def _at(cache: ResponseCache, place: int, rank: int) -> Matched:
         raise ProtocolError(f"rank {rank} repeats what is in place {place} of the cache, where nothing is") from None
 
 
-# Build the errors of operations that depend on each other, for each rank that submitted one of them -------------------
+# Errors of operations that depend on each other, for each rank that submitted one of them -----------------------------
 
-
-_LISTED = 3  # of one rank's operations
+_MOST_LISTED = 3  # of one rank's operations
 
 
 def fail_group(group: Sequence[Pending], bad: Sequence[Fail]) -> list[Fail]:
@@ -332,19 +331,19 @@ def _what(key: Key) -> str:
 
 
 def _shortened(names: list[str]) -> str:
-    more = [f"{len(names) - _LISTED} more"] if len(names) > _LISTED else []
-    return " and ".join(names[:_LISTED] + more)
+    more = [f"{len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
+    return " and ".join(names[:_MOST_LISTED] + more)
 
 
-# Remember rounds in which all ranks only repeat requests, and the decisions that follow from them.
+# Rounds in which all ranks only repeat requests -----------------------------------------------------------------------
 #
-# The training step's rounds are of this kind, so they cost next to nothing.
-
+# The decisions of such rounds are remembered. The rounds of training steps are of this kind, so they cost next to
+# nothing.
 
 Repeated: TypeAlias = tuple[tuple[int, ...], ...]
 """For each rank, the places in the cache of the requests that it repeats."""
 
-_MOST = 64
+_MOST_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
@@ -366,7 +365,7 @@ class RepeatedRounds:
         return self._repeated_rounds.get(repeated)
 
     def add(self, repeated: Repeated, plan: RepeatedRound) -> None:
-        if len(self._repeated_rounds) >= _MOST:
+        if len(self._repeated_rounds) >= _MOST_REMEMBERED:
             self.clear()
         self._repeated_rounds[repeated] = plan
         self._places.update(plan.places)

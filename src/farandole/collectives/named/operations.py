@@ -239,7 +239,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     call.submit().take()
 
 
-# Several tensors in one operation, all of them together or none: the grouped functions that wait ----------------------
+# Several tensors in one operation, all of them together or none -------------------------------------------------------
 
 
 def grouped_allreduce(
@@ -322,7 +322,7 @@ def _compress(
     return [tensor for tensor, _ in pairs], [context for _, context in pairs]
 
 
-# Sum sparse tensors, as in gradients of embeddings: entries are gathered, not added up --------------------------------
+# Sparse tensors, as in gradients of embeddings: entries are gathered, not added up ------------------------------------
 
 
 def sparse_allreduce_async(

@@ -251,8 +251,7 @@ def _drop(table: dict[Label, list[T]], bare: Label | None, value: T) -> None:
             del table[bare]
 
 
-# An operation, and a group of operations, that some rank has submitted ------------------------------------------------
-
+# One operation, and one group of operations ---------------------------------------------------------------------------
 
 Label: TypeAlias = tuple[int, str]
 """A process set, and the name of a group or of an operation."""

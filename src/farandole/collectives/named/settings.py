@@ -1,4 +1,6 @@
-"""The settings of named collectives. Pure; the worker reads the environment and passes them in."""
+"""The settings of named collectives, and the names of their reductions. Pure; the worker reads the environment and
+passes it in.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,7 @@ class NamedSettings:
                 raise ConfigError(f"{name} must not be negative, got {value}")
 
 
-# Horovod's names for the reduction operators.; users pass them as `op` ------------------------------------------------
-
+# Horovod's names for the reduction operators, which users pass as `op` ------------------------------------------------
 
 Average = Reduction.AVERAGE
 Sum = Reduction.SUM

@@ -108,7 +108,9 @@ class Submitted:
             operation.fail(error)
 
 
-# A flag that a thread can wait for together with sockets: set by any thread, visible as a readable descriptor.
+# The flag that wakes the collectives' thread --------------------------------------------------------------------------
+#
+# A thread can wait for it together with sockets: it is set by any thread, and visible as a readable descriptor.
 
 
 class Wake:

@@ -22,7 +22,6 @@ from farandole.collectives.named.operation_requests import Kind
 
 logger = logging.getLogger("farandole")
 
-
 _STOP_TIMEOUT_S = 5.0  # a disk that hangs must not keep a job from ending
 
 
@@ -153,8 +152,7 @@ class _Recording:
         self._writer.add((self._records.popleft() for _ in range(count)), dropped)
 
 
-# Write a file in Chrome's trace format that is a valid JSON array after each write. timeline.py's thread calls it.
-
+# The file: Chrome's trace format, a valid JSON array after each write -------------------------------------------------
 
 Record: TypeAlias = tuple[int, str, str, str]
 """Nanoseconds since the start; one of the marks below; name of the operation; text (activity, or rank)."""
@@ -258,8 +256,7 @@ def _json(event: Mapping[str, object]) -> bytes:
     return json.dumps(event).encode()
 
 
-# start_timeline and stop_timeline: the timeline of this process, which outlives generations and shutdown() ------------
-
+# The timeline of this process, which outlives generations and shutdown() ----------------------------------------------
 
 process_timeline = Timeline()
 """The timeline of every NamedCollectives of this process."""

@@ -128,8 +128,7 @@ def _op(number: object) -> str:
     return next((each.name.capitalize() for each in Reduction if each == number), str(number))
 
 
-# Describe ranks and their values: the messages of operations that ranks disagree on -----------------------------------
-
+# Ranks and their values, as text for messages -------------------------------------------------------------------------
 
 _SHOWN = 8  # In a large world a message lists only the first entries.
 

@@ -1,4 +1,4 @@
-"""The receiving end of point-to-point messages: verifies dialers, and reads messages from the connections.
+"""The receiving end of point-to-point messages: verifies dialers, reads messages, and matches them with waiting calls.
 
 point_to_point.py runs it in a thread.
 """
@@ -181,7 +181,7 @@ class _Reader:
         self._buffer, self._wanted = buffer, memoryview(buffer)
 
 
-# Match received messages with the calls that wait for them. point_to_point.py delivers, and waits ---------------------
+# Messages, and the calls that wait for them ---------------------------------------------------------------------------
 
 
 class P2PMessage(NamedTuple):

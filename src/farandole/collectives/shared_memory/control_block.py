@@ -1,4 +1,4 @@
-"""The control block of one rank: its progress, and two message slots. memory_barrier.py waits on control blocks.
+"""The control block of one rank: its progress, and two message slots; and the barrier that waits on control blocks.
 
 A rank writes its own control block and reads the others'. The counter counts *arrivals*: an operation has one or more,
 the same number on all ranks, and data that a rank stored before it arrived is visible to a rank that sees it arrive.
@@ -71,8 +71,7 @@ class ControlBlock:
         futex.wake(self._address)
 
 
-# Wait until all ranks have arrived: spin for a moment, then sleep. shared_memory_transport.py builds on it ------------
-
+# The barrier of all ranks: a waiting rank spins for a moment, then sleeps ---------------------------------------------
 
 TroubleT = TypeVar("TroubleT")
 

@@ -2,7 +2,7 @@
 
 Each rank reads the tensors of the others in place, or in a staging area into which the owner had to copy them, and
 writes only its own. A rank reduces its part of the tensor over all ranks, then copies the other parts from the ranks
-that have reduced them. Between the two, and at the end, all ranks meet (memory_barrier.py).
+that have reduced them. Between the two, and at the end, all ranks meet (control_block.py).
 """
 
 from __future__ import annotations

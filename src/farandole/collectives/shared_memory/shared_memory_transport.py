@@ -93,8 +93,9 @@ class SharedMemoryTransport:
         self._group.close()
 
 
-# Build a shared-memory transport from a ring, if its ranks can map each other's memory --------------------------------
-
+# Construction from a ring ---------------------------------------------------------------------------------------------
+#
+# It is possible if the ranks can map each other's memory.
 
 ControlBlocks: TypeAlias = list[ControlBlock]
 """The control block of each rank that shares memory, by rank."""

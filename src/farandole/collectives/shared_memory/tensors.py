@@ -1,6 +1,7 @@
-"""Tensors that other processes of the host can read in place. Gradient buckets are made here.
+"""Tensors that other processes of the host can read in place, the memory behind them, and references to them.
 
-A collective moves such a tensor without a copy. In all other respects it is like any other tensor.
+Gradient buckets are made here. A collective moves such a tensor without a copy. In all other respects it is like any
+other tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ _LEAST_BYTES = 64 * 1024
 # More than the buckets and staging areas of all ranks of a host. Unused entries are evicted in time.
 _MOST_OPENED = 64
 
+_CPU = torch.device("cpu")
+
 _segment_refs: dict[int, SegmentRef] = {}
 """The segments that were made here and are alive, by the address of their storage."""
-
-
-_CPU = torch.device("cpu")
 
 _reserved: dict[int, torch.Tensor] = {}
 """The memory that was created ahead of time, by its number of bytes."""
@@ -107,13 +107,17 @@ class OtherTensors:
         self._opened.clear()
 
 
-# Memory that one process writes and others of the same host read, for control blocks and tensors.
+# Segments: memory that one process writes and others of the same host read --------------------------------------------
 #
 # A segment has no name in any file system, so nothing is left behind however a process ends, and the size of /dev/shm
 # does not matter. Its readers are told its place, and open it through /proc, read-only: a process that was stopped,
 # and resumes when the others have gone on without it, can damage only its own data.
 
-
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 _SEGMENT = struct.Struct("=5Q")
 
 SEGMENT_REF_BYTES = _SEGMENT.size
@@ -146,7 +150,7 @@ class OwnSegment(NamedTuple):
 
     Attributes:
         memory: The whole segment, readable and writable; mapped while an object refers to it.
-        place: The reference by which others open it, while `memory` lives and until it is hidden.
+        ref: The reference by which others open it, while `memory` lives and until it is hidden.
         hide: Closes the descriptor by which others open the segment, after all of them have opened it. Idempotent.
     """
 
@@ -207,25 +211,17 @@ def _map(descriptor: int, nbytes: int, protection: int) -> npt.NDArray[np.uint8]
     return np.ctypeslib.as_array(memory)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED = ctypes.c_void_p(-1).value
-
-
-# References to this rank's memory in an operation: its tensor itself, or a staging area.
+# References to the memory of this rank in an operation: its tensor itself, or a staging area --------------------------
 #
 # A tensor in private memory is copied into the staging area, piece by piece. The area has two halves that alternate,
 # from one operation to the next, too: one is filled while others may still read the other one.
 
-
 _WHOLE = 2
 _NO_SEGMENT = SegmentRef(0, 0, 0, 0, 0)
 
-_LAYOUT = struct.Struct("=2Q")
+_PLACE_IN_SEGMENT = struct.Struct("=2Q")
 
-TENSOR_REF_BYTES = SEGMENT_REF_BYTES + _LAYOUT.size
+TENSOR_REF_BYTES = SEGMENT_REF_BYTES + _PLACE_IN_SEGMENT.size
 
 
 class TensorRef(NamedTuple):
@@ -245,12 +241,13 @@ class TensorRef(NamedTuple):
         return self.first_half != _WHOLE
 
     def pack(self) -> bytes:
-        return self.segment.pack() + _LAYOUT.pack(self.offset, self.first_half)
+        return self.segment.pack() + _PLACE_IN_SEGMENT.pack(self.offset, self.first_half)
 
     @staticmethod
     def unpack(packed: memoryview) -> TensorRef:
         return TensorRef(
-            SegmentRef.unpack(packed[:SEGMENT_REF_BYTES]), *_LAYOUT.unpack(packed[SEGMENT_REF_BYTES:TENSOR_REF_BYTES])
+            SegmentRef.unpack(packed[:SEGMENT_REF_BYTES]),
+            *_PLACE_IN_SEGMENT.unpack(packed[SEGMENT_REF_BYTES:TENSOR_REF_BYTES]),
         )
 
     def bytes_of(self, piece: int, start: int, stop: int, piece_bytes: int) -> slice:

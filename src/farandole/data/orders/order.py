@@ -1,4 +1,4 @@
-"""The interface of an order of samples; each file in this folder has one or two orders. Pure."""
+"""The interface of an order of samples, and its simplest forms: Shuffled, the default, and Sequential. Pure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def refuse_other_size(what: str, ours: int, samples: int) -> None:
         raise DataError(f"{what} for {ours} samples were given, but the data set has {samples}")
 
 
-# Shuffled, the default order, and Sequential --------------------------------------------------------------------------
+# Shuffled and Sequential ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

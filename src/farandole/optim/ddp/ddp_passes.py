@@ -148,8 +148,9 @@ def _as_in_bucket(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part
 
 
-# Gradients of the processed micro-batches of a global batch: weighted, and kept until the last micro-batch is
-# reduced.
+# Gradients of the processed micro-batches of a global batch -----------------------------------------------------------
+#
+# They are weighted, and kept until the last micro-batch is reduced.
 
 
 class Accumulated:

@@ -182,7 +182,7 @@ class _FinalBuckets:
         return self._theirs.compute_bucket_size_limits(static_graph=False, find_unused_parameters=not self._has_one)
 
 
-# The process group that the reducer inside a DistributedDataParallel uses. module.py creates it -----------------------
+# The process group that the reducer inside a DistributedDataParallel uses ---------------------------------------------
 
 
 class ReducerGroup(FarandoleGroup):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from farandole.testing.faults.fault_plan import OneWay, ToHost
-from farandole.testing.lab.lab import new_name
+from farandole.testing.lab.lab import new_lab_name
 from farandole.testing.lab.tools import Cgroup, LabError
 
 Worker: TypeAlias = tuple[str, int]
@@ -75,7 +75,7 @@ def starve(pid: int) -> Cgroup | None:
         return None
     group: Cgroup | None = None
     try:
-        group = Cgroup(f"{new_name()}.starved")
+        group = Cgroup(f"{new_lab_name()}.starved")
         group.limit_memory(_ROOM_BYTES)  # existing pages are counted in the group in which they were allocated
         Path(group.memory_entrance or "").write_text(str(pid))
     except (LabError, OSError):

@@ -1,4 +1,4 @@
-"""The execution of a fault plan in a running job: it waits for each trigger, chooses the victims, and acts."""
+"""The execution of a fault plan in a running job: it waits for each trigger, chooses the victims, and acts on them."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class Bringer:
             elif verb == "starve" and not self._backend.starve(worker):
                 self._backend.signal(worker, signal.SIGKILL)  # as the kernel does
             else:
-                give(self._job.folder, pid, host, verb)
+                give_order(self._job.folder, pid, host, verb)
 
     def _lose(self, worker: Worker, *, replaced: bool) -> None:
         self.gone.add(worker)
@@ -272,8 +272,7 @@ def _worker(record: object) -> Worker:
     return record["host"], record["pid"]
 
 
-# The triggers of faults, from the job's events and its workers' records (step_records.py) -----------------------------
-
+# Triggers, from the job's events and its workers' records (step_records.py) -------------------------------------------
 
 Latest = Mapping[int, Mapping[str, Any]]
 """By rank, the last record of each worker of the newest generation."""
@@ -330,8 +329,7 @@ def progress(record: Mapping[str, Any]) -> int:
     return int(record.get("before", record.get("after", record.get("end", 0))))
 
 
-# Faults that a worker can only cause in itself, on request. bringing.py sends the request; scripts call this.
-
+# Orders: faults that a worker can only cause in itself, on request; its script calls this -----------------------------
 
 STARVED_BYTES = 256 << 20
 HOLD_S = 1
@@ -377,7 +375,7 @@ class Orders:
                 del wanted  # memory was not short after all
 
 
-def give(folder: Path, pid: int, host: str, order: str) -> None:
+def give_order(folder: Path, pid: int, host: str, order: str) -> None:
     """Send an order to the worker with this process id on this host. Raises ProcessLookupError when it is gone."""
     try:
         pipe = os.open(folder / f"order-{pid}-{host}", os.O_WRONLY | os.O_NONBLOCK)

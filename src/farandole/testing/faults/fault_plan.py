@@ -1,4 +1,4 @@
-"""The grammar of fault plans: action, victims and trigger. Pure; parsing.py reads it.
+"""The grammar of fault plans: action, victims and trigger; and its parser. Pure.
 
     at step 40: kill rank 0
     during regroup + 2 ms: kill any
@@ -191,8 +191,7 @@ class Plan:
         return Counter(fault.kind for fault in self.faults)
 
 
-# The parser from text to a fault plan ---------------------------------------------------------------------------------
-
+# The parser -----------------------------------------------------------------------------------------------------------
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _LATE = re.compile(rf"(.*?) *\+ *{_NUMBER} *ms")

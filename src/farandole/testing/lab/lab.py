@@ -1,5 +1,5 @@
-"""A lab: some hosts and the network between them, created when it is entered and removed when it is left, in any
-way.
+"""A lab: some hosts and the network between them, created when it is entered and removed when it is left, in any way;
+its name, its requirements, and what it may leave behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 
 from farandole.testing.lab.host import Host
 from farandole.testing.lab.network import Network, Place
-from farandole.testing.lab.tools import Cgroup, LabError, groups, run
+from farandole.testing.lab.tools import Cgroup, LabError, cgroup_names, run
 
 
 class Lab:
@@ -32,7 +32,7 @@ class Lab:
         if hosts < 1:
             raise ValueError(f"a lab has at least one host, not {hosts}")
         self._count = hosts
-        self.name = new_name()
+        self.name = new_lab_name()
         self.hosts: list[Host] = []
         self.network: Network
         self._everything = contextlib.ExitStack()
@@ -74,26 +74,27 @@ class Lab:
             host.boot()
 
 
-# The removal of groups and folders of labs whose process was killed, found by name. Each new lab begins with it.
+# Leftovers: groups and folders of labs whose process was killed, found by name ----------------------------------------
 #
-# Hosts and networks end by themselves when their lab is gone; frozen hosts cannot, and files do not.
+# Each new lab begins with their removal. Hosts and networks end by themselves when their lab is gone; frozen hosts
+# cannot, and files do not.
 
 
 def leftovers() -> list[str]:
     """Return the names of groups and folders of labs that are gone."""
-    return sorted({name for name in groups(PREFIX) if is_left_over(name)} | {path.name for path in _folders()})
+    return sorted({name for name in cgroup_names(PREFIX) if is_left_over(name)} | {path.name for path in _folders()})
 
 
 def remains(name: str) -> list[str]:
     """Return the control groups and folders that remain of the lab of this name, which has been left."""
     folders = [path.name for path in Path(tempfile.gettempdir()).glob(f"{name}*")]
-    return sorted(groups(name) | set(folders))
+    return sorted(cgroup_names(name) | set(folders))
 
 
 def remove_leftovers() -> None:
     """Kill the remaining processes and remove the files. Living labs, and labs of other PID namespaces, are not
     touched."""
-    for name in groups(PREFIX):
+    for name in cgroup_names(PREFIX):
         if is_left_over(name):
             Cgroup(name).remove()
     for path in _folders():
@@ -106,12 +107,11 @@ def _folders() -> list[Path]:
 
 # The names in a lab, which show the creating process, and whether it still lives --------------------------------------
 
-
 PREFIX = "frlab"
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
-def new_name() -> str:
+def new_lab_name() -> str:
     """Return frlab-NAMESPACE-PROCESS-STARTED-RANDOM, of this process. Process ids are valid in one PID namespace only,
     and are reused: hence the first and the third."""
     return f"{PREFIX}-{_namespace()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(3)}"
@@ -140,8 +140,7 @@ def _started(pid: int) -> int | None:
     return None if state in "ZX" else int(others[18])
 
 
-# The requirements of a lab on this machine. Tests that need one are skipped with the reason ---------------------------
-
+# The requirements of a lab on this machine: tests that need one are skipped with the reason ---------------------------
 
 _COMMANDS = ("ip", "tc", "nsenter", "unshare", "mount", "sh")
 
@@ -169,7 +168,7 @@ class _Trial:
     """A control group that is created and removed."""
 
     def __init__(self) -> None:
-        self._cgroup = Cgroup(f"{new_name()}.trial")
+        self._cgroup = Cgroup(f"{new_lab_name()}.trial")
 
     def close(self) -> None:
         self._cgroup.remove()

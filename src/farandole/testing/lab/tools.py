@@ -1,5 +1,5 @@
-"""Commands of the system and waits for their effect: each with a deadline, and an error that names it. All files of the
-lab use it.
+"""Commands of the system, waits for their effect, and control groups: each with a deadline, and an error that names it.
+All files of the lab use it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = COMM
         time.sleep(_POLL_S)
 
 
-# Control groups, whose processes are frozen, killed, or limited in memory together: version 2, or 1 where only that
-# exists.
+# Control groups, whose processes are frozen, killed, or limited in memory together ------------------------------------
+#
+# Version 2 of them is used, or version 1 where only that exists.
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Cgroup:
         return not self.pids()
 
 
-def groups(prefix: str) -> set[str]:
+def cgroup_names(prefix: str) -> set[str]:
     """Return the names of all groups with this prefix."""
     where = hierarchies()
     places = {where.freezer, where.memory} - {None}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from farandole.collectives.gloo_transport import listens_at, shut_down
+from farandole.collectives.gloo_transport import find_listening_address, shut_down_connections
 from farandole.collectives.ring_store import ExchangedStore
 
 
@@ -26,11 +26,11 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket, socket.socket]]:
 
 def test_connections_from_and_to_a_port_end_and_all_others_stay() -> None:
     with connected() as (listening, dialled, accepted), connected() as (other, still_dialled, still_accepted):
-        shut_down(listening.getsockname(), [])
+        shut_down_connections(listening.getsockname(), [])
         assert accepted.recv(1) == dialled.recv(1) == b""
         still_dialled.sendall(b"x")
         assert still_accepted.recv(1) == b"x"
-        shut_down(("127.0.0.1", 1), [other.getsockname()])
+        shut_down_connections(("127.0.0.1", 1), [other.getsockname()])
         assert still_dialled.recv(1) == b""
         with socket.create_connection(listening.getsockname()):
             listening.settimeout(5)
@@ -45,9 +45,9 @@ def test_a_device_of_gloos_is_found_by_what_it_tells_the_others() -> None:
     with connected(), pytest.raises(TimeoutError):
         dist.ProcessGroupGloo(store, 0, 2, options)
     store.close()
-    found = listens_at(b"".join(store.mine.values()))
+    found = find_listening_address(b"".join(store.mine.values()))
     assert found is not None
     host, port = found
     assert host == "127.0.0.1"
     assert port > 0
-    assert listens_at(b"nobody") is None
+    assert find_listening_address(b"nobody") is None
