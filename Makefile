@@ -35,11 +35,12 @@ schedules: $(READY)  ## data order and membership under random schedules; DATA_S
 	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} \
 		$(BIN)/python -m pytest tests/property/test_data_order.py tests/property/test_membership_schedules.py
 
-check: $(READY)  ## lint, format, types, import direction, terms
+check: $(READY)  ## lint, format, types, import direction, terms, mentioned files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_glossary.py tests/unit/test_docstrings.py
+	@$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_glossary.py tests/unit/test_docstrings.py \
+		tests/unit/test_mentions.py
 
 format: $(READY)  ## let ruff put everything into shape
 	@$(BIN)/ruff check --fix .

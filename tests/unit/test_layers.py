@@ -104,6 +104,14 @@ def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
     assert violations(path) == []
 
 
+def test_the_table_of_the_architecture_page_is_this_one() -> None:
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    rows = {
+        name: set(re.findall(r"`(\w+)`", others)) for name, others in re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.M)
+    }
+    assert rows == {name: others for name, others in MAY_IMPORT.items() if name != BASE}
+
+
 def test_there_are_files_to_check() -> None:
     assert len(sources()) > 50
 
