@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from farandole.testing.running_job import HOROVODRUN
-from tests.support.jobs import farandole_run
+from tests.support.jobs import farandole_run, horovodrun
 
 SHOW = "import os; print(*(f'{name}={value}' for name, value in os.environ.items() if name.startswith('HOROVOD_')))"
-
-
-def horovodrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [*HOROVODRUN, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def variables_of(line: str) -> dict[str, str]:
@@ -44,7 +37,7 @@ def test_workers_are_told_their_places_and_the_settings(tmp_path: Path) -> None:
 def test_scripts_find_horovod_under_horovodrun_and_only_with_our_option_elsewhere() -> None:
     code = "import importlib.util; print(importlib.util.find_spec('horovod') is not None)"
     for done, found in (
-        (horovodrun("-np", "1", sys.executable, "-c", code), "True"),
+        (horovodrun("-np", "1", sys.executable, "-c", code, fresh=True), "True"),
         (farandole_run("-np", "1", "--horovod", sys.executable, "-c", code, fresh=True), "True"),
         (farandole_run("-np", "1", sys.executable, "-c", code, fresh=True), "False"),
     ):
@@ -69,9 +62,10 @@ def test_a_job_with_a_discovery_script_is_elastic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("slots", "is_homogeneous"), [("2,127.0.0.1:1", False), ("1,127.0.0.1:2", False), ("3", True)])
-def test_workers_know_whether_all_hosts_have_equally_many(slots: str, is_homogeneous: bool) -> None:
-    code = "import horovod.torch as hvd; hvd.init(); print(hvd.mpi_ops.is_homogeneous())"
-    done = horovodrun("-np", "3", "-H", f"localhost:{slots}", sys.executable, "-c", code)
+def test_workers_know_whether_all_hosts_have_equally_many(tmp_path: Path, slots: str, is_homogeneous: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import horovod.torch as hvd; hvd.init(); print(hvd.mpi_ops.is_homogeneous())")
+    done = horovodrun("-np", "3", "-H", f"localhost:{slots}", sys.executable, str(script))
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()] == [str(is_homogeneous)] * 3
 
@@ -84,7 +78,7 @@ def test_other_machines_are_refused_with_their_names() -> None:
 
 @pytest.mark.parametrize("flag", ["--version", "-v"])
 def test_the_version_is_told(flag: str) -> None:
-    done = horovodrun(flag)
+    done = horovodrun(flag, fresh=True)
     assert done.returncode == 0
     assert done.stdout.startswith("farandole ")
 

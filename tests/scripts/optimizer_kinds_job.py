@@ -1,4 +1,4 @@
-"""Trains small networks side by side, each with an optimizer of another kind, while a worker dies and is replaced; each
+"""Trains small networks side by side, each with an optimizer of another kind, while workers die and are replaced; each
 worker writes down everything that came of it."""
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from optimizer_kinds import (
 import farandole as fd
 from farandole.testing.quick_start import without_compiler
 
-KILLED_AT = 9
+KILLED_AT = (9, 15, 3)
+"""As many of these steps as places of --die have a death. All are behind an uncommitted step, and evaluate."""
 
 
 class Job:
@@ -44,17 +45,21 @@ class Job:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self._deaths = sorted(KILLED_AT[: len(options.die)])
         self.joined = 0  # the first generation that this worker has trained in
 
     def wait(self) -> None:
-        """Train more and more slowly until the replacement has come."""
+        """After a death, train more and more slowly until the replacement has come."""
         self.joined = self.joined or fd.generation()
-        time.sleep(0.02 * 1.35**self.state.step if fd.generation() < 3 else 0)
+        passed = [at for at in self._deaths if at < self.state.step]
+        if fd.generation() < 1 + 2 * len(passed):
+            time.sleep(0.1 * 1.7 ** (self.state.step - passed[-1]))
 
-    def die(self, at: str) -> None:
-        """Once in the job, here, if this is the place."""
-        mark = self.options.folder / "killed"
-        if at == self.options.die and self.state.step == KILLED_AT and fd.rank() == 1 and not mark.exists():
+    def die(self, place: str) -> None:
+        """Once in the job, here, if this is the place for a death in this step."""
+        places = dict(zip(self._deaths, self.options.die, strict=True))
+        mark = self.options.folder / f"killed-{self.state.step}"
+        if places.get(self.state.step) == place and fd.rank() == 1 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -259,7 +264,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kinds", required=True, help="torch, written, or the name of a body")
     parser.add_argument("--way", choices=["optimizer", "ddp", "horovod"], default="optimizer")
-    parser.add_argument("--die", help="where a worker kills itself, once")
+    parser.add_argument("--die", nargs="+", help="places at which a worker kills itself, one after another")
     options = parser.parse_args()
     torch.set_num_threads(1)
     without_compiler()

@@ -10,8 +10,8 @@ its keeper, so that whatever a job leaves behind is seen.
                                         forks a fork server whenever the launcher wants one
 
 The client sends one end of a new connection for each job, and the descriptors of its standard output and error. The
-keeper reads a line of JSON there, {"arguments", "environment", "folder"}, and writes three, as things happen:
-{"pid"} of the launcher, {"code"} that it ended with, {"left"}: what was left behind, which has been killed.
+keeper reads a line of JSON there, {"program", "arguments", "environment", "folder"}, and writes three, as things
+happen: {"pid"} of the launcher, {"code"} that it ended with, {"left"}: what was left behind, which has been killed.
 """
 
 from __future__ import annotations
@@ -181,17 +181,17 @@ def _be_launcher(asked: Mapping[str, Any], output: int, error: int) -> NoReturn:
         os.setsid()  # no signal to the launcher's process group is for it
         _nurse(theirs, os.getppid())
     theirs.close()
-    _end_quickly(_launch, asked["arguments"], ours)
+    _end_quickly(_launch, asked["program"], asked["arguments"], ours)
 
 
-def _launch(arguments: Sequence[str], nursery: socket.socket) -> int:
+def _launch(program: str, arguments: Sequence[str], nursery: socket.socket) -> int:
     from farandole.agent import agent
     from farandole.agent.fork_server import ForkServer
     from farandole.agent.spawner import make_spawner
     from farandole.agent.subreaper import adopting_orphans
-    from farandole.launch import cli
+    from farandole.launch import cli, horovodrun
 
-    sys.argv = ["farandole", *arguments]
+    sys.argv = [program, *arguments]
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     one_at_a_time = threading.Lock()
 
@@ -210,7 +210,7 @@ def _launch(arguments: Sequence[str], nursery: socket.socket) -> int:
     ForkServer._begin = begin  # type: ignore[method-assign]
     if not any(word in ("--fork-server", "--no-fork-server") for word in arguments):
         agent.make_spawner = lambda use, *rest: make_spawner("on", *rest)  # the first workers as well
-    return cli.main(arguments)
+    return {"farandole": cli.main, "horovodrun": horovodrun.main}[program](arguments)
 
 
 def _nurse(connection: socket.socket, launcher: int) -> NoReturn:

@@ -19,12 +19,15 @@ from typing import IO
 
 from farandole.testing import running_job
 from farandole.testing.proof import Proof
+from farandole.testing.running_job import HOROVODRUN
 from tests.support.launching import Launched, launch, needs_imports_of_its_own
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ELASTIC_JOB = SCRIPTS / "elastic_job.py"
 
 _FARANDOLE = [sys.executable, "-m", "farandole"]
+_PROGRAMS = {tuple(_FARANDOLE): "farandole", HOROVODRUN: "horovodrun"}
+"""What the job server starts, by the beginnings of their command lines."""
 
 
 def farandole_run(*words: str, timeout_s: float = 60.0, fresh: bool = False) -> subprocess.CompletedProcess[str]:
@@ -34,11 +37,19 @@ def farandole_run(*words: str, timeout_s: float = 60.0, fresh: bool = False) -> 
 
 def farandole(*words: str, timeout_s: float = 60.0, fresh: bool = False) -> subprocess.CompletedProcess[str]:
     """Run `farandole ...` to its end. It may leave no process behind."""
-    command = [*_FARANDOLE, *words]
+    return _run([*_FARANDOLE, *words], timeout_s, fresh)
+
+
+def horovodrun(*words: str, timeout_s: float = 60.0, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run `horovodrun ...` to its end. It may leave no process behind."""
+    return _run([*HOROVODRUN, *words], timeout_s, fresh)
+
+
+def _run(command: Sequence[str], timeout_s: float, fresh: bool) -> subprocess.CompletedProcess[str]:
     if fresh or needs_imports_of_its_own():
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:
-        job = launch(words, output, error)
+        job = launch(command[3:], output, error, program=_PROGRAMS[tuple(command[:3])])
         try:
             code = job.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -47,7 +58,7 @@ def farandole(*words: str, timeout_s: float = 60.0, fresh: bool = False) -> subp
             print(_text(output), _text(error))
             raise
         assert job.left() == [], f"left behind by {command}"
-        return subprocess.CompletedProcess(command, code, _text(output), _text(error))
+        return subprocess.CompletedProcess([*command], code, _text(output), _text(error))
 
 
 def _text(file: IO[bytes]) -> str:
@@ -87,10 +98,12 @@ def start(
     command: Sequence[str], output: IO[bytes], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a command, with a file for its standard output and error; by the job server if it is `python -m farandole
-    ...`."""
-    if [*command[:3]] != _FARANDOLE or needs_imports_of_its_own(environment):
+    ...` or horovodrun."""
+    program = _PROGRAMS.get(tuple(command[:3]))
+    if program is None or needs_imports_of_its_own(environment):
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    return launch(command[3:], output, output, environment)  # type: ignore[return-value] # used in the same way
+    launched = launch(command[3:], output, output, environment, program=program)
+    return launched  # type: ignore[return-value] # used in the same way
 
 
 def check_job(proof: Proof, samples: int, epochs: int | None = None, workers_at_end: int | None = None) -> None:

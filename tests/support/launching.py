@@ -33,8 +33,8 @@ _SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")  # scikit-learn s
 class Launched:
     """A running `farandole ...` with an empty standard input. Ask for left() in the end, or use it in a `with`."""
 
-    def __init__(self, arguments: Sequence[str], connection: socket.socket) -> None:
-        self.args, self._connection = ["farandole", *arguments], connection
+    def __init__(self, program: str, arguments: Sequence[str], connection: socket.socket) -> None:
+        self.args, self._connection = [program, *arguments], connection
         self._said: dict[str, Any] = {}
         self._buffer = b""
         self._hear("pid", _START_S)
@@ -112,23 +112,26 @@ def launch(
     error: IO[Any],
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
+    program: str = "farandole",
 ) -> Launched:
     """Start `farandole ARGUMENTS`.
 
     output, error  files for its standard output and standard error
     environment    all of it; None: this process's own
     folder         its current directory; None: this process's own
+    program        "horovodrun" in its place
     """
     ours, theirs = socket.socketpair()
     with theirs:
         socket.send_fds(_server(), [b"j"], [theirs.fileno(), output.fileno(), error.fileno()])
     asked = {
+        "program": program,
         "arguments": [*arguments],
         "environment": dict(os.environ if environment is None else environment),
         "folder": str(folder or Path.cwd()),
     }
     ours.sendall(json.dumps(asked).encode() + b"\n")
-    return Launched(arguments, ours)
+    return Launched(program, arguments, ours)
 
 
 def needs_imports_of_its_own(environment: Mapping[str, str] | None = None) -> bool:
