@@ -89,9 +89,7 @@ def test_one_worker_leaves_room_for_those_that_may_come_later(script: str) -> No
 
 
 def test_hosts_that_are_all_this_machine_share_its_cores(script: str) -> None:
-    done = farandole_run(
-        "-np", str(MANY), "-H", f"localhost:{CORES},127.0.0.1:1", sys.executable, script, fresh=True
-    )
+    done = farandole_run("-np", str(MANY), "-H", f"localhost:{CORES},127.0.0.1:1", sys.executable, script, fresh=True)
     assert told(done) == ["['1', None, 1]"] * MANY
 
 

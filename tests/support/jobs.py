@@ -102,8 +102,8 @@ def start(
     program = _PROGRAMS.get(tuple(command[:3]))
     if program is None or needs_imports_of_its_own(environment):
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    launched = launch(command[3:], output, output, environment, program=program)
-    return launched  # type: ignore[return-value] # used in the same way
+    # It is used in the same way.
+    return launch(command[3:], output, output, environment, program=program)  # type: ignore[return-value]
 
 
 def check_job(proof: Proof, samples: int, epochs: int | None = None, workers_at_end: int | None = None) -> None:
