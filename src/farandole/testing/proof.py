@@ -115,8 +115,8 @@ class Proof:
         return statistics.median(gaps)
 
     def generations(self) -> dict[int, int]:
-        """Return the size by generation, of the generations that trained."""
-        return {r["generation"]: r["size"] for r in self.records if "after" in r}
+        """Return the size by generation, in their order, of the generations that trained."""
+        return dict(sorted((r["generation"], r["size"]) for r in self.records if "after" in r))
 
     def ends(self) -> list[Record]:
         return [record for record in self.records if "end" in record]
