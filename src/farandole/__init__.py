@@ -1,6 +1,7 @@
 """Farandole: elastic data-parallel training for PyTorch.
 
-The public names are loaded when first used: the command line must start without torch.
+The public names are loaded when first used: the command line must start without torch. Type checkers read the imports
+below, in which `X as X` marks a public name; Python reads _HOMES. A test compares the two.
 """
 
 from __future__ import annotations
@@ -9,95 +10,103 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farandole import elastic
-    from farandole.collectives.agreement import any, mean
-    from farandole.collectives.named import compression
-    from farandole.collectives.named import objects as functions
+    from farandole import elastic as elastic
+    from farandole.collectives.agreement import any as any, mean as mean
+    from farandole.collectives.named import compression as compression, objects
     from farandole.collectives.named.asynchronous import (
-        allgather_async,
-        allreduce_async,
-        allreduce_async_,
-        alltoall_async,
-        broadcast_async,
-        broadcast_async_,
-        grouped_allgather_async,
-        grouped_allreduce_async,
-        grouped_allreduce_async_,
-        grouped_reducescatter_async,
-        reducescatter_async,
+        allgather_async as allgather_async,
+        allreduce_async as allreduce_async,
+        allreduce_async_ as allreduce_async_,
+        alltoall_async as alltoall_async,
+        broadcast_async as broadcast_async,
+        broadcast_async_ as broadcast_async_,
+        grouped_allgather_async as grouped_allgather_async,
+        grouped_allreduce_async as grouped_allreduce_async,
+        grouped_allreduce_async_ as grouped_allreduce_async_,
+        grouped_reducescatter_async as grouped_reducescatter_async,
+        reducescatter_async as reducescatter_async,
     )
-    from farandole.collectives.named.compression import Compression
-    from farandole.collectives.named.handles import poll, synchronize
+    from farandole.collectives.named.compression import Compression as Compression
     from farandole.collectives.named.objects import (
-        allgather_object,
-        broadcast_object,
-        broadcast_optimizer_state,
-        broadcast_parameters,
+        allgather_object as allgather_object,
+        broadcast_object as broadcast_object,
+        broadcast_optimizer_state as broadcast_optimizer_state,
+        broadcast_parameters as broadcast_parameters,
     )
     from farandole.collectives.named.operations import (
-        allgather,
-        allreduce,
-        allreduce_,
-        alltoall,
-        barrier,
-        broadcast,
-        broadcast_,
-        grouped_allgather,
-        grouped_allreduce,
-        grouped_allreduce_,
-        grouped_reducescatter,
-        join,
-        reducescatter,
-        sparse_allreduce_async,
+        allgather as allgather,
+        allreduce as allreduce,
+        allreduce_ as allreduce_,
+        alltoall as alltoall,
+        barrier as barrier,
+        broadcast as broadcast,
+        broadcast_ as broadcast_,
+        grouped_allgather as grouped_allgather,
+        grouped_allreduce as grouped_allreduce,
+        grouped_allreduce_ as grouped_allreduce_,
+        grouped_reducescatter as grouped_reducescatter,
+        join as join,
+        reducescatter as reducescatter,
+        sparse_allreduce_async as sparse_allreduce_async,
     )
     from farandole.collectives.named.process_sets import (
-        ProcessSet,
-        add_process_set,
-        global_process_set,
-        remove_process_set,
+        ProcessSet as ProcessSet,
+        add_process_set as add_process_set,
+        global_process_set as global_process_set,
+        remove_process_set as remove_process_set,
     )
-    from farandole.collectives.named.settings import Adasum, Average, Max, Min, Product, Sum
-    from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
-    from farandole.collectives.named.timeline import start_timeline, stop_timeline
+    from farandole.collectives.named.settings import (
+        Adasum as Adasum,
+        Average as Average,
+        Max as Max,
+        Min as Min,
+        Product as Product,
+        Sum as Sum,
+    )
+    from farandole.collectives.named.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from farandole.collectives.named.tensor_queue import poll as poll, synchronize as synchronize
+    from farandole.collectives.named.timeline import start_timeline as start_timeline, stop_timeline as stop_timeline
     from farandole.errors import (
-        FarandoleError,
-        FatalError,
-        HorovodInternalError,
-        HostsUpdatedInterrupt,
-        RecoverableError,
+        FarandoleError as FarandoleError,
+        FatalError as FatalError,
+        HorovodInternalError as HorovodInternalError,
+        HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+        RecoverableError as RecoverableError,
     )
-    from farandole.launch.run_function import run
-    from farandole.optim import distributed_optimizer as optimizer
-    from farandole.optim.distributed_optimizer import DistributedOptimizer
-    from farandole.optim.weighting import weight
-    from farandole.parallel.data_parallel import DataParallel
+    from farandole.launch.run_function import run as run
+    from farandole.optim import distributed_optimizer
+    from farandole.optim.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+    from farandole.optim.weighting import weight as weight
+    from farandole.parallel.data_parallel import DataParallel as DataParallel
     from farandole.worker.capabilities import (
-        ccl_built,
-        cuda_built,
-        ddl_built,
-        gloo_built,
-        gloo_enabled,
-        mpi_built,
-        mpi_enabled,
-        mpi_threads_supported,
-        nccl_built,
-        rocm_built,
+        ccl_built as ccl_built,
+        cuda_built as cuda_built,
+        ddl_built as ddl_built,
+        gloo_built as gloo_built,
+        gloo_enabled as gloo_enabled,
+        mpi_built as mpi_built,
+        mpi_enabled as mpi_enabled,
+        mpi_threads_supported as mpi_threads_supported,
+        nccl_built as nccl_built,
+        rocm_built as rocm_built,
     )
     from farandole.worker.context import (
-        cross_rank,
-        cross_size,
-        device,
-        generation,
-        init,
-        is_homogeneous,
-        is_initialized,
-        local_rank,
-        local_size,
-        rank,
-        shutdown,
-        size,
-        slot,
+        cross_rank as cross_rank,
+        cross_size as cross_size,
+        device as device,
+        generation as generation,
+        init as init,
+        is_homogeneous as is_homogeneous,
+        is_initialized as is_initialized,
+        local_rank as local_rank,
+        local_size as local_size,
+        rank as rank,
+        shutdown as shutdown,
+        size as size,
+        slot as slot,
     )
+
+    functions, optimizer = objects, distributed_optimizer
 
 __version__ = "0.1.0.dev0"
 
@@ -109,7 +118,6 @@ _HOMES = {
         "grouped_allreduce_async_ grouped_reducescatter_async reducescatter_async"
     ),
     "collectives.named.compression": "Compression",
-    "collectives.named.handles": "poll synchronize",
     "collectives.named.objects": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
     "collectives.named.operations": (
         "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ grouped_allgather grouped_allreduce "
@@ -118,6 +126,7 @@ _HOMES = {
     "collectives.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
     "collectives.named.settings": "Adasum Average Max Min Product Sum",
     "collectives.named.sync_batch_norm": "SyncBatchNorm",
+    "collectives.named.tensor_queue": "poll synchronize",
     "collectives.named.timeline": "start_timeline stop_timeline",
     "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),
     "launch.run_function": "run",
@@ -144,92 +153,7 @@ _MODULES = {
 
 _HOME = {name: f"farandole.{home}" for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DataParallel",
-    "DistributedOptimizer",
-    "FarandoleError",
-    "FatalError",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "RecoverableError",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "any",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "compression",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "device",
-    "elastic",
-    "functions",
-    "generation",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mean",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_ops",
-    "mpi_threads_supported",
-    "nccl_built",
-    "optimizer",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "run",
-    "shutdown",
-    "size",
-    "slot",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-    "weight",
-]
+__all__ = sorted([*_HOME, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:

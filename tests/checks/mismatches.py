@@ -269,7 +269,7 @@ def check_many_operations_of_which_one_is_wrong() -> None:
 
 
 def check_every_rank_says_something_else() -> None:
-    assert_fails(lambda: fd.allreduce(torch.ones(fd.rank() + 1), name="each its own"), "rank 0 says")
+    assert_fails(lambda: fd.allreduce(torch.ones(fd.rank() + 1), name="each its own"), "rank 0 has")
     kinds: list[Begin] = [
         lambda: fd.allreduce(rows(), name="kinds"),
         lambda: fd.allgather(rows(), "kinds"),

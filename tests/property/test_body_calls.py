@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farandole.errors import PeerLost
 from farandole.worker.body_calls import BodyCalls

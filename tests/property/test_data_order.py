@@ -11,8 +11,7 @@ from itertools import chain, repeat
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farandole.data.epoch import NoLoaderHooks
 from farandole.data.index_stream import IndexStream

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import farandole as fd
 from farandole.state import step

@@ -10,10 +10,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 import msgspec
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from farandole.collectives.named.operation_requests import AllJoined, Execute, Fail, Key, Kind, Request
+from farandole.collectives.named.stages import AllJoined, Execute, Fail, Key, Kind, Request
 from farandole.collectives.transport import Reduction
 from tests.support.negotiating import Ranks, allreduce, group, request
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport

@@ -9,8 +9,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from farandole.data.stream_loader import StreamLoader
 from farandole.data.torch_loader import Prefetch

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.handles import Handle
-from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.operation_requests import GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.stages import GLOBAL_SET, Key, Kind, Request
+from farandole.collectives.named.tensor_queue import Handle, Submission
 from farandole.collectives.transport import Reduction
 from farandole.membership import Placement
 from tests.support.thread_world import ThreadTransport, ThreadWorld
@@ -64,13 +63,13 @@ def submit(
     """Submit one operation; everything that operations.py would have checked is up to the test."""
     key = Key(process_set, kind, name)
     if tensor is None:
-        operation = Operation(Request(key, **said))
+        submission = Submission(Request(key, **said))
     else:
         dtype = str(tensor.dtype).removeprefix("torch.")
         request = Request(key, dtype, tuple(tensor.shape) or (1,) * (kind is Kind.ALLGATHER), op=op, **said)
-        operation = Operation(request, tensor, in_place)
-    named.submit([operation])
-    return operation.handle
+        submission = Submission(request, tensor, in_place)
+    named.submit([submission])
+    return submission.handle
 
 
 def allreduce(named: NamedCollectives, name: str, tensor: torch.Tensor, **said: Any) -> Handle:

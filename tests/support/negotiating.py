@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.operation_requests import (
+from farandole.collectives.named.stages import (
     GLOBAL_SET,
     AllJoined,
-    Decision,
     Execute,
     Fail,
     Key,
     Kind,
     Request,
-    RoundPayload,
+    RequestList,
+    Response,
     SetAdded,
     SetRemoved,
 )
@@ -53,11 +53,11 @@ class Ranks:
         self.in_flight: list[dict[Key, Request]] = [{} for _ in range(size)]
         self.sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(size))}
         self.joined: dict[int, list[int]] = {}
-        self.payloads: list[RoundPayload] = []
+        self.request_lists: list[RequestList] = []
         self._removed: list[int] = []
-        self.ended: list[list[tuple[Key, Decision]]] = [[] for _ in range(size)]
+        self.ended: list[list[tuple[Key, Response]]] = [[] for _ in range(size)]
 
-    def round(self, *submitted: Sequence[Request], expired: Iterable[Key] = ()) -> list[Decision]:
+    def round(self, *submitted: Sequence[Request], expired: Iterable[Key] = ()) -> list[Response]:
         """One round; what each rank submits, by rank, and nothing from those that are left out."""
         every = [*submitted, *[()] * (self.size - len(submitted))]
         joins: list[tuple[int, int]] = []
@@ -69,21 +69,21 @@ class Ranks:
                     joins.append((each.key.process_set, rank))
         for number, rank in joins:
             self.joined.setdefault(number, []).append(rank)
-        payloads = [each.make_payload(rank, every[rank], expired) for rank, each in enumerate(self.negotiations)]
-        self.payloads = msgspec.msgpack.decode(msgspec.msgpack.encode(payloads), type=list[RoundPayload])
+        request_lists = [each.request_list(rank, every[rank], expired) for rank, each in enumerate(self.negotiations)]
+        self.request_lists = msgspec.msgpack.decode(msgspec.msgpack.encode(request_lists), type=list[RequestList])
         for rank, negotiation in enumerate(self.negotiations):
-            requested = [key for who, key in negotiation.requested(self.payloads) if who == rank]
+            requested = [key for who, key in negotiation.requested(self.request_lists) if who == rank]
             assert sorted(map(str, requested)) == sorted(str(each.key) for each in every[rank])
-        decided = [each.round(self.payloads) for each in self.negotiations]
+        decided = [each.round(self.request_lists) for each in self.negotiations]
         assert all(each == decided[0] for each in decided)
-        for decision in decided[0]:
-            self._check(decision)
+        for response in decided[0]:
+            self._check(response)
         waiting = [each.waiting() for each in self.negotiations]
         assert all(each == waiting[0] for each in waiting)
         self._check_waiting()
         return decided[0]
 
-    def everybody(self, *requests: Request) -> list[Decision]:
+    def everybody(self, *requests: Request) -> list[Response]:
         """A round in which all ranks submit this."""
         return self.round(*[requests] * self.size)
 
@@ -93,28 +93,28 @@ class Ranks:
 
     # Checks ------------------------------------------------------------------------------------------------
 
-    def _check(self, decision: Decision) -> None:
-        match decision:
+    def _check(self, response: Response) -> None:
+        match response:
             case Execute(operations):
-                self._check_fusion(decision)
-                for agreed in operations:
-                    assert agreed.ranks == self.sets[agreed.key.process_set]
-                    joined = self.joined.get(agreed.key.process_set, ())
-                    parts = [self.in_flight[rank].get(agreed.key) for rank in agreed.ranks]
-                    assert list(agreed.parts) == parts
-                    assert any(parts)
-                    assert all(part or rank in joined for rank, part in zip(agreed.ranks, parts, strict=True))
-                    if not all(parts):
-                        assert agreed.key.kind in (Kind.ALLREDUCE, Kind.BARRIER)
-                    present = [part for part in parts if part]
+                self._check_fusion(response)
+                for operation in operations:
+                    assert operation.ranks == self.sets[operation.key.process_set]
+                    joined = self.joined.get(operation.key.process_set, ())
+                    requests = [self.in_flight[rank].get(operation.key) for rank in operation.ranks]
+                    assert list(operation.requests) == requests
+                    assert any(requests)
+                    assert all(each or rank in joined for rank, each in zip(operation.ranks, requests, strict=True))
+                    if not all(requests):
+                        assert operation.key.kind in (Kind.ALLREDUCE, Kind.BARRIER)
+                    present = [each for each in requests if each]
                     assert (
-                        len({(part.dtype, part.op, part.prescale, part.postscale, part.root) for part in present}) == 1
+                        len({(each.dtype, each.op, each.prescale, each.postscale, each.root) for each in present}) == 1
                     )
-                    self._end(agreed.key, decision)
+                    self._end(operation.key, response)
             case Fail(key, message):
                 assert message
                 assert any(key in mine for mine in self.in_flight), f"{key} fails, and nobody waits for it"
-                self._end(key, decision)
+                self._end(key, response)
             case AllJoined(number, last_rank):
                 assert sorted(self.joined[number]) == list(self.sets[number])
                 assert self.joined.pop(number)[-1] == last_rank
@@ -124,36 +124,35 @@ class Ranks:
                         key for key in here if key.kind < Kind.ADD_PROCESS_SET
                     ]  # Sets change at the end of a round.
                     assert [key.kind for key in mine] == [Kind.JOIN]
-                    self.ended[rank].append((mine[0], decision))
+                    self.ended[rank].append((mine[0], response))
                     del self.in_flight[rank][mine[0]]
             case SetAdded(key, number, ranks):
                 assert number == max([*self.sets, *self._removed]) + 1
                 assert ranks not in self.sets.values()
                 self.sets[number] = ranks
-                self._end(key, decision)
+                self._end(key, response)
             case SetRemoved(key, number):
                 self._removed.append(number)
                 del self.sets[number]
                 self.joined.pop(number, None)
                 assert not any(each.process_set == number for mine in self.in_flight for each in mine)
-                self._end(key, decision)
+                self._end(key, response)
 
-    def _end(self, key: Key, decision: Decision) -> None:
+    def _end(self, key: Key, response: Response) -> None:
         for rank, mine in enumerate(self.in_flight):
             if mine.pop(key, None) is not None:
-                self.ended[rank].append((key, decision))
+                self.ended[rank].append((key, response))
 
     def _check_fusion(self, execute: Execute) -> None:
-        parts = [agreed.any_part for agreed in execute.operations]
-        if len(parts) == 1:
+        requests = [operation.any_request for operation in execute.operations]
+        if len(requests) == 1:
             return
-        assert {part.key.kind for part in parts} == {Kind.ALLREDUCE}
-        assert len({(part.dtype, part.op, part.prescale, part.key.process_set, part.group) for part in parts}) <= len(
-            {part.group for part in parts}
-        )
-        assert all(part.op != Reduction.ADASUM for part in parts)
-        if not parts[0].group:
-            assert sum(part.shape[0] * part.shape[1] * 4 for part in parts) <= self.fusion_bytes
+        assert {each.key.kind for each in requests} == {Kind.ALLREDUCE}
+        alike = {(each.dtype, each.op, each.prescale, each.key.process_set, each.group) for each in requests}
+        assert len(alike) <= len({each.group for each in requests})
+        assert all(each.op != Reduction.ADASUM for each in requests)
+        if not requests[0].group:
+            assert sum(each.shape[0] * each.shape[1] * 4 for each in requests) <= self.fusion_bytes
 
     def _check_waiting(self) -> None:
         for each in self.negotiations[0].waiting():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from typing import Any
 
@@ -99,3 +100,12 @@ def test_operations_are_horovods_numbers() -> None:
 @pytest.mark.parametrize("name", sorted(fd.__all__))
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(fd, name) is not None
+
+
+def test_type_checkers_and_python_get_every_public_name_from_the_same_module() -> None:
+    tree = ast.parse(inspect.getsource(fd))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.asname: node.module for node in imports for alias in node.names if alias.asname not in fd._MODULES}
+    del homes[None]  # modules that have another name here
+    assert homes == fd._HOME

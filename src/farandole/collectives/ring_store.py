@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farandole.collectives.named.submitted import Wake
+from farandole.collectives.connection_pair import Wake
 
 
 class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 
 from farandole.data import torch_loader
 from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division

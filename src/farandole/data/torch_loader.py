@@ -12,8 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, Subset, TensorDataset
 
 from farandole.errors import ConfigError, DataError
 

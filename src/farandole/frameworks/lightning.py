@@ -21,8 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from farandole.collectives import world
-from farandole.collectives.agreement import any as any_worker
-from farandole.collectives.agreement import mean
+from farandole.collectives.agreement import any as any_worker, mean
 from farandole.collectives.named.objects import broadcast_object
 from farandole.elastic import TorchState
 from farandole.errors import ConfigError

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from farandole.collectives import world
+from farandole.collectives.named.calls import Reduced, allreduce_together_
 from farandole.collectives.named.compression import NoneCompressor
-from farandole.collectives.named.handles import Handle, synchronize
 from farandole.collectives.named.operations import sparse_allreduce_async
 from farandole.collectives.named.process_sets import engine
 from farandole.collectives.named.settings import Average, Sum
+from farandole.collectives.named.tensor_queue import Handle, synchronize
 from farandole.collectives.named.timeline import process_timeline
-from farandole.collectives.named.together import Reduced, allreduce_together_
 from farandole.errors import HorovodInternalError
 from farandole.optim.optimizer_mixin import counts_passes
 from farandole.optim.options import Options

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError

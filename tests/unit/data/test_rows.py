@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDataset
 
 import farandole as fd
 from farandole.data.torch_loader import Rows, are_rows

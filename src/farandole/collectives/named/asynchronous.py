@@ -1,4 +1,6 @@
-"""Operations that return a handle at once: Horovod's names and order of arguments. operations.py has the others.
+"""Horovod's operations that return a handle at once. operations.py has those that wait.
+
+The names and the order of the arguments are Horovod's.
 
 All of them may be called from any thread, and in any order on different ranks: operations are matched by their name,
 unnamed ones by their running number. Tensors may lie on any device and need not be contiguous; they must not be changed
@@ -20,24 +22,22 @@ They also raise the error that ended the generation, when it has ended. synchron
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 
-from farandole.collectives.named.building import (
+from farandole.collectives.named.calls import (
     Call,
-    check_reduction,
-    check_root,
-    check_same_device,
-    check_tensor,
-    splits_of,
+    reduction,
+    submit_broadcast,
+    submit_exchange,
+    submit_gathering,
+    submit_reduction,
 )
-from farandole.collectives.named.handles import Handle
-from farandole.collectives.named.operation_requests import Kind
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.named.stages import Kind
+from farandole.collectives.named.tensor_queue import Handle
 from farandole.collectives.transport import Reduction
-from farandole.errors import HorovodInternalError
 
 
 def allreduce_async(
@@ -117,14 +117,14 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Copy the tensor of `root_rank` (a global rank, also in a process set) into a new one."""
-    return _broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, in_place=False)
+    return submit_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Overwrite `tensor` with that of `root_rank` (a global rank, also in a process set)."""
-    return _broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, in_place=True)
+    return submit_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, in_place=True)
 
 
 def alltoall_async(
@@ -141,10 +141,7 @@ def alltoall_async(
     Returns:
         A handle; synchronize() returns (tensor, rows received from each rank).
     """
-    call = Call(Kind.ALLTOALL, name, process_set)
-    check_tensor(call, tensor, at_least_1d=True)
-    call.add(tensor, splits=splits_of(call, tensor, splits))
-    return call.submit()
+    return submit_exchange(Call(Kind.ALLTOALL, name, process_set), tensor, splits)
 
 
 def reducescatter_async(
@@ -174,60 +171,3 @@ def grouped_reducescatter_async(
     """Reduce several tensors and scatter the rows of each, all of them together or none."""
     call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
     return submit_reduction(call, tensors, reduction(op), prescale_factor, postscale_factor)
-
-
-def reduction(op: int | None, average: bool | None = None) -> Reduction:
-    """Return the operator that `op` and the deprecated `average` select.
-
-    Raises ValueError if both are given, or for another op.
-    """
-    if average is None:
-        try:
-            return Reduction.AVERAGE if op is None else Reduction(op)
-        except ValueError:
-            names = ", ".join(each.name.capitalize() for each in Reduction)
-            raise ValueError(f"op must be one of {names}, got {op!r}") from None
-    if op is not None:
-        raise ValueError(f"op and average say the same thing; give op only (got op={op!r} and average={average!r})")
-    warnings.warn("average= is deprecated; give op=Average or op=Sum instead", DeprecationWarning, stacklevel=3)
-    return Reduction.AVERAGE if average else Reduction.SUM
-
-
-def submit_reduction(
-    call: Call,
-    tensors: Sequence[torch.Tensor],
-    op: Reduction,
-    prescale: float,
-    postscale: float,
-    *,
-    in_place: bool = False,
-) -> Handle:
-    """Submit an allreduce or reducescatter of these tensors as `call`."""
-    scatters = call.kind is Kind.REDUCESCATTER
-    if scatters and op not in (Reduction.SUM, Reduction.AVERAGE):
-        # Horovod's error for this case, which scripts may catch; all ranks are concerned, not one rank's tensor.
-        raise HorovodInternalError(f"{call.name}: a reducescatter takes op=Sum or op=Average, got {op.name}")
-    for tensor in tensors:
-        check_tensor(call, tensor, at_least_1d=scatters)
-        check_reduction(call, tensor, op, (prescale, postscale))
-    check_same_device(call, tensors)
-    for tensor in tensors:
-        call.add(tensor, in_place=in_place, op=op, prescale=prescale, postscale=postscale)
-    return call.submit()
-
-
-def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
-    """Submit an allgather of these tensors as `call`."""
-    for tensor in tensors:
-        check_tensor(call, tensor)
-    check_same_device(call, tensors)
-    for tensor in tensors:
-        call.add(tensor, shape=tensor.shape or (1,))
-    return call.submit()
-
-
-def _broadcast(call: Call, tensor: torch.Tensor, root_rank: int, *, in_place: bool) -> Handle:
-    check_tensor(call, tensor)
-    check_root(call, root_rank)
-    call.add(tensor, root=root_rank, in_place=in_place)
-    return call.submit()

@@ -1,8 +1,9 @@
 """Run the named collectives of one generation in a thread that matches the operations of all ranks and executes them.
 
 Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has submitted an
-operation or another rank has begun a round; then all ranks exchange their payloads, make the same decision
-(negotiation.py) and execute it in the same order (execution.py). A world of one does all this in the calling thread.
+operation or another rank has begun a round. Then all ranks exchange their request lists (Rounds), make the same
+decision (negotiation.py), and execute it in the same order (execution.py). A world of one does all this in the calling
+thread.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ import torch
 from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.named.execution import Execution
+from farandole.collectives.connection_pair import Wake
+from farandole.collectives.named.execution import Executor
 from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.operation_requests import (
+from farandole.collectives.named.pending import StallWatch
+from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.stages import (
     GLOBAL_SET,
     AllJoined,
-    Decision,
     Execute,
     Fail,
     Key,
     Kind,
-    RoundPayload,
+    RequestList,
+    Response,
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.named.settings import NamedSettings
-from farandole.collectives.named.stall import StallWatch
-from farandole.collectives.named.submitted import Submitted, Wake
+from farandole.collectives.named.tensor_queue import Submission, TensorQueue
 from farandole.collectives.named.timeline import Timeline, process_timeline
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
@@ -50,7 +51,7 @@ Connect = Callable[[tuple[int, ...], int], Transport]
 
 # The time for the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
 _CLOSE_TIMEOUT_S = 5.0
-_LOOK_EVERY_S = 1.0  # the interval of checks for stalls; a waiting thread wakes up as often
+_CHECK_EVERY_S = 1.0  # the interval of checks for stalls; a waiting thread wakes up as often
 
 
 class NamedCollectives:
@@ -77,15 +78,15 @@ class NamedCollectives:
         self._rounds = Rounds(transport)
         self._negotiation = Negotiation(placement.size, self.settings.cache_capacity, self.settings.fusion_bytes)
         self._stalls = StallWatch(self.settings.stall_warning_s, self.settings.stall_abort_s)
-        self._next_look_s = 0.0
+        self._next_check_s = 0.0
         self._expired: Sequence[Key] = ()
         self._timeline = timeline or process_timeline
-        self._execution = Execution(self._timeline)
+        self._executor = Executor(self._timeline)
         self._transports: dict[int, Transport] = {GLOBAL_SET: transport}
         self._sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
         self._numbers: defaultdict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
         self._wake = Wake() if placement.size > 1 else None
-        self._submitted = Submitted(self._wake)
+        self._queue = TensorQueue(self._wake)
         self._is_closing = False
         self._alone = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -109,21 +110,21 @@ class NamedCollectives:
         """Return the number for an unnamed operation: the same on all members, as long as all submit the same."""
         return next(self._numbers[kind, process_set])
 
-    def submit(self, operations: Sequence[Operation]) -> None:
+    def submit(self, submissions: Sequence[Submission]) -> None:
         """Submit operations; the other ranks learn of all of them in one round. Callable from any thread.
 
         Raises ValueError when one of the names is in flight in its process set, and the error that ended this
         generation if it has ended; then none is submitted. Raises StepError where collectives are refused (world.py).
         """
-        if operations:
-            world.raise_if_refused(operations[0].key.name)
-        self._submitted.add(operations)
+        if submissions:
+            world.raise_if_refused(submissions[0].key.name)
+        self._queue.add(submissions)
         if self._thread is None:
             self._run_alone()
 
     def raise_if_ended(self) -> None:
         """Raise the error that would end an operation now; for a world of one, where no other rank needs it."""
-        self._submitted.add(())
+        self._queue.add(())
         self._transports[GLOBAL_SET].barrier()
 
     def abort(self, reason: str) -> None:
@@ -145,7 +146,7 @@ class NamedCollectives:
         """
         self._is_closing = True
         if self._thread is not None and self._thread.is_alive():
-            self._submitted.wake()
+            self._queue.wake()
             self._thread.join(_CLOSE_TIMEOUT_S)
         self.abort("the named collectives were closed")
         self.wait_until_quiet()
@@ -175,10 +176,10 @@ class NamedCollectives:
     def _wait_for_reason(self, wake: Wake) -> bool:
         """Wait until a round is due. Return False when this rank is to leave instead."""
         transport = self._transports[GLOBAL_SET]
-        while not self._submitted.has_unsaid:
+        while not self._queue.has_unsent:
             if self._is_closing:
                 return False
-            if self._looks_for_stalls():
+            if self._check_stalls():
                 return True
             was_called = transport.wait_for_peer(wake.descriptor)
             if was_called or (was_called is False and not wake.is_set and self._is_over_for_all()):
@@ -191,144 +192,146 @@ class NamedCollectives:
         If no operation waits here, the neighbour may have finished normally. But the ranks beyond, which cannot see it,
         must not wait for it.
         """
-        if self._submitted.is_empty:
+        if self._queue.is_empty:
             self.abort("a neighbouring rank has left")
-        return not self._submitted.is_empty
+        return not self._queue.is_empty
 
-    def _looks_for_stalls(self) -> bool:
+    def _check_stalls(self) -> bool:
         """Warn, periodically, of operations that stall. Return whether one of them has expired."""
-        if self._stalls.is_on and now_s() >= self._next_look_s:
-            self._next_look_s = now_s() + _LOOK_EVERY_S
+        if self._stalls.is_on and now_s() >= self._next_check_s:
+            self._next_check_s = now_s() + _CHECK_EVERY_S
             report = self._stalls.check(now_s(), self._negotiation.waiting())
             self._expired = report.expired
-            if self._rank == 0:  # all ranks find the same
+            if self._rank == 0:  # the warnings are equal on all ranks
                 for warning in report.warnings:
                     logger.warning(warning)
         return bool(self._expired)
 
     def _round(self) -> None:
-        """Exchange payloads with all ranks, and execute the decisions. Raises the errors of the transport."""
-        unsent = self._submitted.take_unsaid()
-        payload = self._negotiation.make_payload(self._rank, [operation.request for operation in unsent], self._expired)
+        """Exchange requests with all ranks, and carry out the responses. Raises the errors of the transport."""
+        requests = [submission.request for submission in self._queue.take_unsent()]
+        request_list = self._negotiation.request_list(self._rank, requests, self._expired)
         self._expired = ()
-        received = self._rounds.exchange(payload)
+        request_lists = self._rounds.exchange(request_list)
         if self._timeline.is_on:
-            self._tell_timeline(received)
-        for decision in self._negotiation.round(received):
-            self._carry_out(decision)
+            self._record(request_lists)
+        for response in self._negotiation.round(request_lists):
+            self._carry_out(response)
 
-    def _tell_timeline(self, received: Sequence[RoundPayload]) -> None:
+    def _record(self, request_lists: Sequence[RequestList]) -> None:
+        """Record the requests of a round on the timeline."""
         self._timeline.cycle()
-        for rank, key in self._negotiation.requested(received):
+        for rank, key in self._negotiation.requested(request_lists):
             self._timeline.negotiate_start(key.name, key.kind)
             self._timeline.rank_ready(key.name, rank)
 
     def _end(self, error: BaseException) -> None:
         """End this rank's part in all rounds; every other rank, whose next round needs it, ends too."""
         self.abort(f"rank {self._rank} has ended its named collectives: {error}")
-        self._submitted.end(error)
+        self._queue.end(error)
 
     def _end_by_transport(self) -> None:
         """End the waiting operations, after an abort, with the transport's error."""
         try:
             self._transports[GLOBAL_SET].barrier()
         except Exception as error:  # noqa: BLE001 - handed on
-            self._submitted.end(error)
+            self._queue.end(error)
 
-    # Decisions -------------------------------------------------------------------------------------------
+    # Responses -------------------------------------------------------------------------------------------
 
-    def _carry_out(self, decision: Decision) -> None:
-        match decision:
+    def _carry_out(self, response: Response) -> None:
+        match response:
             case Execute():
-                self._execute(decision)
+                self._execute(response)
             case Fail():
-                self._finish(decision, CollectiveMismatch(decision.message))
+                self._finish(response, CollectiveMismatch(response.message))
             case AllJoined():
-                self._finish_join(decision)
+                self._finish_join(response)
             case SetAdded():
-                self._add_set(decision)
+                self._add_set(response)
             case SetRemoved():
-                self._remove_set(decision)
+                self._remove_set(response)
 
-    def _execute(self, decision: Execute) -> None:
+    def _execute(self, response: Execute) -> None:
+        operations = response.operations
         if self._timeline.is_on:
-            for each in decision.operations:
-                self._timeline.negotiate_end(each.key.name)
-        transport = self._transports.get(decision.operations[0].key.process_set)
+            for operation in operations:
+                self._timeline.negotiate_end(operation.key.name)
+        transport = self._transports.get(operations[0].key.process_set)
         if transport is None:
             return  # an operation of a process set without this rank
-        mine = [
-            None if each.parts[transport.rank] is None else self._submitted.find(each.key)
-            for each in decision.operations
+        submissions = [
+            None if operation.requests[transport.rank] is None else self._queue.find(operation.key)
+            for operation in operations
         ]
-        self._execution.carry_out(decision.operations, mine, transport)
-        self._submitted.forget(mine)
+        self._executor.execute(operations, submissions, transport)
+        self._queue.forget(submissions)
 
-    def _finish(self, decision: Fail | SetAdded | SetRemoved, result: object) -> None:
+    def _finish(self, response: Fail | SetAdded | SetRemoved, result: object) -> None:
         """End this rank's part, if it has one, with a result or with an error."""
-        self._timeline.negotiate_end(decision.key.name)
-        operation = self._submitted.find(decision.key)
-        if operation is not None:
+        self._timeline.negotiate_end(response.key.name)
+        submission = self._queue.find(response.key)
+        if submission is not None:
             if isinstance(result, BaseException):
-                operation.fail(result)
+                submission.fail(result)
             else:
-                operation.finish(result)
-            self._submitted.forget([operation])
+                submission.finish(result)
+            self._queue.forget([submission])
 
-    def _finish_join(self, decision: AllJoined) -> None:
+    def _finish_join(self, response: AllJoined) -> None:
         # Ranks that joined early submitted less: from here on the counts are equal again. The set has nothing in
         # flight.
         for key in list(self._numbers):
-            if key[1] == decision.process_set:
+            if key[1] == response.process_set:
                 del self._numbers[key]
-        for operation in self._submitted.in_flight():
-            if operation.key.kind is Kind.JOIN and operation.key.process_set == decision.process_set:
-                operation.finish(decision.last_rank)
-                self._submitted.forget([operation])
+        for submission in self._queue.in_flight():
+            if submission.key.kind is Kind.JOIN and submission.key.process_set == response.process_set:
+                submission.finish(response.last_rank)
+                self._queue.forget([submission])
 
-    def _add_set(self, decision: SetAdded) -> None:
+    def _add_set(self, response: SetAdded) -> None:
         """Open the connections of a new process set. Its members do so at the same point of the same round."""
-        ranks = decision.ranks
-        self._sets[decision.process_set] = ranks
+        ranks = response.ranks
+        self._sets[response.process_set] = ranks
         if self._rank in ranks:
             alone = len(ranks) == 1
-            transport = AloneTransport() if alone else self._connect(ranks, decision.process_set)
-            self._transports[decision.process_set] = transport
-        self._finish(decision, decision.process_set)
+            transport = AloneTransport() if alone else self._connect(ranks, response.process_set)
+            self._transports[response.process_set] = transport
+        self._finish(response, response.process_set)
 
-    def _remove_set(self, decision: SetRemoved) -> None:
+    def _remove_set(self, response: SetRemoved) -> None:
         """Close the connections of a process set. Operations that waited in it have failed before."""
-        self._sets.pop(decision.process_set, None)
-        transport = self._transports.pop(decision.process_set, None)
+        self._sets.pop(response.process_set, None)
+        transport = self._transports.pop(response.process_set, None)
         if transport is not None:
             transport.close()
-        self._finish(decision, True)
+        self._finish(response, True)
 
 
-# The exchange of a round: the payload of every rank goes to every rank ------------------------------------------------
+# The exchange of a round: the request list of every rank goes to every rank -------------------------------------------
 #
-# Payloads travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths
-# before. A second exchange follows only when some rank's payload does not fit.
+# Lists travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths before. A
+# second exchange follows only when some rank's list does not fit.
 
 TRAILER_BYTES = 64
 
 _TOO_LONG = 0xFF
-_NOTHING_NEW = RoundPayload()
+_NO_REQUESTS = RequestList()
 
-_encode: Callable[[RoundPayload], bytes] = msgspec.msgpack.Encoder().encode
-_decode: Callable[[bytes], RoundPayload] = msgspec.msgpack.Decoder(RoundPayload).decode
+_encode: Callable[[RequestList], bytes] = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], RequestList] = msgspec.msgpack.Decoder(RequestList).decode
 
 
 class Rounds:
-    """Exchanges payloads over one transport. For one thread."""
+    """Exchanges request lists over one transport. For one thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._nothing = torch.empty(0)
 
-    def exchange(self, payload: RoundPayload) -> list[RoundPayload]:
-        """Return the payload of every rank, by rank. Raises the errors of the transport."""
-        encoded = b"" if payload == _NOTHING_NEW else _encode(payload)
+    def exchange(self, request_list: RequestList) -> list[RequestList]:
+        """Return the request list of every rank, by rank. Raises the errors of the transport."""
+        encoded = b"" if request_list == _NO_REQUESTS else _encode(request_list)
         trailers = self._transport.all_reduce(self._nothing, _trailer(encoded))
         if all(trailer[0] != _TOO_LONG for trailer in trailers):
             return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
@@ -341,5 +344,5 @@ def _trailer(encoded: bytes) -> bytes:
     return (bytes([len(encoded)]) + encoded).ljust(TRAILER_BYTES, b"\0")
 
 
-def _received(encoded: bytes) -> RoundPayload:
-    return _decode(encoded) if encoded else _NOTHING_NEW
+def _received(encoded: bytes) -> RequestList:
+    return _decode(encoded) if encoded else _NO_REQUESTS

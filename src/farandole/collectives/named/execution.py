@@ -1,4 +1,4 @@
-"""Execute the decisions of a round: each kind of operation by its function, on tensors, through a transport."""
+"""Execute the operations that a round has decided: each kind by its function, on tensors, through a transport."""
 
 from __future__ import annotations
 
@@ -8,56 +8,59 @@ from collections.abc import Callable, Iterator
 import torch
 
 from farandole.collectives.named import adasum
-from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.operation_requests import Agreed, Kind, Request
+from farandole.collectives.named.stages import Kind, MatchedOperation, Request
+from farandole.collectives.named.tensor_queue import Submission
 from farandole.collectives.named.timeline import Timeline
 from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.tensor_bytes import byte_view, flat_view
 from farandole.collectives.transport import Reduction, Transport
 
 
-class Execution:
+class Executor:
     """Executes operations in one thread, and keeps the flat buffers of one generation."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._buffers = FusionBuffers()
         self._timeline = timeline
 
-    def carry_out(self, agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport) -> None:
+    def execute(
+        self, operations: tuple[MatchedOperation, ...], submissions: list[Submission | None], transport: Transport
+    ) -> None:
         """Execute one operation, or several allreduces that share a flat buffer, on the transport of their process set.
 
         Ends each of them with a result, or with an error of this rank alone. Raises the errors of the transport; then
         some operations have not ended.
 
-        `mine` are this rank's operations, in the same order; None where it contributes zeros because it has joined.
+        `submissions` are this rank's parts, in the same order; None where it contributes zeros because it has joined.
         """
-        first, kind = agreed[0], agreed[0].key.kind
-        with torch.no_grad(), self._shown(agreed):
-            if len(agreed) > 1:
-                all_reduce_fused(agreed, mine, transport, self._buffers)
+        operation, own = operations[0], submissions[0]
+        kind = operation.key.kind
+        with torch.no_grad(), self._recorded(operations):
+            if len(operations) > 1:
+                all_reduce_fused(operations, submissions, transport, self._buffers)
             elif kind is Kind.ALLREDUCE:
-                all_reduce(first, mine[0], transport)
+                all_reduce(operation, own, transport)
             elif kind is Kind.BARRIER:
-                if mine[0] is not None:  # a barrier needs no more than the requests of all ranks
-                    mine[0].finish(None)
-            elif mine[0] is None:
-                raise AssertionError(f"{first.key} was agreed on without this rank")
+                if own is not None:  # a barrier needs no more than the requests of all ranks
+                    own.finish(None)
+            elif own is None:
+                raise AssertionError(f"{operation.key} was matched without this rank")
             else:
-                _FUNCTIONS[kind](first, mine[0], transport)
+                _FUNCTIONS[kind](operation, own, transport)
 
     @contextlib.contextmanager
-    def _shown(self, agreed: tuple[Agreed, ...]) -> Iterator[None]:
+    def _recorded(self, operations: tuple[MatchedOperation, ...]) -> Iterator[None]:
         """Record the operations on the timeline, if there is one."""
         if not self._timeline.is_on:
             yield
             return
-        for each in agreed:
-            self._timeline.begin(each.key.name, each.key.kind.name)
+        for operation in operations:
+            self._timeline.begin(operation.key.name, operation.key.kind.name)
         try:
             yield
         finally:
-            for each in agreed:
-                self._timeline.end(each.key.name)
+            for operation in operations:
+                self._timeline.end(operation.key.name)
 
 
 # Allgather, broadcast and alltoall: bytes, so that any dtype will do --------------------------------------------------
@@ -69,49 +72,49 @@ class Execution:
 _TOGETHER_BYTES = 64 * 1024
 
 
-def all_gather(agreed: Agreed, mine: Operation, transport: Transport) -> None:
+def all_gather(operation: MatchedOperation, own: Submission, transport: Transport) -> None:
     """Gather all ranks' rows, in the order of the ranks. The handle also gets the number of rows from each."""
-    parts = _all_parts(agreed)
-    rows = [part.shape[0] for part in parts]
-    whole = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype_named(parts[0].dtype))
-    _gather_bytes(mine.read(), [as_bytes(slot) for slot in torch.split(whole, rows)], transport)
-    mine.deliver(whole, rows)
+    requests = _all_requests(operation)
+    rows = [request.shape[0] for request in requests]
+    whole = torch.empty((sum(rows), *requests[0].shape[1:]), dtype=dtype_named(requests[0].dtype))
+    _gather_bytes(own.read(), [as_bytes(slot) for slot in torch.split(whole, rows)], transport)
+    own.deliver(whole, rows)
 
 
-def broadcast(agreed: Agreed, mine: Operation, transport: Transport) -> None:
+def broadcast(operation: MatchedOperation, own: Submission, transport: Transport) -> None:
     """Copy the root's tensor into a new tensor or in place."""
-    root = agreed.ranks.index(agreed.any_part.root)
-    if transport.rank == root or (mine.in_place and mine.stream is None):
-        tensor = mine.buffer()
+    root = operation.ranks.index(operation.any_request.root)
+    if transport.rank == root or (own.in_place and own.stream is None):
+        tensor = own.buffer()
     else:
-        tensor = torch.empty(mine.request.shape, dtype=dtype_named(mine.request.dtype))
+        tensor = torch.empty(own.request.shape, dtype=dtype_named(own.request.dtype))
     transport.broadcast(as_bytes(tensor), root)
-    mine.deliver(tensor)
+    own.deliver(tensor)
 
 
-def all_to_all(agreed: Agreed, mine: Operation, transport: Transport) -> None:
+def all_to_all(operation: MatchedOperation, own: Submission, transport: Transport) -> None:
     """Receive from each rank the rows that it split off for this one. The handle also gets their number by rank.
 
     Every rank sees all bytes: a ring passes most of them through every rank anyway.
     """
-    parts, place = _all_parts(agreed), transport.rank
-    dtype, row_shape = dtype_named(parts[0].dtype), parts[0].shape[1:]
-    received = [part.splits[place] for part in parts]
+    requests, place = _all_requests(operation), transport.rank
+    dtype, row_shape = dtype_named(requests[0].dtype), requests[0].shape[1:]
+    received = [request.splits[place] for request in requests]
     whole = torch.empty((sum(received), *row_shape), dtype=dtype)
-    sent = [sum(part.splits) for part in parts]
-    own = mine.read()[: sent[place]]
-    if _travels_together([rows * _row_bytes(parts[0]) for rows in sent]):
+    sent = [sum(request.splits) for request in requests]
+    own_rows = own.read()[: sent[place]]
+    if _travels_together([rows * _row_bytes(requests[0]) for rows in sent]):
         everything = [torch.empty((rows, *row_shape), dtype=dtype) for rows in sent]
-        _gather_bytes(own, [as_bytes(each) for each in everything], transport)
-        for slot, tensor, part in zip(torch.split(whole, received), everything, parts, strict=True):
-            slot.copy_(_cut(tensor, part, place))
+        _gather_bytes(own_rows, [as_bytes(each) for each in everything], transport)
+        for slot, tensor, request in zip(torch.split(whole, received), everything, requests, strict=True):
+            slot.copy_(_cut(tensor, request, place))
     else:
-        for source, (slot, part) in enumerate(zip(torch.split(whole, received), parts, strict=True)):
+        for source, (slot, request) in enumerate(zip(torch.split(whole, received), requests, strict=True)):
             # One rank's tensor after the other, so that they are never all in memory at once.
-            tensor = own if source == place else torch.empty((sent[source], *row_shape), dtype=dtype)
+            tensor = own_rows if source == place else torch.empty((sent[source], *row_shape), dtype=dtype)
             transport.broadcast(as_bytes(tensor), source)
-            slot.copy_(_cut(tensor, part, place))
-    mine.deliver(whole, received)
+            slot.copy_(_cut(tensor, request, place))
+    own.deliver(whole, received)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,25 +141,25 @@ def _travels_together(lengths: list[int]) -> bool:
     return max(lengths) * len(lengths) <= _TOGETHER_BYTES
 
 
-def _all_parts(agreed: Agreed) -> list[Request]:
-    parts = [part for part in agreed.parts if part is not None]
-    assert len(parts) == len(agreed.ranks), f"{agreed.key} was agreed though a rank had joined"
-    return parts
+def _all_requests(operation: MatchedOperation) -> list[Request]:
+    requests = [request for request in operation.requests if request is not None]
+    assert len(requests) == len(operation.ranks), f"{operation.key} was matched though a rank had joined"
+    return requests
 
 
-def _row_bytes(part: Request) -> int:
-    return torch.Size(part.shape[1:]).numel() * dtype_named(part.dtype).itemsize
+def _row_bytes(request: Request) -> int:
+    return torch.Size(request.shape[1:]).numel() * dtype_named(request.dtype).itemsize
 
 
-def _cut(tensor: torch.Tensor, part: Request, place: int) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, request: Request, place: int) -> torch.Tensor:
     """Return the rows of one rank's tensor for the member at `place`."""
-    start = sum(part.splits[:place])
-    return tensor[start : start + part.splits[place]]
+    start = sum(request.splits[:place])
+    return tensor[start : start + request.splits[place]]
 
 
 # Allreduce and reducescatter: numbers ---------------------------------------------------------------------------------
 #
-# In an allreduce, this rank's operation `mine` is None when this rank has joined: then it contributes zeros.
+# In an allreduce, this rank's submission `own` is None when this rank has joined: then it contributes zeros.
 
 _SUMMED = {Reduction.AVERAGE: Reduction.SUM}
 _LOGICAL = {Reduction.SUM: Reduction.MAX, Reduction.PRODUCT: Reduction.MIN}
@@ -177,43 +180,46 @@ class FusionBuffers:
         return buffer[:numel]
 
 
-def all_reduce(agreed: Agreed, mine: Operation | None, transport: Transport) -> None:
+def all_reduce(operation: MatchedOperation, own: Submission | None, transport: Transport) -> None:
     """Reduce one tensor in its own memory or in a copy of it."""
-    part = agreed.any_part
-    tensor = torch.zeros(part.shape, dtype=dtype_named(part.dtype)) if mine is None else mine.buffer()
-    _reduce(_numbers(tensor), part, transport)
-    if mine is not None:
-        mine.deliver(tensor)
+    request = operation.any_request
+    tensor = torch.zeros(request.shape, dtype=dtype_named(request.dtype)) if own is None else own.buffer()
+    _reduce(_numbers(tensor), request, transport)
+    if own is not None:
+        own.deliver(tensor)
 
 
 def all_reduce_fused(
-    agreed: tuple[Agreed, ...], mine: list[Operation | None], transport: Transport, buffers: FusionBuffers
+    operations: tuple[MatchedOperation, ...],
+    submissions: list[Submission | None],
+    transport: Transport,
+    buffers: FusionBuffers,
 ) -> None:
     """Reduce several tensors of one dtype, op and scale by one reduction of a flat buffer."""
-    parts = [each.any_part for each in agreed]
-    sizes = [torch.Size(part.shape).numel() for part in parts]
-    dtype = dtype_named(parts[0].dtype)
+    requests = [operation.any_request for operation in operations]
+    sizes = [torch.Size(request.shape).numel() for request in requests]
+    dtype = dtype_named(requests[0].dtype)
     flat = buffers.take(dtype, sum(sizes))
     slots = torch.split(flat, sizes)
-    for slot, operation in zip(slots, mine, strict=True):
-        if operation is None:
+    for slot, own in zip(slots, submissions, strict=True):
+        if own is None:
             slot.zero_()
         else:
-            slot.copy_(operation.read().view(-1))
-    _reduce(_numbers(flat), parts[0], transport)
-    for slot, part, operation in zip(slots, parts, mine, strict=True):
-        if operation is not None:
+            slot.copy_(own.read().view(-1))
+    _reduce(_numbers(flat), requests[0], transport)
+    for slot, request, own in zip(slots, requests, submissions, strict=True):
+        if own is not None:
             # Out of place and on the CPU the slot itself must not be returned: it is used again.
-            result = slot.view(part.shape)
-            operation.deliver(result if operation.in_place or operation.stream is not None else result.clone())
+            result = slot.view(request.shape)
+            own.deliver(result if own.in_place or own.stream is not None else result.clone())
 
 
-def reduce_scatter(agreed: Agreed, mine: Operation, transport: Transport) -> None:
+def reduce_scatter(operation: MatchedOperation, own: Submission, transport: Transport) -> None:
     """Reduce the whole tensor, and keep this rank's rows: the first ranks get one more if they divide unevenly."""
-    tensor = mine.buffer()
-    _reduce(_numbers(tensor), agreed.any_part, transport)
+    tensor = own.buffer()
+    _reduce(_numbers(tensor), operation.any_request, transport)
     start, stop = rows_of(transport.rank, tensor.shape[0], transport.size)
-    mine.deliver(tensor[start:stop].clone())
+    own.deliver(tensor[start:stop].clone())
 
 
 def rows_of(rank: int, rows: int, size: int) -> tuple[int, int]:
@@ -235,18 +241,18 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return flat_view(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
 
 
-def _reduce(flat: torch.Tensor, part: Request, transport: Transport) -> None:
-    """Reduce a flat tensor in place as all ranks have agreed."""
-    op = Reduction(part.op)
-    if part.dtype == "bool":
+def _reduce(flat: torch.Tensor, request: Request, transport: Transport) -> None:
+    """Reduce a flat tensor in place as all ranks have requested."""
+    op = Reduction(request.op)
+    if request.dtype == "bool":
         transport.all_reduce(flat, op=_LOGICAL.get(op, op))
         return
-    prescale(flat, part.prescale)
+    prescale(flat, request.prescale)
     if op is Reduction.ADASUM:
         adasum.reduce(flat, transport)
     elif transport.size > 1:
         transport.all_reduce(flat, op=_SUMMED.get(op, op))
-    postscale(flat, op, transport.size, part.postscale)
+    postscale(flat, op, transport.size, request.postscale)
 
 
 # Scaling of numbers before and after they are summed, in place, by Horovod's rules for each dtype ---------------------
@@ -287,9 +293,9 @@ def _multiply(flat: torch.Tensor, factor: float) -> None:
         flat.copy_(flat.double().mul_(factor))
 
 
-# The function of each kind of operation; an allreduce and a barrier are handled by Execution --------------------------
+# The function of each kind of operation; Executor handles an allreduce and a barrier ----------------------------------
 
-_FUNCTIONS: dict[Kind, Callable[[Agreed, Operation, Transport], None]] = {
+_FUNCTIONS: dict[Kind, Callable[[MatchedOperation, Submission, Transport], None]] = {
     Kind.ALLGATHER: all_gather,
     Kind.BROADCAST: broadcast,
     Kind.ALLTOALL: all_to_all,

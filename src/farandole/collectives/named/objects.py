@@ -10,8 +10,10 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from farandole.collectives import world
-from farandole.collectives.named.operations import allgather, broadcast_, broadcast_async_, synchronize
+from farandole.collectives.named.asynchronous import broadcast_async_
+from farandole.collectives.named.operations import allgather, broadcast_
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.named.tensor_queue import synchronize
 
 
 def broadcast_parameters(params: Mapping[str, torch.Tensor] | Sequence[Any], root_rank: int) -> None:
@@ -105,7 +107,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            "cannot broadcast the state of torch.optim.LBFGS: it hangs together by more than its parameters; "
+            "cannot broadcast the state of torch.optim.LBFGS: its state belongs to all parameters together; "
             "broadcast_object(optimizer.state_dict()) and load_state_dict() copy it as a whole"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

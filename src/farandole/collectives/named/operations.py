@@ -1,68 +1,40 @@
-"""Horovod's operations on tensors that wait for their result; the asynchronous ones are re-exported.
+"""Horovod's operations on tensors that wait for their result, and the gradients that flow through them.
 
-Arguments as in asynchronous.py. All raise the errors of their asynchronous form and of synchronize().
+The names and the order of the arguments are Horovod's; the arguments are described in asynchronous.py. All functions
+raise the errors of their asynchronous form and of synchronize().
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from farandole.collectives.named import autograd
 from farandole.collectives.named.asynchronous import (
-    allgather_async,
     allreduce_async,
-    allreduce_async_,
     alltoall_async,
-    broadcast_async,
     broadcast_async_,
     grouped_allgather_async,
     grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    reducescatter_async,
+)
+from farandole.collectives.named.calls import (
+    Call,
     reduction,
+    submit_broadcast,
+    submit_exchange,
     submit_gathering,
     submit_reduction,
 )
-from farandole.collectives.named.building import Call
 from farandole.collectives.named.compression import Compression, Compressor
-from farandole.collectives.named.handles import poll, synchronize
-from farandole.collectives.named.operation_requests import Kind
-from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.named.process_sets import ProcessSet, engine, global_process_set
 from farandole.collectives.named.settings import Average
+from farandole.collectives.named.stages import Kind
+from farandole.collectives.named.tensor_queue import Handle, synchronize
 from farandole.collectives.transport import Reduction
 
-__all__ = [
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+Submit: TypeAlias = Callable[[Sequence[torch.Tensor]], Handle]
+"""Submits tensors to the plain or the grouped form of an operation."""
 
 
 def allreduce(
@@ -85,16 +57,8 @@ def allreduce(
         A tensor of the same shape, on the device of `tensor`.
     """
     call = Call(Kind.ALLREDUCE, name, process_set)
-    how, scales = reduction(op, average), (prescale_factor, postscale_factor)
-    small, context = compression.compress(tensor)
-    (result,) = autograd.all_reduce(
-        lambda inputs: submit_reduction(call, inputs, how, *scales),
-        [small],
-        how,
-        scales,
-        process_set,
-    )
-    return compression.decompress(result, context)
+    scales = prescale_factor, postscale_factor
+    return _reduce(_AllReduce, call, [tensor], compression, reduction(op, average), scales)[0]
 
 
 def allreduce_(
@@ -108,10 +72,8 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce `tensor` in place, and return it. After an error its content is undefined."""
     call = Call(Kind.ALLREDUCE, name, process_set)
-    how = reduction(op, average)
-    result: torch.Tensor = submit_reduction(
-        call, [tensor], how, prescale_factor, postscale_factor, in_place=True
-    ).take()
+    handle = submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor, in_place=True)
+    result: torch.Tensor = handle.take()
     return result
 
 
@@ -126,8 +88,8 @@ def allgather(
     Returns:
         A new tensor with the rows of all ranks.
     """
-    (result,) = autograd.all_gather(lambda inputs: allgather_async(inputs[0], name, process_set), [tensor], process_set)
-    return result
+    call = Call(Kind.ALLGATHER, name, process_set)
+    return _differentiable(_AllGather, lambda inputs: submit_gathering(call, inputs), [tensor], process_set)[0]
 
 
 def broadcast(
@@ -142,9 +104,10 @@ def broadcast(
     Returns:
         A tensor that equals the root's.
     """
-    return autograd.broadcast(
-        lambda inputs: broadcast_async(inputs[0], root_rank, name, process_set), tensor, root_rank, process_set
-    )
+    call = Call(Kind.BROADCAST, name, process_set)
+    return _differentiable(
+        _Broadcast, lambda inputs: submit_broadcast(call, inputs[0], root_rank), [tensor], root_rank, process_set
+    )[0]
 
 
 def broadcast_(
@@ -176,8 +139,9 @@ def alltoall(
         The received rows. With `splits` a pair: the tensor, and the number of its rows from each rank (int32, on the
         CPU).
     """
-    output, received = autograd.all_to_all(
-        lambda inputs: alltoall_async(inputs[0], splits, name, process_set), tensor, process_set
+    call = Call(Kind.ALLTOALL, name, process_set)
+    output, received = _differentiable(
+        _AllToAll, lambda inputs: submit_exchange(call, inputs[0], splits), [tensor], process_set
     )
     return output if splits is None else (output, received)
 
@@ -202,16 +166,8 @@ def reducescatter(
         The rows of this rank. The first ranks get one more where the rows cannot be divided evenly.
     """
     call = Call(Kind.REDUCESCATTER, name, process_set)
-    how, scales = reduction(op), (prescale_factor, postscale_factor)
-    small, context = compression.compress(tensor)
-    (result,) = autograd.reduce_scatter(
-        lambda inputs: submit_reduction(call, inputs, how, *scales),
-        [small],
-        how,
-        scales,
-        process_set,
-    )
-    return compression.decompress(result, context)
+    scales = prescale_factor, postscale_factor
+    return _reduce(_ReduceScatter, call, [tensor], compression, reduction(op), scales)[0]
 
 
 def join(device: int = -1) -> int:
@@ -254,16 +210,8 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Reduce several tensors (all on one device) into new ones. Gradients flow through it."""
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
-    how, scales = reduction(op, average), (prescale_factor, postscale_factor)
-    small, contexts = _compress(tensors, compression)
-    results = autograd.all_reduce(
-        lambda inputs: submit_reduction(call, inputs, how, *scales),
-        small,
-        how,
-        scales,
-        process_set,
-    )
-    return [compression.decompress(each, context) for each, context in zip(results, contexts, strict=True)]
+    scales = prescale_factor, postscale_factor
+    return _reduce(_AllReduce, call, tensors, compression, reduction(op, average), scales)
 
 
 def grouped_allreduce_(
@@ -277,10 +225,8 @@ def grouped_allreduce_(
 ) -> tuple[torch.Tensor, ...]:
     """Reduce several tensors in place."""
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
-    how = reduction(op, average)
-    results: tuple[torch.Tensor, ...] = submit_reduction(
-        call, tensors, how, prescale_factor, postscale_factor, in_place=True
-    ).take()
+    handle = submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor, in_place=True)
+    results: tuple[torch.Tensor, ...] = handle.take()
     return results
 
 
@@ -289,7 +235,7 @@ def grouped_allgather(
 ) -> tuple[torch.Tensor, ...]:
     """Gather the rows of several tensors from all ranks. Gradients flow through it."""
     call = Call(Kind.ALLGATHER, name, process_set, tensors)
-    return autograd.all_gather(lambda inputs: submit_gathering(call, inputs), tensors, process_set)
+    return _differentiable(_AllGather, lambda inputs: submit_gathering(call, inputs), tensors, process_set)
 
 
 def grouped_reducescatter(
@@ -303,23 +249,8 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduce several tensors, and keep this rank's rows of each. Gradients flow through it."""
     call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
-    how, scales = reduction(op), (prescale_factor, postscale_factor)
-    small, contexts = _compress(tensors, compression)
-    results = autograd.reduce_scatter(
-        lambda inputs: submit_reduction(call, inputs, how, *scales),
-        small,
-        how,
-        scales,
-        process_set,
-    )
-    return [compression.decompress(each, context) for each, context in zip(results, contexts, strict=True)]
-
-
-def _compress(
-    tensors: Sequence[torch.Tensor], compression: Compressor
-) -> tuple[Sequence[torch.Tensor], Sequence[object]]:
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    return [tensor for tensor, _ in pairs], [context for _, context in pairs]
+    scales = prescale_factor, postscale_factor
+    return _reduce(_ReduceScatter, call, tensors, compression, reduction(op), scales)
 
 
 # Sparse tensors, as in gradients of embeddings: entries are gathered, not added up ------------------------------------
@@ -349,3 +280,148 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape, check_invariants=False)
 
     return wait
+
+
+# Gradients, as in Horovod. The backward pass is a collective too: all ranks run it, in the same order -----------------
+
+
+def _reduce(
+    function: type[torch.autograd.Function],
+    call: Call,
+    tensors: Sequence[torch.Tensor],
+    compression: Compressor,
+    op: Reduction,
+    scales: tuple[float, float],
+) -> list[torch.Tensor]:
+    """Compress the tensors, reduce them as `call`, and decompress the results."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    results = _differentiable(
+        function,
+        lambda inputs: submit_reduction(call, inputs, op, *scales),
+        [tensor for tensor, _ in compressed],
+        op,
+        scales,
+        call.process_set,
+    )
+    return [compression.decompress(each, context) for each, (_, context) in zip(results, compressed, strict=True)]
+
+
+def _differentiable(
+    function: type[torch.autograd.Function], submit: Submit, tensors: Sequence[torch.Tensor], *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """Submit the tensors and wait; through `function` where gradients are recorded."""
+    # `submit` refuses arguments that are not tensors.
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+        results: tuple[torch.Tensor, ...] = function.apply(submit, *rest, *tensors)  # type: ignore[no-untyped-call]
+        return results
+    return _take(submit(tensors))
+
+
+def _take(handle: Handle) -> tuple[torch.Tensor, ...]:
+    """Return the result as a tuple, also for a plain operation."""
+    result = handle.take()
+    return result if isinstance(result, tuple) else (result,)
+
+
+class _AllReduce(torch.autograd.Function):
+    """The gradient is reduced as the tensor was."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        submit: Submit,
+        op: Reduction,
+        scales: tuple[float, float],
+        members: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.rest = op, scales, members
+        return _take(submit(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        op, (prescale, postscale), members = ctx.rest
+        handle = grouped_allreduce_async(gradients, None, None, op, prescale, postscale, members)
+        return (None, None, None, None, *handle.take())
+
+
+class _AllGather(torch.autograd.Function):
+    """The gradient is the average over all ranks of the part that belongs to this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, submit: Submit, members: ProcessSet, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        handle = submit(tensors)
+        results = _take(handle)
+        ctx.members, ctx.shapes, ctx.received = members, [tensor.shape for tensor in tensors], handle.received
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        handle = grouped_allreduce_async(gradients, op=Reduction.AVERAGE, process_set=ctx.members)
+        place = ctx.members.rank()
+        mine = [
+            average.split(rows)[place].view(shape)
+            for average, rows, shape in zip(handle.take(), ctx.received, ctx.shapes, strict=True)
+        ]
+        return (None, None, *mine)
+
+
+class _Broadcast(torch.autograd.Function):
+    """The root's gradient is the average over all ranks; that of the others is zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, submit: Submit, root_rank: int, members: ProcessSet, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.root_rank, ctx.members = root_rank, members
+        return _take(submit([tensor]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        handle = allreduce_async(gradients[0], op=Reduction.AVERAGE, process_set=ctx.members)
+        average = handle.take()
+        return None, None, None, average if engine().rank == ctx.root_rank else torch.zeros_like(average)
+
+
+class _AllToAll(torch.autograd.Function):
+    """The rows of the gradient go back to the ranks that the tensor's rows came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, submit: Submit, members: ProcessSet, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = submit([tensor]).take()
+        ctx.members, ctx.received, ctx.rows = members, received, tensor.shape[0]
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        handle = alltoall_async(gradients[0], ctx.received, process_set=ctx.members)
+        back, _ = handle.take()
+        kept = back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])  # rows that no rank received
+        return None, None, torch.cat([back, kept])
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """The gradient gathers the rows of all, times the number of ranks for a Sum, as in Horovod."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        submit: Submit,
+        op: Reduction,
+        scales: tuple[float, float],
+        members: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.members, ctx.factor = members, scales[0] * scales[1]
+        if op is Reduction.SUM:
+            ctx.factor *= members.size()
+        return _take(submit(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        scaled = [gradient * ctx.factor for gradient in gradients]
+        handle = grouped_allgather_async(scaled, process_set=ctx.members)
+        return (None, None, None, None, *handle.take())

@@ -9,9 +9,8 @@ import msgspec
 import torch
 
 from farandole.collectives import world
-from farandole.collectives.named.handles import Handle
-from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.operation_requests import GLOBAL_SET, Key, Kind, Request
+from farandole.collectives.named.stages import GLOBAL_SET, Key, Kind, Request
+from farandole.collectives.named.tensor_queue import Handle, Submission
 from farandole.errors import CollectiveMismatch, HorovodInternalError
 
 if TYPE_CHECKING:
@@ -33,12 +32,12 @@ class ProcessSet:
     def __init__(self, ranks: Iterable[int]) -> None:
         """Create a process set of these ranks. Raises ValueError unless they are distinct ranks."""
         if not isinstance(ranks, Iterable):
-            raise ValueError(f"a ProcessSet is made of ranks, got {ranks!r} (communicators of MPI are not known here)")
+            raise ValueError(f"a ProcessSet is made of ranks, got {ranks!r} (communicators of MPI are not supported)")
         self._ranks = sorted(ranks)
         if any(not isinstance(rank, int) or rank < 0 for rank in self._ranks):
-            raise ValueError(f"a ProcessSet is made of ranks, from 0 on, got {self._ranks}")
+            raise ValueError(f"the ranks of a ProcessSet are integers from 0 on, got {self._ranks}")
         if len(set(self._ranks)) < len(self._ranks):
-            raise ValueError(f"a ProcessSet has each rank once, got {self._ranks}")
+            raise ValueError(f"a ProcessSet must not contain a rank twice, got {self._ranks}")
         self.process_set_id: int | None = None
 
     @property
@@ -165,9 +164,9 @@ def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = F
         _added.extend(process_sets)
         return
     wanted = [tuple(each.ranks or ()) for each in process_sets]
-    heard = _gather(wanted, named)
-    if any(theirs != wanted for theirs in heard):
-        raise ValueError(f"init(): ranks disagree on process_sets; by rank: {heard}")
+    by_rank = _gather(wanted, named)
+    if any(theirs != wanted for theirs in by_rank):
+        raise ValueError(f"init(): ranks disagree on process_sets; by rank: {by_rank}")
     for place, ranks in enumerate(wanted):
         _require_possible(ranks, named)
         if ranks in wanted[:place]:
@@ -190,9 +189,9 @@ def recreate(is_newcomer: bool) -> None:
     """
     named = engine()
     mine = [tuple(each.ranks or ()) for each in _added]
-    heard = _gather([*mine, (-1,)] if is_newcomer else mine, named)
-    members = [theirs for theirs in heard if (-1,) not in theirs]
-    everything = dict.fromkeys(ranks for theirs in members or heard for ranks in theirs if ranks != (-1,))
+    by_rank = _gather([*mine, (-1,)] if is_newcomer else mine, named)
+    members = [theirs for theirs in by_rank if (-1,) not in theirs]
+    everything = dict.fromkeys(ranks for theirs in members or by_rank for ranks in theirs if ranks != (-1,))
     size = len(named.process_sets[GLOBAL_SET])
     possible = [ranks for ranks in everything if ranks and ranks[-1] < size and len(ranks) < size]
     _change(named, Kind.ADD_PROCESS_SET, possible)
@@ -232,11 +231,11 @@ def _change(named: NamedCollectives, kind: Kind, all_ranks: Sequence[tuple[int, 
     if not all_ranks:
         return ()
     handle = Handle(len(all_ranks), is_group=True)
-    operations = []
+    submissions = []
     for part, ranks in enumerate(all_ranks):
         name = f"{kind.name.lower()}.{named.next_number(kind, GLOBAL_SET)}"
-        operations.append(Operation(Request(Key(GLOBAL_SET, kind, name), ranks=ranks), handle=handle, part=part))
-    named.submit(operations)
+        submissions.append(Submission(Request(Key(GLOBAL_SET, kind, name), ranks=ranks), handle=handle, part=part))
+    named.submit(submissions)
     try:
         numbers: Sequence[int] = handle.take()
     except CollectiveMismatch as error:
@@ -249,9 +248,9 @@ def _gather(mine: Sequence[tuple[int, ...]], named: NamedCollectives) -> list[li
     payload = msgspec.json.encode(mine)
     name = f"process_sets.{named.next_number(Kind.ALLGATHER, -1)}"
     request = Request(Key(GLOBAL_SET, Kind.ALLGATHER, name), "uint8", (len(payload),))
-    operation = Operation(request, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    named.submit([operation])
-    parts = operation.handle.take().split(operation.handle.received[0])
+    submission = Submission(request, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    named.submit([submission])
+    parts = submission.handle.take().split(submission.handle.received[0])
     return [msgspec.json.decode(bytes(part.tolist()), type=list[tuple[int, ...]]) for part in parts]
 
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from farandole.clock import now_ns, wall_time_s
 from farandole.collectives import world
-from farandole.collectives.named.operation_requests import Kind
+from farandole.collectives.named.stages import Kind
 
 logger = logging.getLogger("farandole")
 
@@ -69,34 +69,34 @@ class Timeline:
 
     def negotiate_start(self, name: str, kind: Kind) -> None:
         """Record that the first rank has submitted an operation; more calls until negotiate_end() change nothing."""
-        self._tell(BEGIN, name, f"NEGOTIATE_{kind.name}")
+        self._record(BEGIN, name, f"NEGOTIATE_{kind.name}")
 
     def rank_ready(self, name: str, rank: int) -> None:
         """Record that a rank has submitted it."""
-        self._tell(INSTANT, name, str(rank))
+        self._record(INSTANT, name, str(rank))
 
     def negotiate_end(self, name: str) -> None:
         """Record that it is decided."""
-        self._tell(END, name, "")
+        self._record(END, name, "")
 
     def begin(self, name: str, activity: str) -> None:
         """Record that it, or a part of it, is executed; activities may be nested."""
-        self._tell(BEGIN, name, activity)
+        self._record(BEGIN, name, activity)
 
     def end(self, name: str) -> None:
         """Record the end of the last activity that began."""
-        self._tell(END, name, "")
+        self._record(END, name, "")
 
     def cycle(self) -> None:
         """Record the start of a round of negotiation."""
         recording = self._recording
         if recording is not None and recording.marks_cycles:
-            recording.tell(CYCLE, "", "CYCLE_START")
+            recording.record(CYCLE, "", "CYCLE_START")
 
-    def _tell(self, mark: str, name: str, text: str) -> None:
+    def _record(self, mark: str, name: str, text: str) -> None:
         recording = self._recording
         if recording is not None:
-            recording.tell(mark, name, text)
+            recording.record(mark, name, text)
 
     def _stop(self) -> None:
         recording, self._recording = self._recording, None
@@ -119,7 +119,7 @@ class _Recording:
         self._thread = threading.Thread(target=self._run, name="farandole-timeline", daemon=True)
         self._thread.start()
 
-    def tell(self, mark: str, name: str, text: str) -> None:
+    def record(self, mark: str, name: str, text: str) -> None:
         if self.has_failed:
             return
         if len(self._records) >= self._most_records:
@@ -131,7 +131,7 @@ class _Recording:
         self._stopping.set()
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("timeline %s: the disk hangs; the file may lack its end", self.path)
+            logger.warning("timeline %s: the disk does not respond; the file may lack its end", self.path)
 
     def _run(self) -> None:
         try:
@@ -141,7 +141,7 @@ class _Recording:
         except OSError as error:
             self.has_failed = True
             self._records.clear()
-            logger.warning("timeline %s: %s; nothing more is recorded, training goes on", self.path, error)
+            logger.warning("timeline %s: %s; the recording ends, training continues", self.path, error)
         finally:
             with contextlib.suppress(OSError):
                 self._writer.close()

@@ -1,6 +1,6 @@
-"""Check that all members' requests for one operation agree: a check for each kind. Pure.
+"""Check that all members' requests for one operation agree, and build the errors of those that do not. Pure.
 
-negotiation.py asks once every member has submitted the operation, so that all of them get the same answer.
+negotiation.py calls it once every member has requested the operation, so that all of them get the same answer.
 """
 
 from __future__ import annotations
@@ -8,93 +8,92 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from farandole.collectives.named.operation_requests import CPU, Key, Kind, Request
+from farandole.collectives.named.stages import CPU, Fail, Key, Kind, PendingOperation, Request
 from farandole.collectives.transport import Reduction
 
-Voices: TypeAlias = Sequence[tuple[int, Request]]
+RankedRequests: TypeAlias = Sequence[tuple[int, Request]]
 """Global ranks and their requests, in the order of the ranks."""
 
 _JOINABLE = {Kind.ALLREDUCE, Kind.BARRIER}  # a rank without data can only add zeros, and wait
 
 
-def why_invalid(key: Key, ranks: tuple[int, ...], parts: Sequence[Request | None]) -> str | None:
-    """Return a message with ranks and values, sent to all of them; None if the operation can be executed.
+def why_invalid(key: Key, ranks: tuple[int, ...], requests: Sequence[Request | None]) -> str | None:
+    """Return an error message with ranks and values, equal on all members; None if the operation can be executed.
 
-    `ranks` are the members of the process set; `parts` are their requests, in the same order; None for a member that
-    has joined.
+    `ranks` are the members of the process set; `requests` are theirs, in the same order; None for a member that has
+    joined.
     """
-    voices = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if part is not None]
-    what = key.kind.name.lower()
-    if key.kind not in _JOINABLE and len(voices) < len(ranks):
-        missing = [rank for rank, part in zip(ranks, parts, strict=True) if part is None]
+    present = [(rank, request) for rank, request in zip(ranks, requests, strict=True) if request is not None]
+    if key.kind not in _JOINABLE and len(present) < len(ranks):
+        missing = [rank for rank, request in zip(ranks, requests, strict=True) if request is None]
         has = "has" if len(missing) == 1 else "have"
         problem: str | None = f"{ranks_in_words(missing)} {has} called join(); only allreduce and barrier work then"
     else:
-        problem = next((found for check in _CHECKS[key.kind] if (found := check(voices, ranks))), None)
-    return None if problem is None else f"{what} {key.name!r}: {problem}"
+        problem = next((found for check in _CHECKS[key.kind] if (found := check(present, ranks))), None)
+    return None if problem is None else f"{operation_in_words(key)}: {problem}"
 
 
-def _dtypes(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the dtype", lambda part: part.dtype)
+def _dtypes(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+    return _difference(requests, "the dtype", lambda request: request.dtype)
 
 
-def _devices(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the device", lambda part: "CPU" if part.device == CPU else "CUDA")
+def _devices(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+    return _difference(requests, "the device", lambda request: "CPU" if request.device == CPU else "CUDA")
 
 
-def _shapes(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the shape", lambda part: part.shape, _list)
+def _shapes(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+    return _difference(requests, "the shape", lambda request: request.shape, _list)
 
 
-def _rows(voices: Voices, _: tuple[int, ...]) -> str | None:
+def _rows(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
     """Check the first dimension, which every tensor must have and which may differ; the others may not."""
-    return _scalars(voices, _) or _difference(
-        voices, "the shape of one row (all dimensions but the first)", lambda part: part.shape[1:], _list
+    return _scalars(requests, _) or _difference(
+        requests, "the shape of one row (all dimensions but the first)", lambda request: request.shape[1:], _list
     )
 
 
-def _scalars(voices: Voices, _: tuple[int, ...]) -> str | None:
-    scalars = [rank for rank, part in voices if not part.shape]
+def _scalars(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+    scalars = [rank for rank, request in requests if not request.shape]
     if not scalars:
         return None
     return f"the tensor of {ranks_in_words(scalars)} is a scalar; it needs at least one dimension"
 
 
-def _ops(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the reduction", lambda part: part.op, _op)
+def _ops(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+    return _difference(requests, "the reduction", lambda request: request.op, _op)
 
 
-def _scales(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the prescale factor", lambda part: part.prescale) or _difference(
-        voices, "the postscale factor", lambda part: part.postscale
+def _scales(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+    return _difference(requests, "the prescale factor", lambda request: request.prescale) or _difference(
+        requests, "the postscale factor", lambda request: request.postscale
     )
 
 
-def _roots(voices: Voices, ranks: tuple[int, ...]) -> str | None:
-    found = _difference(voices, "the root rank", lambda part: part.root)
-    if found is None and voices[0][1].root not in ranks:
-        return f"root rank {voices[0][1].root} is not in the process set, which has {ranks_in_words(ranks)}"
+def _roots(requests: RankedRequests, ranks: tuple[int, ...]) -> str | None:
+    found = _difference(requests, "the root rank", lambda request: request.root)
+    if found is None and requests[0][1].root not in ranks:
+        return f"root rank {requests[0][1].root} is not in the process set, which has {ranks_in_words(ranks)}"
     return found
 
 
-def _splits(voices: Voices, ranks: tuple[int, ...]) -> str | None:
-    for rank, part in voices:
-        rows = part.shape[0]
-        if not part.splits and rows % len(ranks):
-            return f"rank {rank} has {rows} rows, which cannot be dealt out evenly to {len(ranks)} ranks"
-        if part.splits and (len(part.splits) != len(ranks) or min(part.splits) < 0 or sum(part.splits) > rows):
+def _splits(requests: RankedRequests, ranks: tuple[int, ...]) -> str | None:
+    for rank, request in requests:
+        rows, splits = request.shape[0], request.splits
+        if not splits and rows % len(ranks):
+            return f"rank {rank} has {rows} rows, which cannot be divided evenly among {len(ranks)} ranks"
+        if splits and (len(splits) != len(ranks) or min(splits) < 0 or sum(splits) > rows):
             return (
-                f"rank {rank} has splits {list(part.splits)}; needed are {len(ranks)} counts that add up to at most "
-                f"its {rows} rows"
+                f"rank {rank} has splits {list(splits)}; needed are {len(ranks)} counts that add up to at most its "
+                f"{rows} rows"
             )
     return None
 
 
-def _sets(voices: Voices, _: tuple[int, ...]) -> str | None:
-    return _difference(voices, "the ranks of the process set", lambda part: part.ranks, _list)
+def _sets(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+    return _difference(requests, "the ranks of the process set", lambda request: request.ranks, _list)
 
 
-Check: TypeAlias = Callable[[Voices, tuple[int, ...]], str | None]
+Check: TypeAlias = Callable[[RankedRequests, tuple[int, ...]], str | None]
 
 _CHECKS: dict[Kind, tuple[Check, ...]] = {
     Kind.ALLREDUCE: (_dtypes, _shapes, _ops, _scales, _devices),
@@ -110,13 +109,13 @@ _CHECKS: dict[Kind, tuple[Check, ...]] = {
 
 
 def _difference(
-    voices: Voices, what: str, value: Callable[[Request], object], text: Callable[[object], str] = str
+    requests: RankedRequests, what: str, value: Callable[[Request], object], text: Callable[[object], str] = str
 ) -> str | None:
-    first = value(voices[0][1])
-    if all(value(part) == first for _, part in voices):
+    first = value(requests[0][1])
+    if all(value(request) == first for _, request in requests):
         return None
-    said = who_says_what((rank, text(value(part))) for rank, part in voices)
-    return None if said is None else f"ranks disagree on {what}: {said}"  # None where all values are nan
+    values = values_by_rank((rank, text(value(request))) for rank, request in requests)
+    return None if values is None else f"ranks disagree on {what}: {values}"  # None where all values are nan
 
 
 def _list(numbers: object) -> str:
@@ -128,9 +127,59 @@ def _op(number: object) -> str:
     return next((each.name.capitalize() for each in Reduction if each == number), str(number))
 
 
+# Errors of operations that depend on each other, for each rank that submitted one of them -----------------------------
+
+_MOST_LISTED = 3  # of one rank's operations
+
+
+def fail_group(group: Sequence[PendingOperation], bad: Sequence[Fail]) -> list[Fail]:
+    """Fail all operations of a group because of some, which have their own message."""
+    messages = {fail.key: fail.message for fail in bad}
+    why = f"another operation of its group {group[0].group!r} failed: {bad[0].message}"
+    return [Fail(each.key, messages.get(each.key) or f"{operation_in_words(each.key)}: {why}") for each in group]
+
+
+def fail_contradictory(cluster: Sequence[PendingOperation]) -> list[Fail]:
+    """Fail all operations of a cluster; the message lists each rank's operations."""
+    by_rank: dict[int, list[str]] = {}
+    for pending in cluster:
+        for rank, request in zip(pending.members.ranks, pending.requests, strict=True):
+            if request is not None:
+                group = f" of group {request.group!r} with {request.group_size}" if request.group else ""
+                by_rank.setdefault(rank, []).append(operation_in_words(pending.key) + group)
+    found = values_by_rank(((rank, _shortened(by_rank[rank])) for rank in sorted(by_rank)), verb="submitted")
+    message = f"ranks disagree on a name or a group: {found or 'all submitted only a part of the group'}"
+    return [Fail(pending.key, message) for pending in cluster]
+
+
+def fail_outsiders(pending: PendingOperation) -> Fail:
+    """Fail an operation that ranks outside of its process set have submitted."""
+    members, outsiders = ranks_in_words(pending.members.ranks), ranks_in_words(pending.outsiders)
+    problem = f"{outsiders} submitted it, but process set {pending.members.number} has {members}"
+    return Fail(pending.key, f"{operation_in_words(pending.key)}: {problem}")
+
+
+def fail_expired(pending: PendingOperation, awaited: Sequence[int], together: Sequence[PendingOperation]) -> list[Fail]:
+    """Fail an operation that has waited for these ranks for too long, and all operations that belong to it."""
+    submitted_by, missing = ranks_in_words(pending.requested_by()), ranks_in_words(awaited)
+    what = f"{operation_in_words(pending.key)} was given up after waiting for too long"
+    message = f"{what}: {submitted_by} submitted it, {missing} did not"
+    return [Fail(each.key, message) for each in together]
+
+
+def _shortened(names: list[str]) -> str:
+    more = [f"{len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
+    return " and ".join(names[:_MOST_LISTED] + more)
+
+
 # Ranks and their values, as text for messages -------------------------------------------------------------------------
 
 _SHOWN = 8  # In a large world a message lists only the first entries.
+
+
+def operation_in_words(key: Key) -> str:
+    """Return an operation as "allreduce 'x'"."""
+    return f"{key.kind.name.lower()} {key.name!r}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -142,10 +191,10 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"
 
 
-def who_says_what(values: Iterable[tuple[int, str]]) -> str | None:
-    """Return "ranks 0 and 2 say float32, rank 1 says int64", or None where all values are equal.
+def values_by_rank(values: Iterable[tuple[int, str]], verb: str | None = None) -> str | None:
+    """Return "ranks 0 and 2 have float32, rank 1 has int64", or None where all values are equal.
 
-    `values` are those of each rank, in the order of the ranks.
+    `values` are those of each rank, in the order of the ranks; `verb` replaces "has" and "have".
     """
     by_value: dict[str, list[int]] = {}
     for rank, value in values:
@@ -153,7 +202,8 @@ def who_says_what(values: Iterable[tuple[int, str]]) -> str | None:
     if len(by_value) < 2:
         return None
     clauses = [
-        f"{ranks_in_words(ranks)} {'says' if len(ranks) == 1 else 'say'} {value}" for value, ranks in by_value.items()
+        f"{ranks_in_words(ranks)} {verb or ('has' if len(ranks) == 1 else 'have')} {value}"
+        for value, ranks in by_value.items()
     ]
     hidden = len(clauses) - _SHOWN
     return ", ".join(clauses[:_SHOWN]) + (f", and {hidden} more differ" if hidden > 0 else "")

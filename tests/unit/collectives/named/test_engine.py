@@ -13,8 +13,8 @@ import torch
 
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.handles import poll, synchronize
-from farandole.collectives.named.operation_requests import GLOBAL_SET, Kind
+from farandole.collectives.named.stages import GLOBAL_SET, Kind
+from farandole.collectives.named.tensor_queue import poll, synchronize
 from farandole.errors import CollectiveMismatch, GenerationEnded, HorovodInternalError, PeerLost
 from farandole.membership import Placement
 from tests.support.named import allreduce, engine_on, run, submit
@@ -242,7 +242,7 @@ def test_a_world_of_one_ends_as_others_do(alone: NamedCollectives) -> None:
 @pytest.mark.parametrize("handle", [None, 3, "x"])
 def test_what_is_no_handle_has_no_result(handle: object) -> None:
     assert synchronize(handle) is None
-    with pytest.raises(ValueError, match="asynchronous operation returned"):
+    with pytest.raises(ValueError, match="handle of an asynchronous operation"):
         poll(handle)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.operation_requests import (
+from farandole.collectives.named.stages import (
     AllJoined,
     Execute,
     Fail,
     Key,
     Kind,
     Request,
-    RoundPayload,
+    RequestList,
     SetAdded,
     SetRemoved,
 )
@@ -33,7 +33,7 @@ def remove(*ranks: int, name: str = "0") -> Request:
 
 def names(execute: object) -> list[str]:
     assert isinstance(execute, Execute)
-    return [agreed.key.name.split(".", 1)[1] for agreed in execute.operations]
+    return [operation.key.name.split(".", 1)[1] for operation in execute.operations]
 
 
 def message(decision: object) -> str:
@@ -50,7 +50,7 @@ def test_an_operation_is_carried_out_once_all_ranks_have_submitted_it() -> None:
     assert ranks.round([], [allreduce()]) == []
     (decision,) = ranks.round([], [], [allreduce()])
     assert isinstance(decision, Execute)
-    assert decision.operations[0].parts == (allreduce(),) * 3
+    assert decision.operations[0].requests == (allreduce(),) * 3
 
 
 def test_the_order_in_which_ranks_submit_does_not_matter() -> None:
@@ -91,7 +91,7 @@ def test_what_waits_is_told_with_the_ranks_that_are_missing() -> None:
 def test_ranks_that_differ_all_get_an_error_and_the_next_try_may_work() -> None:
     ranks = Ranks(3)
     decisions = ranks.round([allreduce()], [allreduce(dtype="int64")], [allreduce()])
-    assert "ranks 0 and 2 say float32, rank 1 says int64" in message(decisions[0])
+    assert "ranks 0 and 2 have float32, rank 1 has int64" in message(decisions[0])
     assert names(ranks.everybody(allreduce())[0]) == ["x"]
 
 
@@ -100,7 +100,8 @@ def test_different_kinds_under_one_name_fail_on_both_sides() -> None:
     assert ranks.round([allreduce()], [request(Kind.ALLGATHER)]) == []
     decisions = ranks.round([], [], [allreduce()])
     assert {each.key.kind for each in decisions if isinstance(each, Fail)} == {Kind.ALLREDUCE, Kind.ALLGATHER}
-    assert "ranks 0 and 2 say allreduce 'allreduce.x', rank 1 says allgather 'allgather.x'" in message(decisions[0])
+    found = "ranks 0 and 2 submitted allreduce 'allreduce.x', rank 1 submitted allgather 'allgather.x'"
+    assert found in message(decisions[0])
     assert ranks.is_quiet()
 
 
@@ -128,11 +129,11 @@ def test_a_process_set_that_was_never_added_is_an_error_at_once() -> None:
 def test_words_that_nobody_can_mean_are_an_error() -> None:
     negotiation = Negotiation(2)
     with pytest.raises(ProtocolError, match="place 3 of the cache"):
-        negotiation.round([RoundPayload(repeated=(3,)), RoundPayload()])
+        negotiation.round([RequestList(repeated=(3,)), RequestList()])
     with pytest.raises(ProtocolError, match="twice"):
-        negotiation.round([RoundPayload((allreduce(), allreduce())), RoundPayload()])
-    with pytest.raises(ProtocolError, match="payloads of 2 ranks"):
-        negotiation.round([RoundPayload()])
+        negotiation.round([RequestList((allreduce(), allreduce())), RequestList()])
+    with pytest.raises(ProtocolError, match="request lists of 2 ranks"):
+        negotiation.round([RequestList()])
 
 
 # Groups -----------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_all_of_a_group_fail_with_one_of_them() -> None:
     other[1] = Request(other[1].key, "int64", (60, 2), group=other[1].group, group_size=3)
     decisions = ranks.round(whole, other)
     assert len(decisions) == 3
-    assert "rank 1 says int64" in message(decisions[1])
+    assert "rank 1 has int64" in message(decisions[1])
     assert "another operation of its group 'grouped_allreduce.g' failed" in message(decisions[0])
 
 
@@ -195,7 +196,7 @@ def test_ranks_that_group_differently_all_get_errors(other: list[Request], is_la
         assert decisions == []
         decisions = ranks.round([], other)
     assert decisions
-    assert all("rank 0 says allreduce" in message(each) for each in decisions)
+    assert all("rank 0 submitted allreduce" in message(each) for each in decisions)
     assert ranks.is_quiet()
 
 
@@ -214,7 +215,7 @@ def test_a_rank_that_has_joined_takes_part_with_nothing() -> None:
     ranks.round([], [JOIN])
     (decision,) = ranks.round([allreduce()], [], [allreduce()])
     assert isinstance(decision, Execute)
-    assert decision.operations[0].parts == (allreduce(), None, allreduce())
+    assert decision.operations[0].requests == (allreduce(), None, allreduce())
 
 
 def test_joining_completes_what_waited_for_that_rank() -> None:
@@ -263,7 +264,7 @@ def test_a_cached_request_of_a_rank_that_has_joined_since_is_no_obstacle() -> No
     ranks.round([JOIN])
     (decision,) = ranks.round([], [allreduce()])
     assert isinstance(decision, Execute)
-    assert decision.operations[0].parts == (None, allreduce())
+    assert decision.operations[0].requests == (None, allreduce())
 
 
 def test_another_thread_of_a_rank_that_has_joined_may_still_take_part() -> None:
@@ -271,7 +272,7 @@ def test_another_thread_of_a_rank_that_has_joined_may_still_take_part() -> None:
     ranks.round([], [], [JOIN])
     (decision,) = ranks.everybody(allreduce())
     assert isinstance(decision, Execute)
-    assert decision.operations[0].parts == (allreduce(),) * 3
+    assert decision.operations[0].requests == (allreduce(),) * 3
 
 
 # Process sets -----------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def test_a_process_set_needs_its_members_only() -> None:
 @pytest.mark.parametrize(
     ("requests", "expected"),
     [
-        ([add(0, 1), add(0, 1), add(0, 2)], "ranks 0 and 1 say [0, 1], rank 2 says [0, 2]"),
+        ([add(0, 1), add(0, 1), add(0, 2)], "ranks 0 and 1 have [0, 1], rank 2 has [0, 2]"),
         ([add(0, 1, 2)] * 3, "there is a process set of ranks [0, 1, 2] already, with id 0"),
         ([add(1, 3)] * 3, "some of the ranks 0 to 2"),
         ([add()] * 3, "some of the ranks 0 to 2"),
@@ -392,7 +393,7 @@ def test_a_repeated_request_is_said_with_a_number() -> None:
     ranks = Ranks(2)
     ranks.everybody(allreduce("a"), allreduce("b"))
     ranks.everybody(allreduce("b"), allreduce("a"))
-    assert ranks.payloads == [RoundPayload(repeated=(1, 0))] * 2
+    assert ranks.request_lists == [RequestList(repeated=(1, 0))] * 2
 
 
 def test_a_changed_request_is_said_in_full_by_the_rank_where_it_changed() -> None:
@@ -400,32 +401,32 @@ def test_a_changed_request_is_said_in_full_by_the_rank_where_it_changed() -> Non
     first, second = request(Kind.ALLGATHER, shape=(60, 2)), request(Kind.ALLGATHER, shape=(5, 2))
     ranks.everybody(first)
     ranks.round([first], [second])
-    assert ranks.payloads == [RoundPayload(repeated=(0,)), RoundPayload(requests=(second,))]
+    assert ranks.request_lists == [RequestList(repeated=(0,)), RequestList(requests=(second,))]
     ranks.round([first], [second])
-    assert ranks.payloads == [RoundPayload(repeated=(0,))] * 2
+    assert ranks.request_lists == [RequestList(repeated=(0,))] * 2
 
 
 def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
     ranks = Ranks(2, cache_capacity=2)
     for name in ("a", "b", "a", "c", "a"):
         ranks.everybody(allreduce(name))
-    assert ranks.payloads == [RoundPayload(repeated=(0,))] * 2
+    assert ranks.request_lists == [RequestList(repeated=(0,))] * 2
     ranks.everybody(allreduce("b"))
-    assert ranks.payloads == [RoundPayload((allreduce("b"),))] * 2
+    assert ranks.request_lists == [RequestList((allreduce("b"),))] * 2
 
 
 def test_a_failed_operation_is_not_remembered() -> None:
     ranks = Ranks(2)
     ranks.round([allreduce()], [allreduce(dtype="int64")])
     ranks.everybody(allreduce())
-    assert ranks.payloads == [RoundPayload((allreduce(),))] * 2
+    assert ranks.request_lists == [RequestList((allreduce(),))] * 2
 
 
 def test_without_a_cache_everything_is_said_in_full() -> None:
     ranks = Ranks(2, cache_capacity=0)
     for _ in range(3):
         ranks.everybody(allreduce())
-        assert ranks.payloads == [RoundPayload((allreduce(),))] * 2
+        assert ranks.request_lists == [RequestList((allreduce(),))] * 2
 
 
 def test_a_round_seen_before_has_the_same_outcome_until_something_changes() -> None:

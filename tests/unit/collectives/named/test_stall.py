@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.collectives.named.negotiation import UnmatchedOperation
-from farandole.collectives.named.operation_requests import Key, Kind
-from farandole.collectives.named.stall import StallReport, StallWatch
+from farandole.collectives.named.negotiation import Stall
+from farandole.collectives.named.pending import StallReport, StallWatch
+from farandole.collectives.named.stages import Key, Kind
 
 NOTHING = StallReport()
 
 
-def waiting(name: str = "x", number: int = 1, missing: tuple[int, ...] = (2,)) -> UnmatchedOperation:
-    return UnmatchedOperation(Key(0, Kind.ALLREDUCE, name), (0, 1), missing, number)
+def waiting(name: str = "x", number: int = 1, missing: tuple[int, ...] = (2,)) -> Stall:
+    return Stall(Key(0, Kind.ALLREDUCE, name), (0, 1), missing, number)
 
 
 def test_a_warning_comes_after_a_while_and_again_after_the_same_while() -> None:

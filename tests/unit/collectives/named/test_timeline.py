@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from farandole.clock import now_s
-from farandole.collectives.named.operation_requests import Kind
+from farandole.collectives.named.stages import Kind
 from farandole.collectives.named.timeline import BEGIN, END, Timeline, TimelineWriter
 
 Event = dict[str, Any]
@@ -176,7 +176,7 @@ def test_trouble_later_is_one_warning_and_hurts_nobody(
         wait_until(lambda: not timeline.is_on)
         one_allreduce(timeline)
         timeline.stop()
-    assert len([record for record in caplog.records if "nothing more is recorded" in record.message]) == 1
+    assert len([record for record in caplog.records if "the recording ends" in record.message]) == 1
 
 
 def test_what_cannot_be_written_over_gets_its_end_at_the_end(timeline: Timeline, tmp_path: Path) -> None:

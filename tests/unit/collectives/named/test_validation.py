@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from farandole.collectives.named.operation_requests import Kind
-from farandole.collectives.named.validation import ranks_in_words, who_says_what, why_invalid
+from farandole.collectives.named.stages import Kind
+from farandole.collectives.named.validation import ranks_in_words, values_by_rank, why_invalid
 from tests.support.negotiating import request
 
 
@@ -32,27 +32,27 @@ def test_the_same_from_all_ranks_is_valid(kind: Kind) -> None:
 def test_dtypes_must_be_the_same(kind: Kind) -> None:
     assert problem(kind, {}, {"dtype": "int64"}, {}) == (
         f"{kind.name.lower()} '{kind.name.lower()}.x': ranks disagree on the dtype: "
-        f"ranks 0 and 2 say float32, rank 1 says int64"
+        f"ranks 0 and 2 have float32, rank 1 has int64"
     )
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_all_are_on_a_cpu_or_all_on_some_cuda_device(kind: Kind) -> None:
     assert problem(kind, {"device": 0}, {"device": 1}) is None
-    assert "the device: rank 0 says CPU, rank 1 says CUDA" in str(problem(kind, {}, {"device": 0}))
+    assert "the device: rank 0 has CPU, rank 1 has CUDA" in str(problem(kind, {}, {"device": 0}))
 
 
 @pytest.mark.parametrize("kind", SAME_ROWS)
 def test_shapes_must_be_the_same(kind: Kind) -> None:
-    assert "rank 0 says [60, 2], rank 1 says [30, 2]" in str(problem(kind, {}, {"shape": (30, 2)}))
-    assert "rank 0 says [60, 2], rank 1 says [120]" in str(problem(kind, {}, {"shape": (120,)}))
+    assert "rank 0 has [60, 2], rank 1 has [30, 2]" in str(problem(kind, {}, {"shape": (30, 2)}))
+    assert "rank 0 has [60, 2], rank 1 has [120]" in str(problem(kind, {}, {"shape": (120,)}))
 
 
 @pytest.mark.parametrize("kind", ANY_ROWS)
 def test_the_number_of_rows_may_differ_but_not_the_rows(kind: Kind) -> None:
     assert problem(kind, {}, {"shape": (30, 2)}) is None
-    assert "rank 0 says [2], rank 1 says [3]" in str(problem(kind, {}, {"shape": (60, 3)}))
-    assert "rank 0 says [2], rank 1 says []" in str(problem(kind, {}, {"shape": (60,)}))
+    assert "rank 0 has [2], rank 1 has [3]" in str(problem(kind, {}, {"shape": (60, 3)}))
+    assert "rank 0 has [2], rank 1 has []" in str(problem(kind, {}, {"shape": (60,)}))
 
 
 @pytest.mark.parametrize("kind", [*ANY_ROWS, Kind.REDUCESCATTER])
@@ -67,9 +67,9 @@ def test_scalars_can_be_reduced_and_broadcast() -> None:
 
 @pytest.mark.parametrize("kind", REDUCING)
 def test_reduction_and_scales_must_be_the_same(kind: Kind) -> None:
-    assert "the reduction: rank 0 says Sum, rank 1 says Max" in str(problem(kind, {}, {"op": 4}))
-    assert "prescale factor: rank 0 says 1.0, rank 1 says 0.5" in str(problem(kind, {}, {"prescale": 0.5}))
-    assert "postscale factor: rank 0 says 1.0, rank 1 says 0.5" in str(problem(kind, {}, {"postscale": 0.5}))
+    assert "the reduction: rank 0 has Sum, rank 1 has Max" in str(problem(kind, {}, {"op": 4}))
+    assert "prescale factor: rank 0 has 1.0, rank 1 has 0.5" in str(problem(kind, {}, {"prescale": 0.5}))
+    assert "postscale factor: rank 0 has 1.0, rank 1 has 0.5" in str(problem(kind, {}, {"postscale": 0.5}))
 
 
 def test_a_factor_that_is_nan_on_all_ranks_is_no_disagreement() -> None:
@@ -77,7 +77,7 @@ def test_a_factor_that_is_nan_on_all_ranks_is_no_disagreement() -> None:
 
 
 def test_roots_must_be_the_same_and_a_member() -> None:
-    assert "the root rank: rank 0 says 0, rank 1 says 1" in str(problem(Kind.BROADCAST, {"root": 0}, {"root": 1}))
+    assert "the root rank: rank 0 has 0, rank 1 has 1" in str(problem(Kind.BROADCAST, {"root": 0}, {"root": 1}))
     outside = problem(Kind.BROADCAST, {"root": 1}, {"root": 1}, ranks=(0, 2))
     assert "root rank 1 is not in the process set, which has ranks 0 and 2" in str(outside)
 
@@ -107,6 +107,6 @@ def test_long_lists_are_cut_in_large_worlds() -> None:
     assert ranks_in_words([3]) == "rank 3"
     assert ranks_in_words([0, 1, 2]) == "ranks 0, 1 and 2"
     assert ranks_in_words(list(range(1000))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (1000 in all)"
-    found = str(who_says_what((rank, str(rank)) for rank in range(1000)))
-    assert found.startswith("rank 0 says 0, rank 1 says 1, ")
+    found = str(values_by_rank((rank, str(rank)) for rank in range(1000)))
+    assert found.startswith("rank 0 has 0, rank 1 has 1, ")
     assert found.endswith("and 992 more differ")

@@ -1,14 +1,10 @@
 """The framework-free side of elastic training, under Horovod's path."""
 
-from farandole import HorovodInternalError, HostsUpdatedInterrupt
-from farandole.elastic import HostUpdateResult, ObjectState, State, notification_manager, run_fn
-
-__all__ = [
-    "HorovodInternalError",
-    "HostUpdateResult",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "notification_manager",
-    "run_fn",
-]
+from farandole import HorovodInternalError as HorovodInternalError, HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from farandole.elastic import (
+    HostUpdateResult as HostUpdateResult,
+    ObjectState as ObjectState,
+    State as State,
+    notification_manager as notification_manager,
+    run_fn as run_fn,
+)

@@ -1,5 +1,3 @@
 """Loaders that scripts subclass, including ones that read ahead in a thread."""
 
-from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
-
-__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]
+from horovod.data.data_loader_base import AsyncDataLoaderMixin as AsyncDataLoaderMixin, BaseDataLoader as BaseDataLoader

@@ -1,5 +1,8 @@
 """Compression, under Horovod's path."""
 
-from farandole.collectives.named.compression import Compression, Compressor, FP16Compressor, NoneCompressor
-
-__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+from farandole.collectives.named.compression import (
+    Compression as Compression,
+    Compressor as Compressor,
+    FP16Compressor as FP16Compressor,
+    NoneCompressor as NoneCompressor,
+)

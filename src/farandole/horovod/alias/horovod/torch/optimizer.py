@@ -1,5 +1,3 @@
 """DistributedOptimizer, under Horovod's path."""
 
-from farandole import DistributedOptimizer
-
-__all__ = ["DistributedOptimizer"]
+from farandole import DistributedOptimizer as DistributedOptimizer

@@ -1,5 +1,3 @@
 """SyncBatchNorm, under Horovod's path."""
 
-from farandole import SyncBatchNorm
-
-__all__ = ["SyncBatchNorm"]
+from farandole import SyncBatchNorm as SyncBatchNorm

@@ -1,5 +1,3 @@
 """Changes of a job's hosts, as numbers that scripts compare."""
 
-from farandole.elastic import HostUpdateResult
-
-__all__ = ["HostUpdateResult"]
+from farandole.elastic import HostUpdateResult as HostUpdateResult

@@ -1,5 +1,3 @@
 """horovod.torch.elastic is farandole.elastic."""
 
-from farandole.elastic import ElasticSampler, TorchState, run
-
-__all__ = ["ElasticSampler", "TorchState", "run"]
+from farandole.elastic import ElasticSampler as ElasticSampler, TorchState as TorchState, run as run

@@ -1,5 +1,3 @@
 """ElasticSampler, under Horovod's path."""
 
-from farandole.elastic import ElasticSampler
-
-__all__ = ["ElasticSampler"]
+from farandole.elastic import ElasticSampler as ElasticSampler

@@ -1,21 +1,11 @@
 """The states and their handlers, under Horovod's path."""
 
 from farandole.elastic import (
-    ModelStateHandler,
-    OptimizerStateHandler,
-    SamplerStateHandler,
-    StateHandler,
-    TorchState,
-    get_handler_registry,
-    set_handler_registry,
+    ModelStateHandler as ModelStateHandler,
+    OptimizerStateHandler as OptimizerStateHandler,
+    SamplerStateHandler as SamplerStateHandler,
+    StateHandler as StateHandler,
+    TorchState as TorchState,
+    get_handler_registry as get_handler_registry,
+    set_handler_registry as set_handler_registry,
 )
-
-__all__ = [
-    "ModelStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "StateHandler",
-    "TorchState",
-    "get_handler_registry",
-    "set_handler_registry",
-]

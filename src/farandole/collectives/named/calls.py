@@ -1,22 +1,22 @@
-"""Turn a user's call into operations, and detect the errors that one rank alone can make. operations.py calls it.
+"""Turn a call of a public function into submissions: the checks that one rank can make alone, and the submission.
 
-All functions raise ValueError for an invalid tensor, name or process set. A public function makes its Call before it
-checks any other argument: so an unnamed operation takes its number first, and the ranks' counts stay equal when one of
-them made a mistake.
+operations.py and asynchronous.py call it. All functions raise ValueError for an invalid tensor, name or process set. A
+public function makes its Call before it checks any other argument: so an unnamed operation takes its number first, and
+the ranks' counts stay equal when one of them made a mistake.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 
 import torch
 
 from farandole.collectives.named import adasum
-from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.handles import ExchangeHandle, Handle
-from farandole.collectives.named.operation import Operation
-from farandole.collectives.named.operation_requests import CPU, GLOBAL_SET, Key, Kind, Request
-from farandole.collectives.named.process_sets import ProcessSet, engine
+from farandole.collectives.named.process_sets import ProcessSet, engine, global_process_set
+from farandole.collectives.named.stages import CPU, GLOBAL_SET, Key, Kind, Request
+from farandole.collectives.named.tensor_queue import AlltoallHandle, Handle, Submission
 from farandole.collectives.transport import Reduction
 from farandole.errors import HorovodInternalError
 
@@ -32,11 +32,11 @@ REDUCIBLE = (
 
 
 class Call:
-    """The process set, name and handle of one call of a public function.
+    """One call of a public function: its process set, its name, its handle, and its submissions, one for each tensor.
 
     Args:
         name: The user's name; None for a running number.
-        group: The number of tensors of a grouped function; None for the plain one.
+        group: The tensors of a grouped function; None for the plain one.
 
     Raises:
         ValueError: The process set was not added, or lacks this rank.
@@ -45,7 +45,7 @@ class Call:
     def __init__(
         self, kind: Kind, name: str | None, process_set: ProcessSet, group: Sequence[torch.Tensor] | None = None
     ) -> None:
-        self.named: NamedCollectives = engine()
+        self.named = engine()
         self.kind, self.process_set = kind, process_set
         number = process_set.process_set_id
         prefix = ("" if group is None else "grouped_") + kind.name.lower()
@@ -64,10 +64,10 @@ class Call:
             raise ValueError(f"{self.name}: expected a list of tensors, got {type(group).__name__}")
         self._tensors = None if group is None else len(group)
         if kind is Kind.ALLTOALL:
-            self.handle: Handle = ExchangeHandle()
+            self.handle: Handle = AlltoallHandle()
         else:
             self.handle = Handle(1 if self._tensors is None else self._tensors, is_group=group is not None)
-        self._operations: list[Operation] = []
+        self.submissions: list[Submission] = []
 
     def add(
         self,
@@ -82,7 +82,7 @@ class Call:
         splits: Sequence[int] = (),
     ) -> None:
         """Add the call's next tensor, or its only one."""
-        part, name, group = len(self._operations), self.name, ""
+        part, name, group = len(self.submissions), self.name, ""
         if self._tensors is not None:
             name, group = f"{name}_{part + 1}of{self._tensors}", name
         key = Key(self.id, self.kind, name)
@@ -102,18 +102,131 @@ class Call:
                 group,
                 self._tensors or 0,
             )
-        self._operations.append(Operation(request, tensor, in_place, self.handle, part))
-
-    @property
-    def operations(self) -> Sequence[Operation]:
-        """The operations added so far, for a caller that submits several calls at once (together.py)."""
-        return self._operations
+        self.submissions.append(Submission(request, tensor, in_place, self.handle, part))
 
     def submit(self) -> Handle:
-        """Submit all operations at once."""
-        if self._operations:
-            self.named.submit(self._operations)
+        """Submit all tensors at once."""
+        if self.submissions:
+            self.named.submit(self.submissions)
         return self.handle
+
+
+# Submit ---------------------------------------------------------------------------------------------------------------
+
+
+def reduction(op: int | None, average: bool | None = None) -> Reduction:
+    """Return the operator that `op` and the deprecated `average` select.
+
+    Raises ValueError if both are given, or for another op.
+    """
+    if average is None:
+        try:
+            return Reduction.AVERAGE if op is None else Reduction(op)
+        except ValueError:
+            names = ", ".join(each.name.capitalize() for each in Reduction)
+            raise ValueError(f"op must be one of {names}, got {op!r}") from None
+    if op is not None:
+        raise ValueError(f"op and average exclude each other; give op only (got op={op!r} and average={average!r})")
+    warnings.warn("average= is deprecated; give op=Average or op=Sum instead", DeprecationWarning, stacklevel=3)
+    return Reduction.AVERAGE if average else Reduction.SUM
+
+
+def submit_reduction(
+    call: Call,
+    tensors: Sequence[torch.Tensor],
+    op: Reduction,
+    prescale: float,
+    postscale: float,
+    *,
+    in_place: bool = False,
+) -> Handle:
+    """Submit an allreduce or reducescatter of these tensors as `call`."""
+    scatters = call.kind is Kind.REDUCESCATTER
+    if scatters and op not in (Reduction.SUM, Reduction.AVERAGE):
+        # Horovod's error for this case, which scripts may catch; all ranks are concerned, not one rank's tensor.
+        raise HorovodInternalError(f"{call.name}: a reducescatter takes op=Sum or op=Average, got {op.name}")
+    for tensor in tensors:
+        check_tensor(call, tensor, at_least_1d=scatters)
+        check_reduction(call, tensor, op, (prescale, postscale))
+    check_same_device(call, tensors)
+    for tensor in tensors:
+        call.add(tensor, in_place=in_place, op=op, prescale=prescale, postscale=postscale)
+    return call.submit()
+
+
+def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
+    """Submit an allgather of these tensors as `call`."""
+    for tensor in tensors:
+        check_tensor(call, tensor)
+    check_same_device(call, tensors)
+    for tensor in tensors:
+        call.add(tensor, shape=tensor.shape or (1,))
+    return call.submit()
+
+
+def submit_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, *, in_place: bool = False) -> Handle:
+    """Submit a broadcast of this tensor as `call`."""
+    check_tensor(call, tensor)
+    check_root(call, root_rank)
+    call.add(tensor, root=root_rank, in_place=in_place)
+    return call.submit()
+
+
+def submit_exchange(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None) -> Handle:
+    """Submit an alltoall of this tensor as `call`."""
+    check_tensor(call, tensor, at_least_1d=True)
+    call.add(tensor, splits=splits_of(call, tensor, splits))
+    return call.submit()
+
+
+# Submit many allreduces of an optimizer -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Tensors to be reduced in place under one name.
+
+    With `is_group` as by grouped_allreduce_async_(); else there is one tensor, as by allreduce_async_().
+    """
+
+    name: str
+    tensors: Sequence[torch.Tensor]
+    is_group: bool = False
+
+
+def allreduce_together_(
+    all_reduced: Sequence[Reduced],
+    op: int,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Submit many allreduces at once, so that the other ranks learn of all in one round.
+
+    All are submitted or none. Unlike in a group they need not be the same on all ranks: each is executed when all ranks
+    have submitted it. Raises the errors of allreduce_async_().
+
+    Returns:
+        One handle for all: it is done when all have ended, and raises the first error of any.
+    """
+    submissions: list[Submission] = []
+    for each in all_reduced:
+        call = Call(Kind.ALLREDUCE, each.name, process_set, each.tensors if each.is_group else None)
+        check_same_device(call, each.tensors)
+        for tensor in each.tensors:
+            check_tensor(call, tensor)
+            check_reduction(call, tensor, Reduction(op), (prescale_factor, postscale_factor))
+            call.add(tensor, in_place=True, op=Reduction(op), prescale=prescale_factor, postscale=postscale_factor)
+        submissions += call.submissions
+    handle = Handle(len(submissions), is_group=True)
+    for part, submission in enumerate(submissions):
+        submission.handle, submission.part = handle, part  # the waiting thread is woken once, not for each
+    if submissions:
+        engine().submit(submissions)
+    return handle
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
 
 
 def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> None:
@@ -134,7 +247,7 @@ def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> No
             f"sharding, or it is a fake, or one of torch.func's; pass a tensor that has its values"
         )
     if at_least_1d and tensor.dim() == 0:
-        raise ValueError(f"{call.name}: a scalar has no rows to deal out; the tensor needs at least one dimension")
+        raise ValueError(f"{call.name}: a scalar has no rows; the tensor needs at least one dimension")
 
 
 def check_same_device(call: Call, tensors: Sequence[torch.Tensor]) -> None:
@@ -174,7 +287,7 @@ def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[
     if splits is None:
         if rows % size:
             raise ValueError(
-                f"{call.name}: {rows} rows cannot be dealt out evenly to {size} ranks; say how many each gets in splits"
+                f"{call.name}: {rows} rows cannot be divided evenly among {size} ranks; give their numbers in splits"
             )
         return [rows // size] * size
     values = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32)
