@@ -17,7 +17,7 @@ from typing import Any
 from picture import draw
 
 from farandole.ledger.check import check
-from farandole.ledger.findings import Findings, in_words
+from farandole.ledger.findings import Findings, format_findings
 from farandole.ledger.proving import Folder
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob
@@ -40,12 +40,14 @@ class Kill:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--kill-in-epoch", type=int, default=3, help="from 0; early, so that the join is seen")
+    parser.add_argument(
+        "--kill-in-epoch", type=int, default=3, help="epoch of the kill, counted from 0 (default: %(default)s)"
+    )
     parser.add_argument("--num-workers", type=int, default=0, help="loader processes of each worker")
-    parser.add_argument("--picture", type=Path, help="draw what happened, as an SVG file")
+    parser.add_argument("--picture", type=Path, help="write a picture of the run to this SVG file")
     options = parser.parse_args()
     arguments = ["--epochs", str(options.epochs), "--num-workers", str(options.num_workers)]
-    say("training on 1,437 handwritten digits with 3 workers; one of them will be killed in a moment")
+    say("training on 1,437 handwritten digits with 3 workers; one of them will be killed soon")
     with (
         tempfile.TemporaryDirectory(prefix="farandole-demo-") as folder,
         RunningJob(["-np", "3", "--sample-ledger", f"{folder}/ledger"], SCRIPT, arguments, Path(folder)) as job,
@@ -86,17 +88,17 @@ def summary(ledger: Findings, proof: Proof, epochs: int, kill: Kill) -> int:
     pauses = proof.pauses_at(joined[0]) if joined else []
     checks = {
         "every sample of every epoch was trained exactly once": ledger.is_exact and ledger.whole_epochs() == epochs,
-        "the survivors went on, in the same processes": len(recovery) == 2,
+        "the survivors continued in the same processes": len(recovery) == 2,
         "a worker joined while the others trained": bool(joined),
         "all workers ended with the same parameters": len(ends) == 3 and len({e["parameters"] for e in ends}) == 1,
         "the scheduler took as many steps as the optimizer": all(e["scheduler_last_epoch"] == e["end"] for e in ends),
         f"test accuracy is at least {WANTED_ACCURACY:.0%}": all(e["accuracy"] >= WANTED_ACCURACY for e in ends),
     }
     print()
-    say("what the sample ledger proves:")
-    for line in in_words(ledger):
+    say("the proof from the sample ledger:")
+    for line in format_findings(ledger):
         say(f"  {line}")
-    say("what happened, from the workers' own records:")
+    say("the run, from the records of the workers:")
     say(f"  median step              {proof.median_step_ms():.1f} ms")
     say(f"  kill -9 to next step     {', '.join(f'{ms:.0f} ms' for ms in recovery)} (each survivor)")
     say(f"  pause at the join        {', '.join(f'{ms:.0f} ms' for ms in pauses)} (each survivor)")

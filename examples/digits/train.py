@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--global-batch-size", type=int, default=24)
     parser.add_argument("--num-workers", type=int, default=0, help="loader processes of each worker")
-    parser.add_argument("--records", help="folder for a record of what each worker trained, before and after")
+    parser.add_argument("--records", help="folder for records of each worker, one before and one after each step")
     options = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -97,7 +97,7 @@ class JobConfig:
         if self.detection_budget_s < LEAST_DETECTION_BUDGET_S:
             raise ConfigError(
                 f"--detection-budget must be at least {LEAST_DETECTION_BUDGET_S} s, got {self.detection_budget_s:g}: "
-                "a process that has to wait for a core is silent for that long"
+                "a process that waits for a core can be silent for that long"
             )
         if self.step_timeout_s is not None and not 0 < self.step_timeout_s < float("inf"):
             raise ConfigError(f"--step-timeout must be a positive number of seconds, got {self.step_timeout_s}")
@@ -109,7 +109,7 @@ class JobConfig:
             low, high = self.cooldown_range_s
             if not 0 < low <= high < float("inf"):
                 raise ConfigError(
-                    f"--blacklist-cooldown-range needs two positive numbers of seconds, the shorter first, "
+                    f"--blacklist-cooldown-range needs two positive numbers of seconds, the smaller one first, "
                     f"got {low} {high}"
                 )
         if self.reset_limit is not None and self.reset_limit < 0:

@@ -30,7 +30,7 @@ from tests.support.jobs import SCRIPTS
 
 SCRIPT, BODY_SCRIPT = SCRIPTS / "chaos_job.py", SCRIPTS / "chaos_body.py"
 DEADLINE_S = 60.0
-_FINISHED = "The training was finished by all workers, but afterwards"
+_FINISHED = "All workers finished the training, but afterwards"
 STEP_TIMEOUT_S = 5.0  # far above what any step takes, also on a busy machine
 
 

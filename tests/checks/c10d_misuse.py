@@ -26,7 +26,7 @@ def without_default_group() -> Iterator[None]:
 def check_a_size_that_contradicts_ours() -> None:
     with without_default_group():
         contradiction = {"rank": fd.rank(), "world_size": fd.size() + 1}
-        with pytest.raises(ConfigError, match=f"this is rank {fd.rank()} of {fd.size()}, and that may change"):
+        with pytest.raises(ConfigError, match=f"this is rank {fd.rank()} of {fd.size()}, which may change"):
             dist.init_process_group("farandole", store=dist.HashStore(), **contradiction)
         with pytest.raises(ConfigError, match="leave rank, world_size, RANK and WORLD_SIZE out"):
             dist.init_process_group("farandole", **contradiction)
@@ -51,9 +51,9 @@ def check_the_backend_may_be_named_for_a_device() -> None:
 def check_a_default_group_of_another_backend() -> None:
     with without_default_group(), tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        with pytest.raises(ConfigError, match=r"the default group of torch\.distributed is one of gloo already"):
+        with pytest.raises(ConfigError, match=r"the default group of torch\.distributed already has the backend gloo"):
             fd.init(default_group=True)
-        with pytest.raises(ConfigError, match=r"whose ranks need not be ours; call init_process_group\(.farandole.\)"):
+        with pytest.raises(ConfigError, match=r"whose ranks may differ; call init_process_group\(.farandole.\)"):
             dist.new_group([0], backend="farandole")
         dist.destroy_process_group()
 
@@ -85,7 +85,7 @@ def check_operations_that_do_not_fit() -> None:
         "tensors to write into": lambda: group.allgather([[torch.empty(1)] * (size + 1)], [torch.empty(1)]),
         "expected": lambda: group.allgather([[torch.empty(2)] * size], [torch.empty(1)]),
         "do not make an output of shape": lambda: group.all_gather_single(torch.empty(size + 1), torch.empty(1)),
-        "do not cut": lambda: group.all_to_all_single(torch.empty(size), torch.empty(size), [1] * size, [2] * size),
+        "do not divide": lambda: group.all_to_all_single(torch.empty(size), torch.empty(size), [1] * size, [2] * size),
         "moves dense CPU tensors": lambda: group.broadcast([torch.empty(1, device="meta")], 0),
         "cannot reduce torch.float32 by": partial(group.allreduce, [torch.ones(1)], dist._make_nccl_premul_sum(2.0)),
     }

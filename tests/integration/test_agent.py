@@ -27,6 +27,7 @@ from farandole.wire.messages import (
     AgentMessage,
     Elastic,
     Failed,
+    ForwardToWorkers,
     FromWorker,
     Heartbeat,
     Hello,
@@ -40,7 +41,6 @@ from farandole.wire.messages import (
     Start,
     StartWorkers,
     Synced,
-    TellWorkers,
     WorkerExited,
     WorkersSeen,
 )
@@ -140,7 +140,7 @@ def test_messages_go_both_ways_and_an_agent_beats(tmp_path: Path) -> None:
         async with serving(tmp_path, [*TALKING_WORKER, "obey"], budget_s=0.5) as served:
             assert isinstance(await asyncio.wait_for(served.channel.receive(), DEADLINE_S), Heartbeat)
             await served.spawn("w1")
-            served.say(TellWorkers(("w1", "w-not-here"), Abort(4, "a test")))
+            served.say(ForwardToWorkers(("w1", "w-not-here"), Abort(4, "a test")))
             assert (await served.hear(LinkBroken)).number == 4
             assert (await served.hear(Ready)).number == 4
             served.say(StartWorkers({"w1": start_of(4, rank=0)}))
@@ -187,7 +187,7 @@ def test_a_process_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
             served.say(Spawn("w1", 0))
             assert (await served.hear(WorkerExited)).exit_code == 3
             (refused,) = served.events.of(ConnectionRefused)
-            assert "does not know the secret of worker w1" in refused.reason
+            assert "did not send the secret of worker w1" in refused.reason
 
     run(test())
 
@@ -323,7 +323,7 @@ def test_survivors_hear_of_a_death_within_milliseconds(tmp_path: Path) -> None:
         begin_ns = time.monotonic_ns()
         os.kill(pid, signal.SIGKILL)
         await served.hear(WorkerExited)
-        served.say(TellWorkers(("w1", "w2"), Abort(round_, "a test")))
+        served.say(ForwardToWorkers(("w1", "w2"), Abort(round_, "a test")))
         heard = [await served.hear(Message) for _ in range(4)]
         arrivals_ns = [int(message.detail) for message in heard if isinstance(message, LinkBroken)]
         assert len(arrivals_ns) == 2

@@ -74,7 +74,7 @@ def test_an_agent_joins_is_killed_comes_back_and_leaves_and_nothing_is_lost(tmp_
         regroups = job.said().count("regrouping for")
         second.process.send_signal(signal.SIGTERM)
         assert second.wait() == 0, second.said()
-        assert "somebody asked for this host to be left: host b is drained" in second.said()
+        assert "this host left the job: host b is drained" in second.said()
         job.running.wait_until(all_training(1), LONG_S)
         assert job.said().count("regrouping for") == regroups, "a planned leave is no fault"
         assert job.stop() == 0, job.said()
@@ -114,7 +114,7 @@ def test_ctrl_c_at_an_agent_that_waits_for_its_job_ends_it(tmp_path: Path) -> No
     command = [*AGENT, "--join", address, "--token-file", str(tmp_path / "token")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert f"nobody listens at {address}; trying again for 60 s" in process.stderr.readline()
+        assert f"no process listens at {address}; trying again for 60 s" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(20.0) == 0
 
@@ -125,9 +125,9 @@ def test_a_second_agent_of_the_same_name_and_a_wrong_token_are_refused_and_harm_
     with JoinedJob(tmp_path, ["-np", "2", "--local-slots", "0"]) as job, job.agent():
         job.wait_until_said("agent b on b joined with 1 slot")
         again = agent("--join", job.address, "--token-file", str(job.token_file), "--host", "b", "--retry", "0")
-        assert (again.returncode, "there is an agent for host b already" in again.stderr) == (1, True)
+        assert (again.returncode, "host b already has an agent" in again.stderr) == (1, True)
         wrong = agent("--join", job.address, "--token-file", str(tmp_path / "another"), "--host", "d")
-        assert (wrong.returncode, "does not take the token" in wrong.stderr) == (2, True)
+        assert (wrong.returncode, "does not accept the token" in wrong.stderr) == (2, True)
         assert "agent b is lost" not in job.said()
 
 
@@ -138,8 +138,8 @@ def test_a_second_agent_of_the_same_name_and_a_wrong_token_are_refused_and_harm_
         (["--join", "somewhere"], "--join needs HOST:PORT"),
         (["--join", "127.0.0.1:99999"], "--join needs HOST:PORT"),
         (["--join", "127.0.0.1:29400", "--retry", "-1"], "--retry must be a number of seconds >= 0, got -1"),
-        (["--join", "127.0.0.1:29400", "--host", "a b"], "'a b' is not the name of a host"),
-        (["--join", "127.0.0.1:29400"], "the job's token is needed"),
+        (["--join", "127.0.0.1:29400", "--host", "a b"], "'a b' is not a valid host name"),
+        (["--join", "127.0.0.1:29400"], "the job's token is missing"),
         (["--join", "127.0.0.1:29400", "--token-file", "/no/such/file"], "/no/such/file cannot be read"),
         ([], "--join"),
     ],
@@ -161,7 +161,7 @@ def test_an_address_without_a_job_is_told_with_what_is_wrong(tmp_path: Path) -> 
     with listening(len(old).to_bytes(4, "big") + old) as address:
         done = agent("--join", address, "--token-file", token, "--retry", "0")
         assert done.returncode == 2
-        assert "speaks version 1 of the protocol" in done.stderr
+        assert "uses version 1 of the protocol" in done.stderr
         assert "install the same version" in done.stderr
     done = agent("--join", "no-such-host.invalid:29400", "--token-file", token, "--retry", "0")
     assert (done.returncode, "no-such-host.invalid:29400 cannot be reached" in done.stderr) == (1, True), done.stderr
@@ -171,12 +171,12 @@ def test_an_address_without_a_job_is_told_with_what_is_wrong(tmp_path: Path) -> 
     ("flags", "said"),
     [
         (["--host", "192.0.2.1"], "only a loopback address such as 127.0.0.1 is possible without --token-file"),
-        (["--host", "0.0.0.0", "--token-file", "T"], "give the address by which the other machines reach this one"),
+        (["--host", "0.0.0.0", "--token-file", "T"], "give the address at which other machines reach this one"),
         (["--host", "myhost", "--token-file", "T"], "--host needs a numeric address of this machine, got myhost"),
         (["--local-slots", "1"], "--local-slots needs --token-file"),
         (["--local-slots", "-1", "--token-file", "T"], "--local-slots must not be negative"),
-        (["--local-slots", "1", "-H", "localhost:2", "--token-file", "T"], "--local-slots and --hosts both say"),
-        (["--host-discovery-script", "x", "--token-file", "T"], "both say which hosts there are"),
+        (["--local-slots", "1", "-H", "localhost:2", "--token-file", "T"], "--local-slots and --hosts both determine"),
+        (["--host-discovery-script", "x", "--token-file", "T"], "both determine the hosts"),
     ],
 )
 def test_a_job_that_nobody_could_join_as_asked_is_refused(flags: list[str], said: str, tmp_path: Path) -> None:
@@ -193,4 +193,4 @@ def test_a_folder_that_is_not_there_is_refused_before_the_agent_joins(tmp_path: 
     with listening(b"") as address:
         done = agent("--join", address, "--token-file", token, "--folder", str(tmp_path / "missing"))
     assert done.returncode == 2
-    assert f"--folder {tmp_path / 'missing'}: there is no such folder here" in done.stderr
+    assert f"--folder {tmp_path / 'missing'}: the folder does not exist on this machine" in done.stderr

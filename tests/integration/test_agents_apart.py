@@ -134,7 +134,7 @@ def test_an_agent_that_is_heard_but_hears_nothing_is_lost_within_the_budget() ->
             lost = asyncio.create_task(served.events.next(AgentWasLost))
             begin_s = asyncio.get_running_loop().time()
             await agent.live(acknowledges=False)
-            assert "nothing was heard" in (await lost).reason
+            assert "nothing was received" in (await lost).reason
             assert asyncio.get_running_loop().time() - begin_s < 2 * BUDGET_S
 
     run(test())
@@ -207,11 +207,11 @@ def test_the_name_of_a_living_agent_is_taken_but_its_own_process_may_dial_again(
         async with serving() as served:
             await (await served.dial("first")).hear(Welcome)
             refused = await (await served.dial("second")).hear(Refused)
-            assert (refused.reason, refused.is_final) == ("there is an agent for host b already", False)
+            assert (refused.reason, refused.is_final) == ("host b already has an agent", False)
             assert served.events.of(AgentWasLost) == []
             await (await served.dial("first")).hear(Welcome)
             assert len(served.events.of(AgentJoined)) == 2
-            assert served.events.of(AgentWasLost)[0].reason == "it dialed again"
+            assert served.events.of(AgentWasLost)[0].reason == "it connected again"
 
     run(test())
 
@@ -221,7 +221,7 @@ def test_a_job_that_takes_no_agents_and_an_agent_without_slots_are_told() -> Non
         async with serving(takes_agents=False) as served:
             refused = await (await served.dial()).hear(Refused)
             assert refused.is_final
-            assert "takes no agents of other machines" in refused.reason
+            assert "does not accept agents of other machines" in refused.reason
         async with serving() as served:
             assert "offers 0 slots" in (await (await served.dial(slots=0)).hear(Refused)).reason
 

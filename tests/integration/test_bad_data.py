@@ -29,7 +29,7 @@ def test_a_data_set_that_raises_on_every_worker_ends_the_job_without_restarts(tm
     done = farandole_run("-np", "2", *JOB, "--marks", str(tmp_path / "raised"))
     assert done.returncode == 1
     assert "in __getitem__" in done.stderr
-    assert "raised the same: OSError: picture 17 cannot be decoded. Restarting" in done.stderr
+    assert "raised the same exception: OSError: picture 17 cannot be decoded. Restarting" in done.stderr
 
 
 def test_a_sampler_of_another_data_set_is_named_by_every_worker_before_anything_is_read() -> None:

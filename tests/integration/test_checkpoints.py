@@ -119,7 +119,7 @@ def test_a_full_disk_stops_nothing_and_a_job_that_loses_all_workers_goes_on_from
         (tmp_path / "stop").touch()
         assert running.wait(60) == 0
     assert "File too large" in job.said()
-    assert "going on from the newest checkpoint" in job.said()
+    assert "continuing from the newest checkpoint" in job.said()
     assert re.search(r"went back( from step \d+ or later)? to the checkpoint at step [1-9]\d*;", job.said())
     check_job(Proof(job.records), samples=SAMPLES)
     assert job.newest()["run_id"] == 2

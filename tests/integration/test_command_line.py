@@ -86,7 +86,7 @@ def test_ctrl_c_ends_the_job_without_a_traceback_and_leaves_nobody() -> None:
         assert job.wait(20) != 0
     assert "Traceback" not in said
     assert "SIGINT" in said.splitlines()[-1]
-    assert said.count("SIGINT: the workers are told to end") == 1
+    assert said.count("SIGINT: the workers are asked to end") == 1
     for worker in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(worker, 0)

@@ -107,7 +107,7 @@ def test_the_next_ranks_last_word_is_passed_on(neighbours: Neighbours, has_previ
 def test_a_word_reaches_the_previous_rank_even_when_everything_is_closed_at_once(
     neighbours: Neighbours,
 ) -> None:
-    neighbours.pair.say_why("rank 3 is elsewhere")
+    neighbours.pair.send_reason("rank 3 is elsewhere")
     neighbours.pair.close()
     assert neighbours.previous.recv(100) == b"rank 3 is elsewhere"
 

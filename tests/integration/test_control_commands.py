@@ -67,7 +67,7 @@ def test_a_job_is_scaled_and_a_host_drained_and_no_step_is_redone(tmp_path: Path
         left = running.wait_until(all_training(1), 60)
         text = said("status")
         assert "localhost  2      0        drained" in text
-        assert "host localhost is drained: asked by a person" in text
+        assert "host localhost is drained: requested by a user" in text
         assert "may be used again" in said("undrain", "localhost")
         back = running.wait_until(all_training(3), 60)
         assert back[0]["pid"] == left[0]["pid"]
@@ -93,17 +93,17 @@ def test_with_several_jobs_it_has_to_be_said_which_one_by_name_or_by_address(tmp
         assert {job["pid"] for job in jobs} == {one.process.pid, two.process.pid}
         assert not any("token" in job for job in jobs)
         text = refusal(2, "scale", "1")
-        assert "2 jobs run here; say which with --job" in text
+        assert "2 jobs run here; select one with --job" in text
         assert all(job["job"] in text for job in jobs)
         for job in jobs:
             assert json.loads(said("status", "--json", "--job", job["job"][:8]))["job"] == job["job"]
-        assert "--json tells of one job, say which with --job" in refusal(1, "status", "--json")
+        assert "--json shows one job, select it with --job" in refusal(1, "status", "--json")
         first = next(job for job in jobs if job["pid"] == one.process.pid)
         at = ("--address", first["coordinator"], "--token-file")
         assert json.loads(said("status", "--json", *at, str(token)))["job"] == first["job"]
         other.touch(0o600)
         other.write_text("0" * 64)
-        assert "no job that this token belongs to" in refusal(1, "status", *at, str(other))
+        assert "no job with this token" in refusal(1, "status", *at, str(other))
         two.process.send_signal(signal.SIGKILL)
         two.wait(20)
         assert [job["pid"] for job in json.loads(said("jobs", "--json"))] == [one.process.pid]

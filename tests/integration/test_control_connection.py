@@ -68,7 +68,7 @@ def test_who_does_not_know_the_token_is_told_nothing(token: bytes, job: str) -> 
     ("said", "reason"),
     [
         ([AskStatus()], "AskStatus before AgentHello"),
-        ([ClientHello(PROTOCOL_VERSION), ClientHello(PROTOCOL_VERSION)], "said ClientHello twice"),
+        ([ClientHello(PROTOCOL_VERSION), ClientHello(PROTOCOL_VERSION)], "sent ClientHello twice"),
         ([ClientHello(PROTOCOL_VERSION), Heartbeat(1)], "not a valid message"),
         ([ClientHello(PROTOCOL_VERSION + 1), AskStatus()], f"this job has {PROTOCOL_VERSION}"),
         ([AgentHello("a", "host", 1, PROTOCOL_VERSION), AskStatus()], "not a valid message"),
@@ -105,7 +105,7 @@ def test_who_waits_in_vain_is_told_so_and_the_job_goes_on() -> None:
     async def body() -> None:
         async with serving() as (coordinator, _):
             client = await Client.dial(coordinator.address, TOKEN, "job")
-            with pytest.raises(NoAnswer, match="not done after 0 s"):
+            with pytest.raises(NoAnswer, match="not completed after 0 s"):
                 await client.wait_until(lambda status: False, 0.0)
             assert not coordinator.has_ended
             client.close()

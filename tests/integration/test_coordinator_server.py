@@ -181,7 +181,7 @@ def test_no_more_than_so_many_strangers_are_listened_to(monkeypatch: pytest.Monk
         async with serving() as running:
             refused = asyncio.create_task(running.events.next(ConnectionRefused))
             writers = [(await running.dial_raw())[1] for _ in range(2)]
-            assert "too many others (1)" in (await refused).reason
+            assert "1 other connections have not proved the token yet" in (await refused).reason
             for writer in writers:
                 writer.close()
 
@@ -191,8 +191,8 @@ def test_no_more_than_so_many_strangers_are_listened_to(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (Heartbeat(0), "said Heartbeat before AgentHello"),
-        (AgentHello("a", "host", 1, PROTOCOL_VERSION), "said AgentHello twice"),
+        (Heartbeat(0), "sent Heartbeat before AgentHello"),
+        (AgentHello("a", "host", 1, PROTOCOL_VERSION), "sent AgentHello twice"),
     ],
 )
 def test_an_agent_that_says_what_it_must_not_say_is_hung_up_on(said: Message, reason: str) -> None:
@@ -216,7 +216,7 @@ def test_an_agent_that_says_nothing_for_the_budget_is_lost() -> None:
             await running.join()
             await joined
             begin_s = now_s()
-            assert "nothing was heard of it" in (await lost).reason
+            assert "nothing was received from it" in (await lost).reason
             assert 0.2 < now_s() - begin_s < 3.0
             assert (await asyncio.wait_for(running.outcome, DEADLINE_S)).exit_code == 1
 
@@ -234,7 +234,7 @@ def test_an_agent_that_dials_again_takes_its_place_without_its_old_workers() -> 
             second = await running.join("b")
             new = await receive(second, Spawn)
             assert old != new
-            assert [event.reason for event in running.events.of(AgentWasLost)] == ["it dialed again"]
+            assert [event.reason for event in running.events.of(AgentWasLost)] == ["it connected again"]
 
     run(test())
 

@@ -304,7 +304,7 @@ def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None
             sock.sendall(acceptor_reply(KEY, said, b"n" * NONCE_BYTES))
         go_on()
         assert not dialer.is_done
-        assert dialer.failure == "it hung up"
+        assert dialer.failure == "the other side closed the connection"
         assert dialer.retry_at_s is not None
 
 

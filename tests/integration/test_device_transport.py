@@ -60,7 +60,7 @@ def test_workers_that_share_a_device_go_through_the_host_and_are_told_once(
             with pair() as built:
                 reduce_twice(transports(built, [7, 7], is_required=False))
     assert [record.message for record in caplog.records] == [
-        "tensors on devices travel through the host's memory, not Gloo: ranks 0, 1 share a device"
+        "tensors on devices are copied through the memory of the host; Gloo is not used: ranks 0, 1 share a device"
     ]
 
 
@@ -78,7 +78,7 @@ def test_a_worker_has_one_device() -> None:
         rings.in_threads(2, lambda rank: made[rank].all_reduce(torch.ones(1)))
         for each in made:
             each._device = torch.device("cuda", 3)
-            with pytest.raises(ValueError, match=r"on cpu, and the first one of this generation was on cuda:3"):
+            with pytest.raises(ValueError, match=r"on cpu, and the first tensor of this generation was on cuda:3"):
                 each.all_reduce(torch.ones(1))
             each.close()
 

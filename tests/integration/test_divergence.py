@@ -111,4 +111,4 @@ def test_no_checkpoint_of_states_that_differ_is_published(tmp_path: Path, change
         return
     assert [each["step"] for each in failed] == [30]
     assert "the states of the workers differ" in failed[0]["reason"]
-    assert 30 < saved[0] < 40, "the next one follows when they are the same"
+    assert 30 < saved[0] < 40, "the next checkpoint is written when they are equal"

@@ -120,4 +120,4 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         [sys.executable, str(script)], env={**os.environ, **said}, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert "ranks that did not come: [1]" in done.stderr
+    assert "missing ranks: [1]" in done.stderr

@@ -232,7 +232,7 @@ def test_replacements_are_forked_until_the_server_is_killed_and_no_worker_goes_w
         running.wait_for_line("the fork server (process ")
         assert is_forked(running.lose(1))
         os.kill(running.server(), signal.SIGKILL)
-        running.wait_for_line("the fork server is lost (it was killed, or failed)")
+        running.wait_for_line("the fork server is lost (it was killed, or it failed)")
         assert not is_forked(running.lose(1))
         running.finish()
     proof = Proof(tmp_path)
@@ -310,7 +310,7 @@ def test_a_server_that_is_just_beginning_ends_with_its_agent(tmp_path: Path) -> 
         async with Served(tmp_path, [sys.executable, SCRIPT, str(tmp_path)]) as served:
             spawning = asyncio.create_task(served.forked.run("0"))
             await asyncio.sleep(0.05)
-        with pytest.raises(OSError, match="the agent ends its workers"):
+        with pytest.raises(OSError, match="the agent is ending its workers"):
             await spawning
         assert processes_with(str(tmp_path)) == []
 

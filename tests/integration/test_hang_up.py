@@ -98,7 +98,7 @@ def test_a_hang_up_is_never_the_second_signal_that_ends_a_job_at_once(
             job.process.send_signal(each)
         job.check_that_it_ended_in_good_order(tmp_path)
     said = (tmp_path / "output").read_text()
-    assert said.count("the workers are told to end") == 1
+    assert said.count("the workers are asked to end") == 1
 
 
 def step_of(latest: dict[int, dict[str, Any]]) -> int:
@@ -125,7 +125,7 @@ def test_the_terminal_of_an_agent_closes_and_its_workers_leave(tmp_path: Path) -
         for _ in range(2):
             agent.process.send_signal(signal.SIGHUP)
         assert agent.wait() == 0, agent.said()
-        assert "somebody asked for this host to be left: host b is drained" in agent.said()
+        assert "this host left the job: host b is drained" in agent.said()
         job.running.wait_until(all_training(1), LONG_S)
         assert "regrouping for" not in job.said(), "a planned leave is no fault"
         assert job.stop() == 0, job.said()

@@ -143,7 +143,7 @@ def test_survivors_of_a_kill_go_on_and_the_replacement_joins(tmp_path: Path) -> 
     check_job(Proof(tmp_path), samples=600, workers_at_end=4)
     assert Proof(tmp_path).redone() <= 2
     said = (tmp_path / "output").read_text()
-    assert "in generation 1 tensors move through shared memory on each host, over TCP between the hosts" in said
+    assert "transport of generation 1: shared memory on each host, TCP between the hosts" in said
 
 
 def replaced(generation: int) -> Callable[[dict[int, dict[str, Any]]], bool]:

@@ -87,6 +87,6 @@ def test_without_a_number_of_workers_it_says_how_to_give_one() -> None:
     done = horovodrun("-H", "localhost:2", "sh")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "horovodrun: how many workers? say so with -np, for example -np 2",
+        "horovodrun: the number of workers is missing: give -np, for example -np 2",
         "Try 'horovodrun --help'.",
     ]

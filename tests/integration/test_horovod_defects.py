@@ -100,7 +100,7 @@ def test_when_all_hosts_are_out_the_job_ends_at_once_and_says_so(tmp_path: Path)
     script.write_text(ONE_DIES)
     done = farandole_run("-np", "2", "--on-failure", "host", sys.executable, str(script))
     assert done.returncode == 1
-    assert "host localhost is out for good" in done.stderr
+    assert "host localhost is excluded permanently" in done.stderr
     assert "FINISHED" not in done.stdout
 
 
@@ -110,5 +110,5 @@ def test_while_other_hosts_are_left_they_go_on(tmp_path: Path) -> None:
     hosts = ["-H", "localhost:1,127.0.0.1:2", "--min-np", "1", "--on-failure", "host"]
     done = farandole_run("-np", "3", *hosts, sys.executable, str(script))
     assert done.returncode == 0, done.stderr
-    assert "host 127.0.0.1 is out for good" in done.stderr
+    assert "host 127.0.0.1 is excluded permanently" in done.stderr
     assert "FINISHED 0 1 3" in done.stdout

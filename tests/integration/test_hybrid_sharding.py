@@ -82,7 +82,7 @@ def test_with_a_checkpoint_the_others_go_back_to_it_and_end_as_one_process(tmp_p
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     said = done.stdout + done.stderr
-    assert re.search(r"shard 1 of 2: .* commit 10 were lost .* All go back to the checkpoint", said), said
+    assert re.search(r"shard 1 of 2: .* commit 10 were lost .* All workers return to the checkpoint", said), said
     assert {(each["batch"], each["size"]) for each in entered(done.stdout)} == {(0, 2), (5, 1)}
     check_equal(saved, one_process(*data(), BATCHES))
 

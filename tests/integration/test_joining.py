@@ -185,11 +185,11 @@ def test_a_coordinator_that_goes_in_the_middle_of_the_proof_is_asked_again_and_a
 
         server, events = await asyncio.start_server(hang_up, "127.0.0.1", 0), EventLog()
         options = JoinOptions(Address(*server.sockets[0].getsockname()), TOKEN, "b", 1, 20.0)
-        with pytest.raises(ConfigError, match="does not take the token"):
+        with pytest.raises(ConfigError, match="does not accept the token"):
             await JoiningAgent(options, events).run()
         assert times == 2
         (waits,) = events.of(AgentWaits)
-        assert "hung up when this side had proved the token" in waits.why
+        assert "closed the connection after this agent had proved the token" in waits.why
         server.close()
 
     run(test())
@@ -259,9 +259,9 @@ def test_a_refusal_is_told_and_only_a_final_one_ends_the_attempts(tmp_path: Path
             channel = await asyncio.wait_for(served.connections.get(), DEADLINE_S)
             waits = asyncio.create_task(served.events.next(AgentWaits)) if not is_final else None
             await asyncio.wait_for(channel.receive(), DEADLINE_S)
-            channel.send(Refused("there is an agent for host b already", is_final))
+            channel.send(Refused("host b already has an agent", is_final))
             if waits is None:
-                with pytest.raises(ConfigError, match="refuses this agent: there is an agent for host b already"):
+                with pytest.raises(ConfigError, match="refuses this agent: host b already has an agent"):
                     await served.service
             else:
                 assert "host b already; trying again for 20 s" in (await waits).line()
@@ -275,7 +275,9 @@ def test_a_folder_that_is_not_here_is_refused_with_what_to_do(tmp_path: Path) ->
     async def test() -> None:
         async with joining(tmp_path) as served:
             await served.greet(folder=str(tmp_path / "elsewhere"))
-            with pytest.raises(ConfigError, match=r"elsewhere, which cannot be entered here .* say with --folder"):
+            with pytest.raises(
+                ConfigError, match=r"elsewhere, which cannot be entered on this machine .* with --folder"
+            ):
                 await served.service
 
     run(test())
@@ -288,7 +290,7 @@ def test_nobody_there_is_said_at_once_and_ends_the_attempts_in_time(tmp_path: Pa
         server.close()
         events = EventLog()
         agent = JoiningAgent(JoinOptions(address, TOKEN, "b", 1, retry_s=1.0), events)
-        with pytest.raises(CannotJoin, match=f"nobody listens at {address} \\(tried for 1 s"):
+        with pytest.raises(CannotJoin, match=f"no process listens at {address} \\(tried for 1 s"):
             await agent.run()
         assert len(events.of(AgentWaits)) == 1
 

@@ -332,4 +332,4 @@ def test_without_root_it_says_so() -> None:
             timeout=DEADLINE_S,
             user=65534,
         )
-        assert "take root" in said.stdout or said.returncode
+        assert "need root" in said.stdout or said.returncode

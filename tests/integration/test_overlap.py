@@ -28,7 +28,7 @@ def test_workers_may_die_while_gradients_are_reduced_in_the_background(
     proof = Proof(tmp_path)
     check_job(proof, samples=SAMPLES, workers_at_end=3)
     assert proof.redone() <= 2
-    assert ", while backward goes on" in (tmp_path / "output").read_text()
+    assert ", during backward" in (tmp_path / "output").read_text()
 
 
 def step_of(latest: dict[int, dict[str, Any]]) -> int:

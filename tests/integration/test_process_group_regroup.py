@@ -64,7 +64,7 @@ def test_a_group_of_the_last_generation_says_what_to_do(size: int) -> None:
     for each in of("entered", size):
         assert each["is_forgotten"]
         if (size, each["rank"]) != (4, 0):  # which was no member of the first one
-            assert "Make groups and device meshes anew" in each["outdated"]
+            assert "Create groups and device meshes again" in each["outdated"]
 
 
 def test_the_last_one_is_alone_and_comes_to_its_end() -> None:
@@ -80,4 +80,4 @@ def test_a_newcomer_is_a_world_of_one_until_it_is_admitted() -> None:
     admitted = [each for each in lines if each["event"] == "end"]
     assert [(each["size"], each["reduced"]) for each in admitted] == [(2, 2.0)] * 2
     (once_a_newcomer,) = [each["outdated"] for each in admitted if each["outdated"]]
-    assert "this group was made of ranks [0]" in once_a_newcomer
+    assert "this group was created for ranks [0]" in once_a_newcomer

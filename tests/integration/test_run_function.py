@@ -265,7 +265,7 @@ def test_results_that_cannot_be_sent_back() -> None:
 
         return threading.Lock()
 
-    with pytest.raises(FunctionFailed, match="returned a lock that cannot be sent back"):
+    with pytest.raises(FunctionFailed, match="returned a lock that cannot be pickled"):
         fd.run(lock)
 
 
@@ -277,7 +277,7 @@ def test_results_that_cannot_be_read_here() -> None:
 
         return Sly()
 
-    with pytest.raises(FunctionFailed, match="cannot be read here"):
+    with pytest.raises(FunctionFailed, match="cannot be unpickled"):
         fd.run(sly)
 
 
@@ -312,7 +312,7 @@ def test_arguments_that_cannot_work_are_refused_before_anything_starts(arguments
 
 
 def test_what_is_no_function() -> None:
-    with pytest.raises(TypeError, match="first argument is the function"):
+    with pytest.raises(TypeError, match="first argument must be the function"):
         fd.run(3)  # type: ignore[arg-type]
 
 

@@ -81,7 +81,7 @@ def test_the_files_of_a_host_that_is_gone_are_made_up_for_by_the_agreed_hash(dis
     next((tmp_path / "ledger").glob("w1-*")).unlink()
     checked = ledger_check(str(tmp_path / "ledger"))
     assert checked.returncode == 0, checked.stdout
-    assert "of workers whose files are missing; their hash is right" in checked.stdout
+    assert "of workers whose files are missing; their hash is correct" in checked.stdout
 
 
 def test_a_folder_without_a_ledger_has_an_exit_code_of_its_own(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_where_one_rank_has_no_shared_memory_all_take_the_ring_and_one_says_so(
         world.run(lambda transport: transport.all_reduce(tensors[transport.rank]))
         assert all(bool((tensor == 3).all()) for tensor in tensors)
     assert len(caplog.messages) == 1
-    assert "tensors travel over TCP, not through shared memory: rank" in caplog.text
+    assert "tensors are sent over TCP; shared memory cannot be used: rank" in caplog.text
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1, 1]], ids=["one host", "two hosts"])
@@ -164,4 +164,4 @@ def test_shared_memory_that_is_asked_for_and_cannot_be_had_is_an_error(hosts: li
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [type(outcome) for outcome in outcomes] == [ConfigError] * len(hosts)
-    assert all(f"--transport {choice}: no shared memory: rank" in str(outcome) for outcome in outcomes)
+    assert all(f"--transport {choice}: shared memory cannot be used: rank" in str(outcome) for outcome in outcomes)

@@ -89,7 +89,7 @@ def test_too_few_slots_for_the_spares_are_told_of(tmp_path: Path) -> None:
     arguments = ["--epochs", "1", "--records", str(tmp_path)]
     job = farandole_run("-np", "1", "-H", "localhost:1", "--spares", "2", sys.executable, str(ELASTIC_JOB), *arguments)
     assert job.returncode == 0
-    assert "of 2 spares (--spares) 2 cannot be started: the hosts have no more slots" in job.stderr
+    assert "2 of 2 spares (--spares) cannot be started: the hosts have no more slots" in job.stderr
 
 
 def is_worker(pid: int, name: str) -> bool:

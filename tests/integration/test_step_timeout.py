@@ -48,6 +48,6 @@ def test_when_all_are_in_their_own_code_the_job_ends_and_says_where() -> None:
     flags = ("-np", "2", "--step-timeout", "1", "--grace", "0.5")
     done = farandole_run(*flags, *hurt("0:3:sleep", "1:3:lock"))
     assert done.returncode == 1
-    assert "w0 and w1 are in their own code. If steps may take that long, allow more." in done.stderr
+    assert "w0 and w1 are in their own code. If a step may take that long, increase --step-timeout." in done.stderr
     assert "the threads of w0 when it was stopped:" in done.stderr
     assert "in wait_for_a_lock" in done.stderr

@@ -80,7 +80,7 @@ def test_a_worker_with_its_secret_is_heard_and_told(has_abstract_sockets: bool) 
             writer.write(frame(encode(served.hello())) + frame(encode(Ready(3))))
             assert await served.next_message() == ("w1", msgspec.structs.replace(served.hello(), secret=""))
             assert await served.next_message() == ("w1", Ready(3))
-            served.server.tell(["w1"], Abort(4, "a test"))
+            served.server.send_to(["w1"], Abort(4, "a test"))
             (payload,) = FrameBuffer(1000).feed(await asyncio.wait_for(reader.read(1000), DEADLINE_S))
             assert decode(TO_WORKER, payload) == Abort(4, "a test")
 
@@ -104,11 +104,11 @@ def changed(hello: Hello, **fields: object) -> bytes:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("secret", "a process on the agent's socket: it does not know the secret of worker w1"),
-        ("worker", "it does not know the secret of worker w2"),
-        ("version", f"speaks version 99 of the protocol, its agent {PROTOCOL_VERSION}"),
-        ("no hello", "it said Ready before Hello"),
-        ("second hello", "worker w1: it said Hello twice"),
+        ("secret", "a process on the agent's socket: it did not send the secret of worker w1"),
+        ("worker", "it did not send the secret of worker w2"),
+        ("version", f"uses version 99 of the protocol, its agent version {PROTOCOL_VERSION}"),
+        ("no hello", "it sent Ready before Hello"),
+        ("second hello", "worker w1: it sent Hello twice"),
         ("garbage", "not a valid message"),
         ("oversized", "at most 1048576 are allowed here"),
     ],
@@ -141,7 +141,7 @@ def test_a_process_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPat
     async def test() -> None:
         async with serving() as served:
             reader, _ = await served.dial()
-            assert "did not say Hello within 0.1 s" in await served.next_refusal()
+            assert "sent no Hello within 0.1 s" in await served.next_refusal()
             assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
 
     run(test())
@@ -198,9 +198,9 @@ def test_a_message_larger_than_the_kernels_buffer_arrives_whole() -> None:
             reader, _ = await served.say_hello()
             stop = Stop("x" * (WORKER_FRAME_LIMIT - 100))
             expected = frame(encode(stop))
-            served.server.tell(["w1"], stop)
+            served.server.send_to(["w1"], stop)
             assert await asyncio.wait_for(reader.readexactly(len(expected)), DEADLINE_S) == expected
-            served.server.tell(["w1"], Abort(1, "and more"))
+            served.server.send_to(["w1"], Abort(1, "and more"))
             more = frame(encode(Abort(1, "and more")))
             assert await asyncio.wait_for(reader.readexactly(len(more)), DEADLINE_S) == more
 
@@ -212,7 +212,7 @@ def test_a_worker_that_never_reads_is_hung_up_on() -> None:
         async with serving() as served:
             await served.say_hello()
             for _ in range(6):  # without a pause, so that nobody reads
-                served.server.tell(["w1"], Stop("x" * (WORKER_FRAME_LIMIT - 100)))
-            assert "bytes of messages unread" in await served.next_refusal()
+                served.server.send_to(["w1"], Stop("x" * (WORKER_FRAME_LIMIT - 100)))
+            assert "it has not read" in await served.next_refusal()
 
     run(test())

@@ -14,7 +14,7 @@ from farandole.config import JobConfig
 from farandole.coordinator import (
     AgentConnected,
     AgentLost,
-    AgentTold,
+    AgentReported,
     HostsOffered,
     StepsStalled,
     StopRequested,
@@ -328,7 +328,7 @@ def test_the_schedules_of_hosts_reach_the_cases_they_are_meant_for() -> None:
     ends = [world.end for world in worlds if world.end is not None]
     reasons = " ".join(end.reason for end in ends)
     assert sum(end.exit_code == 0 for end in ends) > 60
-    for words in ("--reset-limit", "--elastic-timeout", "--start-timeout", "out after failures", "is lost"):
+    for words in ("--reset-limit", "--elastic-timeout", "--start-timeout", "excluded after failures", "is lost"):
         assert words in reasons, words
     assert max(world.invariants.number for world in worlds) >= 8
     assert any(ban.is_over for world in worlds for ban in world.job.bans.values())
@@ -420,7 +420,7 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
         Heartbeat(1),
         AgentLeaving("fuzz"),
     ]
-    inputs: list[Input] = [AgentTold(agent, dice.choice(messages)) for _ in range(40)]
+    inputs: list[Input] = [AgentReported(agent, dice.choice(messages)) for _ in range(40)]
     inputs += [
         AgentConnected(agent, agent, dice.randint(0, 4)),
         Tick(),
@@ -440,7 +440,7 @@ def sensible_beginning(dice: random.Random) -> list[Input]:
     said: list[FromWorker] = [FromWorker(each.worker, each) for each in hello]
     for message in (Elastic(), Synced(1), Finished(1)):
         said += [FromWorker(each.worker, message) for each in hello]
-    spoken = [AgentTold(agent, each) for each in said for agent in ("a", "b")]
+    spoken = [AgentReported(agent, each) for each in said for agent in ("a", "b")]
     return [AgentConnected("b", "b", 2), *spoken[: dice.randrange(len(spoken) + 1)]]
 
 

@@ -160,7 +160,7 @@ def check_a_pass_too_many_is_refused() -> None:
     model = net()
     optimizer = sgd(model)
     loss(model, data(fd.rank())).backward()
-    with raises(AssertionError, "raise backward_passes_per_step to 2"):
+    with raises(AssertionError, "increase backward_passes_per_step to 2"):
         loss(model, data(fd.rank())).backward()
     optimizer.abandon_step()
     wanted = averaged(model, 1)

@@ -12,7 +12,7 @@ from farandole.coordinator import (
     Action,
     AgentConnected,
     AgentLost,
-    AgentTold,
+    AgentReported,
     EndJob,
     HostsOffered,
     Input,
@@ -28,6 +28,7 @@ from farandole.wire.messages import (
     Elastic,
     Failed,
     Finished,
+    ForwardToWorkers,
     FromWorker,
     Hello,
     Kill,
@@ -41,7 +42,6 @@ from farandole.wire.messages import (
     Start,
     StartWorkers,
     Synced,
-    TellWorkers,
     WorkerDying,
     WorkerExited,
 )
@@ -105,7 +105,7 @@ class MembershipInvariants:
                 match action.message:
                     case Spawn(worker, slot):
                         self._check_spawn(action.agent, worker, slot)
-                    case TellWorkers(workers, message):
+                    case ForwardToWorkers(workers, message):
                         for worker in workers:
                             self._check_told(action.agent, worker, message)
                     case StartWorkers(some):
@@ -159,18 +159,18 @@ class MembershipInvariants:
             case UndrainRequested(host):
                 self._draining -= {agent for agent, of_agent in self._hosts.items() if of_agent == host}
                 self._reopenings += 1
-            case AgentTold(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):
+            case AgentReported(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):
                 if self._released and worker in self.members and code != 0:
                     self.failed_after_release = True
                 self._forget([worker])
-            case AgentTold(agent, WorkerDying(worker)) if self._is_with(worker, agent):
+            case AgentReported(agent, WorkerDying(worker)) if self._is_with(worker, agent):
                 is_elastic = bool(self._elastic.intersection(self.members)) and not self._released
                 counts = is_elastic and self._config.on_failure == "slot" and not self._is_ending
                 if counts and worker in self.members and worker not in self._left:
                     self._dying.add(worker)
-            case AgentTold(agent, SpawnFailed(worker)) if self._is_with(worker, agent):
+            case AgentReported(agent, SpawnFailed(worker)) if self._is_with(worker, agent):
                 self._forget([worker])
-            case AgentTold(agent, FromWorker(worker, said)) if self._is_with(worker, agent):
+            case AgentReported(agent, FromWorker(worker, said)) if self._is_with(worker, agent):
                 match said:
                     case Hello():
                         self._said_hello.add(worker)
@@ -198,7 +198,7 @@ class MembershipInvariants:
 
     def _host_to_blame(self, happened: Input) -> str | None:
         """Return the host that is banned after this input, if the job has that policy."""
-        if not isinstance(happened, AgentTold) or not isinstance(happened.message, WorkerExited):
+        if not isinstance(happened, AgentReported) or not isinstance(happened.message, WorkerExited):
             return None
         worker = happened.message.worker
         was_member = worker in self.members and self._is_with(worker, happened.agent) and worker not in self._left

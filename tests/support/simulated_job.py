@@ -16,7 +16,7 @@ from farandole.config import JobConfig
 from farandole.coordinator import (
     AgentConnected,
     AgentLost,
-    AgentTold,
+    AgentReported,
     EndJob,
     HostsOffered,
     Input,
@@ -39,13 +39,13 @@ from farandole.wire.messages import (
     AgentLeaving,
     AgentMessage,
     Dismissed,
+    ForwardToWorkers,
     FromWorker,
     Kill,
     LinkBroken,
     Spawn,
     SpawnFailed,
     StartWorkers,
-    TellWorkers,
     ToAgent,
     WorkerDying,
     WorkerExited,
@@ -253,7 +253,7 @@ class SimulatedJob:
 
         def arrive() -> None:
             if agent in self._agents:
-                self.feed(AgentTold(agent, message))
+                self.feed(AgentReported(agent, message))
 
         self.in_order(("up", agent), arrive)
 
@@ -311,7 +311,7 @@ class SimulatedJob:
                 self._kill(name, grace_s)
             case Dismissed():
                 self._on_dismissed(agent)
-            case TellWorkers(names, told):
+            case ForwardToWorkers(names, told):
                 for name in names:
                     self._pass_on(name, told)
             case StartWorkers(starts):

@@ -10,7 +10,7 @@ from farandole.config import JobConfig
 from farandole.coordinator import (
     Action,
     AgentConnected,
-    AgentTold,
+    AgentReported,
     EndJob,
     HostsOffered,
     Input,
@@ -29,6 +29,7 @@ from farandole.wire.messages import (
     Failed,
     Finished,
     FirstStep,
+    ForwardToWorkers,
     FromWorker,
     Hello,
     LinkBroken,
@@ -37,7 +38,6 @@ from farandole.wire.messages import (
     Start,
     StartWorkers,
     Synced,
-    TellWorkers,
     ToAgent,
     WorkerExited,
     WorkerMessage,
@@ -93,7 +93,7 @@ class ToldJob:
 
     def says(self, worker: str, message: WorkerMessage) -> ToldJob:
         agent = self.job.workers[worker].slot.agent if worker in self.job.workers else "a"
-        return self.feed(AgentTold(agent, FromWorker(worker, message)))
+        return self.feed(AgentReported(agent, FromWorker(worker, message)))
 
     def hello(self, *workers: str) -> ToldJob:
         for worker in workers:
@@ -138,7 +138,7 @@ class ToldJob:
 
     def exited(self, worker: str, exit_code: int = -9) -> ToldJob:
         agent = self.job.workers[worker].slot.agent if worker in self.job.workers else "a"
-        return self.feed(AgentTold(agent, WorkerExited(worker, exit_code)))
+        return self.feed(AgentReported(agent, WorkerExited(worker, exit_code)))
 
     def passes(self, seconds: float) -> ToldJob:
         """Let time pass, with a Tick at the end."""
@@ -175,7 +175,7 @@ class ToldJob:
     def told(self) -> dict[str, list[str]]:
         """Return the names of the messages to workers, by worker."""
         told: dict[str, list[str]] = {}
-        for message in self.sent(TellWorkers):
+        for message in self.sent(ForwardToWorkers):
             for worker in message.workers:
                 told.setdefault(worker, []).append(type(message.message).__name__)
         return told

@@ -59,11 +59,11 @@ def test_a_line_says_one_slot_and_two_workers() -> None:
 
 def test_training_that_was_cut_short_is_told_in_what_can_be_counted() -> None:
     assert events.TrainingCutShort(5, 3, 50, 30).line() == (
-        "training ended before what was promised was done: 30 of 50 steps were not made; "
-        "3 of 5 epochs ended early or were not begun"
+        "training ended earlier than planned: 30 of 50 steps were not applied; "
+        "3 of 5 epochs ended early or were not started"
     )
-    assert events.TrainingCutShort(1, 1, 0, 0).line().endswith("done: 1 of 1 epoch ended early or were not begun")
-    assert events.TrainingCutShort(0, 0, 40, 30).line().endswith("done: 30 of 40 steps were not made")
+    assert events.TrainingCutShort(1, 1, 0, 0).line().endswith("planned: 1 of 1 epoch ended early or were not started")
+    assert events.TrainingCutShort(0, 0, 40, 30).line().endswith("planned: 30 of 40 steps were not applied")
 
 
 def test_of_a_stopped_worker_s_threads_the_main_thread_comes_first() -> None:

@@ -36,6 +36,7 @@ from farandole.wire.messages import (
     AgentLeaving,
     CoordinatorHeartbeat,
     Dismissed,
+    ForwardToWorkers,
     FromWorker,
     Heartbeat,
     Hello,
@@ -45,7 +46,6 @@ from farandole.wire.messages import (
     SpawnFailed,
     StartWorkers,
     Stop,
-    TellWorkers,
     ToAgent,
     WorkerDying,
     WorkerExited,
@@ -95,9 +95,9 @@ class EndOfService(enum.Enum):
     """The reason why an agent's service is over."""
 
     JOB_ENDED = "the job has ended"
-    LEFT = "the job goes on without this host"
-    DRAINED = "somebody asked for this host to be left"
-    LOST = "the coordinator is gone, or goes on without this agent"
+    LEFT = "the job continues without this host"
+    DRAINED = "this host left the job"
+    LOST = "the connection to the coordinator is lost, or the coordinator has excluded this agent"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,9 @@ class Agent:
         self._server = WorkerServer(self._on_message, self._on_refused)
         self._heartbeats = Heartbeats(since_boot_s())
         self._datagrams = (
-            HeartbeatSocket(config.token, config.heartbeat_id, self._heartbeats.hear) if config.heartbeat_port else None
+            HeartbeatSocket(config.token, config.heartbeat_id, self._heartbeats.record)
+            if config.heartbeat_port
+            else None
         )
         self._processes = WorkerProcesses(
             lambda guard: make_spawner(config.fork_server, config.command, config.environment, guard, on_event),
@@ -210,17 +212,17 @@ class Agent:
             service = _service(order)
         except (ConnectionError, AuthenticationError, ProtocolError) as error:
             self._on_event(CoordinatorLost(self._config.name, str(error)))
-            service = Service(EndOfService.LOST, f"the coordinator is gone: {error}")
+            service = Service(EndOfService.LOST, f"the connection to the coordinator is lost: {error}")
         self._stop_workers(service)
         return service
 
     def _stop_workers(self, service: Service) -> None:
         self._is_stopping = True
-        self._server.tell(self._processes.pids(), Stop(service.reason))
+        self._server.send_to(self._processes.pids(), Stop(service.reason))
 
     def _do(self, order: ToAgent) -> None:
-        if isinstance(order, TellWorkers):
-            self._server.tell(order.workers, order.message)
+        if isinstance(order, ForwardToWorkers):
+            self._server.send_to(order.workers, order.message)
             self._is_stopping |= isinstance(order.message, Stop)
         elif isinstance(order, StartWorkers):
             self._start_workers(order)
@@ -248,7 +250,7 @@ class Agent:
             else:
                 self._processes.kill(order.worker, order.grace_s)
         elif isinstance(order, CoordinatorHeartbeat):
-            self._heartbeats.hear(order.sequence, order.heard)
+            self._heartbeats.record(order.sequence, order.received)
 
     async def _dump_and_kill(self, order: Kill) -> None:
         page = self._pages.get(order.worker)
@@ -260,7 +262,7 @@ class Agent:
     def _start_workers(self, order: StartWorkers) -> None:
         for worker, start in order.starts.items():
             data_key = derive_data_key(self._config.token, start.id)
-            self._server.tell([worker], msgspec.structs.replace(start, data_key=data_key))
+            self._server.send_to([worker], msgspec.structs.replace(start, data_key=data_key))
         for worker, start in order.starts.items():
             self._sink.placed(worker, start.placement.rank)
         self._processes.training_begins()
@@ -300,9 +302,9 @@ class Agent:
         every_s = heartbeat_period_s(self._config.detection_budget_s)
         while True:
             sequence = self._heartbeats.next(since_boot_s())
-            self._channel.send(Heartbeat(sequence, self._heartbeats.heard if self._config.is_apart else None))
+            self._channel.send(Heartbeat(sequence, self._heartbeats.received if self._config.is_apart else None))
             if self._datagrams is not None:
-                self._datagrams.send(sequence, self._heartbeats.heard)
+                self._datagrams.send(sequence, self._heartbeats.received)
             self._processes.heartbeat()
             await asyncio.sleep(every_s)
 
@@ -341,14 +343,14 @@ class Agent:
     async def _send_statuses(self) -> None:
         """Send the statuses of the workers to the coordinator, including workers that hold the interpreter's lock or
         are stopped."""
-        told: dict[str, WorkerStatus] = {}
-        told_s = now_s()
+        reported: dict[str, WorkerStatus] = {}
+        reported_s = now_s()
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
             seen = self._pages.look()
-            if seen != told or now_s() - told_s >= LONGEST_BETWEEN_S:
+            if seen != reported or now_s() - reported_s >= LONGEST_BETWEEN_S:
                 self._channel.send(WorkersSeen(seen))
-                told, told_s = seen, now_s()
+                reported, reported_s = seen, now_s()
 
 
 def _service(order: JobEnded | Dismissed) -> Service:
@@ -361,7 +363,7 @@ def _service(order: JobEnded | Dismissed) -> Service:
 
 
 class HeartbeatSocket(asyncio.DatagramProtocol):
-    """Calls `on_heartbeat(sequence, heard)` for each valid heartbeat of the coordinator. Open from `open` to
+    """Calls `on_heartbeat(sequence, received)` for each valid heartbeat of the coordinator. Open from `open` to
     `close`."""
 
     def __init__(self, token: bytes, heartbeat_id: bytes, on_heartbeat: Callable[[int, int], object]) -> None:
@@ -373,11 +375,11 @@ class HeartbeatSocket(asyncio.DatagramProtocol):
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(to.host, to.port))
 
-    def send(self, sequence: int, heard: int) -> None:
+    def send(self, sequence: int, received: int) -> None:
         """Send a heartbeat. The datagram may be lost."""
         if self._transport is not None:
             with contextlib.suppress(OSError):
-                self._transport.sendto(self._seal.seal(sequence, heard))
+                self._transport.sendto(self._seal.seal(sequence, received))
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

@@ -56,7 +56,7 @@ class ForkServer:
     @property
     def pid(self) -> int:
         """The process id of the server, and of its process group."""
-        assert self._process is not None, "start() comes first"
+        assert self._process is not None, "call start() first"
         return self._process.pid
 
     async def start(self, nice: int) -> None:
@@ -74,14 +74,14 @@ class ForkServer:
             theirs.close()
         self._is_open = True
         self._channel.setblocking(False)
-        self._loop.add_reader(self._channel, self._hear)
+        self._loop.add_reader(self._channel, self._read_status)
 
     def _begin(self, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
         command = self._command
-        words = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
+        arguments = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
         with adopting_orphans():  # before Linux 4.11 the state of this process at the creation of its child counts
             return subprocess.Popen(
-                [command.python, *command.options, *words],
+                [command.python, *command.options, *arguments],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -104,7 +104,7 @@ class ForkServer:
         except (TimeoutError, OSError) as error:
             worker.close()
             self._drop(worker.pid)
-            self._give_up(str(error) or f"it made no worker within {_FORK_S:g} s")
+            self._give_up(str(error) or f"it forked no worker within {_FORK_S:g} s")
             return None
         finally:
             ours.close()
@@ -141,18 +141,18 @@ class ForkServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def _hear(self) -> None:
+    def _read_status(self) -> None:
         try:
-            said = self._channel.recv(1000).decode("utf-8", "replace")
+            status = self._channel.recv(1000).decode("utf-8", "replace")
         except BlockingIOError:
             return
         except OSError:
-            said = ""
-        if said == "ready":
+            status = ""
+        if status == "ready":
             self.is_ready = True
             self._settle()
         else:
-            self._give_up(said or "it was killed, or failed")
+            self._give_up(status or "it was killed, or it failed")
 
     def _give_up(self, reason: str) -> None:
         if self._is_open and self._process is not None:
@@ -222,16 +222,16 @@ def python_command(command: Sequence[str]) -> PythonCommand | None:
         return None
     options, rest = list[str](), list(command[1:])
     while rest:
-        word = rest[0]
-        if word == "--check-hash-based-pycs" or _WITH_VALUE.fullmatch(word):
+        argument = rest[0]
+        if argument == "--check-hash-based-pycs" or _WITH_VALUE.fullmatch(argument):
             options += rest[:2]
             rest = rest[2:]
-        elif _MODULE.fullmatch(word) and len(rest) > 1:
-            flags = word[:-1]
+        elif _MODULE.fullmatch(argument) and len(rest) > 1:
+            flags = argument[:-1]
             return PythonCommand(command[0], (*options, *([flags] if flags != "-" else [])), ("-m", *rest[1:]))
-        elif _FLAGS.fullmatch(word) or (_WITH_VALUE.match(word) and "importtime" not in word):
+        elif _FLAGS.fullmatch(argument) or (_WITH_VALUE.match(argument) and "importtime" not in argument):
             options.append(rest.pop(0))
-        elif word.endswith(".py") and not word.startswith("-") and "importtime" not in options:
+        elif argument.endswith(".py") and not argument.startswith("-") and "importtime" not in options:
             return PythonCommand(command[0], tuple(options), tuple(rest))
         else:
             return None

@@ -69,10 +69,10 @@ def _stand_in_place_of(target: Sequence[str]) -> None:
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target[0]))
 
 
-def _options_of(words: Sequence[str]) -> list[str]:
+def _options_of(arguments: Sequence[str]) -> list[str]:
     """Return the options of the interpreter, which stand before this file's name."""
-    ours = words.index(__file__) if __file__ in words else 1
-    return list(words[1:ours])
+    ours = arguments.index(__file__) if __file__ in arguments else 1
+    return list(arguments[1:ours])
 
 
 def _import_all(nice: int, channel: socket.socket) -> str:
@@ -98,7 +98,7 @@ def _import_all(nice: int, channel: socket.socket) -> str:
         if threads == 1:
             return ""
         poll.poll(1)
-    return f"importing {', '.join(PRELOADED)} left {threads} threads"
+    return f"it has {threads} threads after importing {', '.join(PRELOADED)}, but must have one to fork"
 
 
 def _import_in_thread(nice: int, problems: list[str]) -> None:

@@ -52,7 +52,7 @@ class Guard:
     def watch(self, pgid: int) -> None:
         """Kill this process group when the agent is gone."""
         self._watched.add(pgid)
-        self._say(f"watch {pgid}\n")
+        self._send_command(f"watch {pgid}\n")
 
     def heartbeat(self) -> None:
         """Tell the guard that the agent is not stopped. Does nothing where silence has no limit."""
@@ -60,12 +60,12 @@ class Guard:
         if self._silence_limit_s is None or process is None or process.stdin is None:
             return
         if can_write(process.stdin, within_s=0):  # else the guard itself is stopped: do not wait for it
-            self._say("heartbeat\n")
+            self._send_command("heartbeat\n")
 
     def release(self, pgid: int) -> None:
         """Forget this process group; call it when the group was killed, before its number can be used again."""
         self._watched.discard(pgid)
-        self._say(f"release {pgid}\n")
+        self._send_command(f"release {pgid}\n")
 
     def stop(self) -> None:
         """End the guard; no process is killed. Idempotent."""
@@ -78,9 +78,9 @@ class Guard:
             process.kill()
             process.wait()
 
-    def _say(self, line: str) -> None:
+    def _send_command(self, line: str) -> None:
         process = self._process
-        assert process is not None, "start() comes first"
+        assert process is not None, "call start() first"
         assert process.stdin is not None
         try:
             process.stdin.write(line.encode())

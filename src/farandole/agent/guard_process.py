@@ -30,7 +30,7 @@ class Watch:
         self.is_over = False
         self._unfinished = b""
 
-    def hear(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """Process a part of the parent's input."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         for line in lines:
@@ -58,7 +58,7 @@ def follow(stream: int, silence_limit_s: float | None) -> Watch:
         data = os.read(stream, 1 << 16)
         if not data:
             return watch
-        watch.hear(data)
+        watch.feed(data)
         limit_s = silence_limit_s
 
 

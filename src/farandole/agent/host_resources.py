@@ -86,8 +86,8 @@ def reserve_descriptors(workers: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"a job of {workers} workers needs {needed} open files in one process, and no more than {hard} are allowed "
-            f"here (ulimit -Hn): raise the limit (ulimit -n, limits.conf, LimitNOFILE=, docker run --ulimit nofile=), "
+            f"a job of {workers} workers needs {needed} open files in one process, and the hard limit is {hard} "
+            f"(ulimit -Hn): raise the limit (ulimit -n, limits.conf, LimitNOFILE=, docker run --ulimit nofile=), "
             f"or start fewer workers on this machine"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

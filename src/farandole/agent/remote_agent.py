@@ -57,7 +57,7 @@ class JoiningAgent:
         self._agent: Agent | None = None
         self._run: asyncio.Task[Service] | None = None
         self._is_leaving = False
-        self._was_hung_up_on = False  # at the last attempt, when the token had been proved
+        self._was_disconnected = False  # at the last attempt, when the token had been proved
 
     async def run(self) -> Service:
         """Serve until the job has ended or this host is left. Raises CannotJoin, and ConfigError for errors that
@@ -67,7 +67,7 @@ class JoiningAgent:
             return await self._run
         except asyncio.CancelledError:
             if self._run.cancelled() and self._is_leaving:
-                return Service(EndOfService.DRAINED, "it was asked to end before it had joined")
+                return Service(EndOfService.DRAINED, "it was stopped before it joined a job")
             self._run.cancel()
             raise
 
@@ -90,8 +90,8 @@ class JoiningAgent:
             except OSError as error:
                 channel.close()
                 raise ConfigError(
-                    f"the job runs in {self._options.folder or welcome.folder}, which cannot be entered here "
-                    f"({error.strerror}); say with --folder where its files are"
+                    f"the job runs in {self._options.folder or welcome.folder}, which cannot be entered on this "
+                    f"machine ({error.strerror}); give the folder that has its files here with --folder"
                 ) from None
             self._on_event(AgentServes(welcome.job_id, config.slots))
             output = ForwardedOutput(channel)
@@ -112,7 +112,7 @@ class JoiningAgent:
             try:
                 return await self._attempt()
             except (TimeoutError, OSError, _NotNow) as error:
-                why = _in_words(error, self._options.coordinator)
+                why = _format_error(error, self._options.coordinator)
             if now_s() + _AGAIN_S > deadline_s:
                 raise CannotJoin(f"{why} (tried for {self._options.retry_s:g} s, see --retry)")
             if why != last:
@@ -125,18 +125,18 @@ class JoiningAgent:
         try:
             channel = await connect(options.coordinator.host, options.coordinator.port, options.token, None, TO_AGENT)
         except (TokenRefused, AuthenticationError) as error:
-            if isinstance(error, TokenRefused) and not self._was_hung_up_on:  # or it has ended at this very moment
-                self._was_hung_up_on = True
-                raise _NotNow("it hung up when this side had proved the token") from None
+            if isinstance(error, TokenRefused) and not self._was_disconnected:  # or it has ended at this very moment
+                self._was_disconnected = True
+                raise _NotNow("the coordinator closed the connection after this agent had proved the token") from None
             raise ConfigError(
-                f"{options.coordinator} does not take the token: it has to be the one of the job's --token-file"
+                f"{options.coordinator} does not accept the token: use a copy of the job's --token-file"
             ) from None
         except ConnectionError:
-            self._was_hung_up_on = False
+            self._was_disconnected = False
             raise
         except ProtocolError as error:
             raise ConfigError(f"{options.coordinator}: {error}") from None
-        self._was_hung_up_on = False
+        self._was_disconnected = False
         try:
             channel.send(
                 AgentHello(
@@ -155,7 +155,7 @@ class JoiningAgent:
             if isinstance(answer, Refused):
                 raise ConfigError(f"{options.coordinator} refuses this agent: {answer.reason}")
             if not isinstance(answer, Welcome):
-                raise ConfigError(f"{options.coordinator} said {type(answer).__name__} before Welcome")
+                raise ConfigError(f"{options.coordinator} sent {type(answer).__name__} before Welcome")
         except BaseException:
             channel.abort()
             raise
@@ -188,11 +188,11 @@ class _NotNow(Exception):
     """The agent was refused for a reason that may pass."""
 
 
-def _in_words(error: Exception, address: Address) -> str:
+def _format_error(error: Exception, address: Address) -> str:
     if isinstance(error, _NotNow):
-        return f"{address} does not take this agent now: {error}"
+        return f"{address} does not accept this agent now: {error}"
     if isinstance(error, ConnectionRefusedError):
-        return f"nobody listens at {address}"
+        return f"no process listens at {address}"
     if isinstance(error, asyncio.TimeoutError):
         return f"{address} did not answer within {HANDSHAKE_DEADLINE_S:g} s"
     return f"{address} cannot be reached: {error}"

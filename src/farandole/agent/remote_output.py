@@ -101,26 +101,26 @@ class RemoteOutput:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._talking: defaultdict[str, set[str]] = defaultdict(set)  # workers by agent
+        self._printing: defaultdict[str, set[str]] = defaultdict(set)  # workers by agent
 
     def __call__(self, agent: str, message: OutputMessage | None) -> None:
         match message:
             case None:
-                for worker in sorted(self._talking.pop(agent, ())):
+                for worker in sorted(self._printing.pop(agent, ())):
                     self._sink.closed(worker)
             case WorkerPrinted(worker, stream, lines, dropped_bytes):
-                self._talking[agent].add(worker)
+                self._printing[agent].add(worker)
                 if dropped_bytes:
-                    note = f"({dropped_bytes} bytes were dropped here: the connection was too slow)"
+                    note = f"({dropped_bytes} bytes of output were dropped here: the connection was too slow)"
                     self._sink.line(worker, stream, note.encode())
                 for line in lines:
                     self._sink.line(worker, stream, line)
             case WorkerRanked(worker, rank, is_expected):
-                self._talking[agent].add(worker)
+                self._printing[agent].add(worker)
                 if is_expected:
                     self._sink.expected(worker, rank)
                 else:
                     self._sink.placed(worker, rank)
             case WorkerSilent(worker):
-                self._talking[agent].discard(worker)
+                self._printing[agent].discard(worker)
                 self._sink.closed(worker)

@@ -121,7 +121,7 @@ class ForkingSpawner:
             if child is not None:
                 return child
         if self._is_closed:
-            raise OSError("the agent ends its workers")  # while this one waited for the server
+            raise OSError("the agent is ending its workers")  # while this one waited for the server
         return await self._plain.spawn(environment)
 
     def training_begins(self) -> None:

@@ -69,7 +69,7 @@ class WorkerServer:
         self._secrets[worker] = secrets.token_hex(32)
         return self._secrets[worker]
 
-    def tell(self, workers: Iterable[str], message: ToWorker) -> None:
+    def send_to(self, workers: Iterable[str], message: ToWorker) -> None:
         """Write `message` to each of these workers that is connected. The others miss it for good: the answer to a
         Hello carries all that a worker has to know."""
         data = frame(encode(message))
@@ -110,7 +110,7 @@ class WorkerServer:
             connected, _ = self._listener.accept()
             if _is_of_another_user(connected):
                 connected.close()
-                self._on_refused("a process of another user", "it may not talk to this agent")
+                self._on_refused("a process of another user", "only processes of the agent's user may connect to it")
                 return
             stranger = WorkerConnection(connected, self._on_payload, self._on_end)
             self._strangers[stranger] = asyncio.get_running_loop().call_later(HELLO_DEADLINE_S, self._give_up, stranger)
@@ -120,22 +120,22 @@ class WorkerServer:
         if connection.worker is None:
             message = self._admit(connection, message)
         elif isinstance(message, Hello):
-            raise ProtocolError("it said Hello twice")
+            raise ProtocolError("it sent Hello twice")
         assert connection.worker is not None
         self._on_message(connection.worker, message)
 
     def _admit(self, stranger: WorkerConnection, message: WorkerMessage) -> Hello:
         """Return the worker's Hello without its secret."""
         if not isinstance(message, Hello):
-            raise ProtocolError(f"it said {type(message).__name__} before Hello")
+            raise ProtocolError(f"it sent {type(message).__name__} before Hello")
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"it speaks version {message.version} of the protocol, its agent {PROTOCOL_VERSION}; "
+                f"it uses version {message.version} of the protocol, its agent version {PROTOCOL_VERSION}; "
                 "install the same version of Farandole for both"
             )
         secret = self._secrets.get(message.worker)
         if secret is None or not hmac.compare_digest(secret.encode(), message.secret.encode()):
-            raise AuthenticationError(f"it does not know the secret of worker {message.worker}")
+            raise AuthenticationError(f"it did not send the secret of worker {message.worker}")
         if message.worker in self._connections:
             # A child that inherited the environment must not take the place of its parent.
             raise ProtocolError(f"worker {message.worker} is connected already")
@@ -146,7 +146,7 @@ class WorkerServer:
 
     def _give_up(self, stranger: WorkerConnection) -> None:
         stranger.close()
-        self._on_end(stranger, ProtocolError(f"it did not say Hello within {HELLO_DEADLINE_S:g} s"))
+        self._on_end(stranger, ProtocolError(f"it sent no Hello within {HELLO_DEADLINE_S:g} s"))
 
     def _on_end(self, connection: WorkerConnection, error: FatalError | None) -> None:
         """Forget a connection that has ended. Only the exit tells whether the process lives."""
@@ -208,7 +208,7 @@ class WorkerConnection:
         if not waiting and not self._send():
             self._loop.add_writer(self._socket, self._send_rest)
         if len(self._outgoing) > _UNREAD_LIMIT:
-            self._end(ProtocolError(f"it left {len(self._outgoing)} bytes of messages unread"))
+            self._end(ProtocolError(f"it has not read {len(self._outgoing)} bytes of messages"))
 
     def read_rest(self) -> None:
         """Read all that has arrived, without waiting for more."""

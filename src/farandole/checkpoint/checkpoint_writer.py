@@ -45,9 +45,9 @@ class Writer:
         rule: Literal["step", "commit"],
         keep: int,
         ask: Ask,
-        tell: Callable[[Written], None],
+        report: Callable[[Written], None],
     ) -> None:
-        self._folder, self._rule, self._keep, self._ask, self._tell = folder, rule, keep, ask, tell
+        self._folder, self._rule, self._keep, self._ask, self._report = folder, rule, keep, ask, report
         self._thread: threading.Thread | None = None
         self._is_given_up = False
         self.published: Progress | None = None
@@ -65,7 +65,7 @@ class Writer:
         try:
             snapshot = take()
         except _CANNOT_BE_TAKEN as failure:
-            self._tell(Written("", step, now_s() - begun_s, str(failure)))
+            self._report(Written("", step, now_s() - begun_s, str(failure)))
             return
 
         def work() -> None:
@@ -105,7 +105,7 @@ class Writer:
             error = f"{failure.strerror or failure} ({self._folder.store.place})"
         except Exception as failure:  # noqa: BLE001 - any error is reported, and training continues
             error = str(failure) if isinstance(failure, FarandoleError) else f"{type(failure).__name__}: {failure}"
-        self._tell(Written(name, step, now_s() - begun_s, error))
+        self._report(Written(name, step, now_s() - begun_s, error))
 
     def _write_one(self, snapshot: Snapshot, generation: int, workers: int) -> str:
         name = self._folder.begin(snapshot.progress.step)

@@ -43,7 +43,7 @@ def read_files(found: Found) -> Any:
     try:
         text = store.read(f"{name}/{STATE}")
         if FileSum.of(text) != files[STATE]:
-            raise ConfigError(f"{found.place}/{STATE} is not as it was written")
+            raise ConfigError(f"{found.place}/{STATE} is damaged: its checksum differs from the manifest")
         return from_json(json.loads(text), read_tensors(store, f"{name}/{TENSORS}", files[TENSORS]))
     except (ConfigError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint {found.place} cannot be read: {error}") from error
@@ -104,15 +104,15 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
     written one, OSError when it cannot be read."""
     path, size = f"{store.place}/{name}", store.size(name)
     if size is None:
-        raise FileNotFoundError(f"{path} is gone")
+        raise FileNotFoundError(f"{path} does not exist")
     with store.open(name) as file:
         if size != expected.size_bytes:
-            raise ConfigError(f"{path} has {size} bytes, and {expected.size_bytes} were written")
+            raise ConfigError(f"{path} has {size} bytes, expected {expected.size_bytes}")
         crc = 0
         prefix = file.read(_LENGTH.size)
         (length,) = _LENGTH.unpack(prefix)
         if length > min(size, _HEADER_LIMIT):
-            raise ConfigError(f"{path} is damaged: its header cannot have {length} bytes")
+            raise ConfigError(f"{path} is damaged: its header states a length of {length} bytes")
         text = _read_exactly(file, path, bytearray(length))
         crc = zlib.crc32(text, zlib.crc32(prefix))
         header = json.loads(bytes(text))
@@ -124,7 +124,7 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
             tensors[key] = torch.empty(shape, dtype=dtype)
             crc = zlib.crc32(_read_exactly(file, path, _bytes_of(tensors[key])), crc)
     if crc != expected.crc32:
-        raise ConfigError(f"{path} is damaged: its checksum is {crc:08x}, and {expected.crc32:08x} was written")
+        raise ConfigError(f"{path} is damaged: its checksum is {crc:08x}, expected {expected.crc32:08x}")
     return tensors
 
 
@@ -172,6 +172,6 @@ def _read_exactly(file: BinaryIO, path: str, room: bytearray | memoryview) -> me
     while len(rest):
         count = file.readinto(rest)  # type: ignore[attr-defined]  # a raw file
         if not count:
-            raise ConfigError(f"{path} ends too early")
+            raise ConfigError(f"{path} is truncated")
         rest = rest[count:]
     return memoryview(room)

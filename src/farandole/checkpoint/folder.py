@@ -115,7 +115,7 @@ class CheckpointFolder:
         for file, sum in manifest.files.items():
             size = self.store.size(f"{name}/{file}")
             if size != sum.size_bytes:
-                raise ConfigError(f"{here}/{file} has {size} bytes, and {sum.size_bytes} were written")
+                raise ConfigError(f"{here}/{file} has {size} bytes, expected {sum.size_bytes}")
         return Found(self.store, name, manifest)
 
     def _folders(self) -> list[str]:
@@ -172,10 +172,10 @@ def _begin_locked(settings: CheckpointEnv, taken: JobLock) -> Begun:
     folder = CheckpointFolder(taken.store)
     folder.remove_unpublished()
     found, damaged = folder.complete()
-    notes = [f"a checkpoint was passed over: {each.why}" for each in damaged]
+    notes = [f"a damaged checkpoint was skipped: {each.why}" for each in damaged]
     if damaged and not found:
         raise ConfigError(
-            f"--checkpoint {settings.folder}: no checkpoint there can be read ({damaged[0].why}); to start at "
+            f"--checkpoint {settings.folder}: no checkpoint in it can be read ({damaged[0].why}); to start from "
             f"the beginning, give an empty folder"
         )
     run_id, generation = taken.counted.run_id, taken.counted.generation

@@ -91,7 +91,8 @@ def _lock_file(path: Path) -> int:
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(
-            f"--checkpoint {path.parent}: another job is using this folder; wait for its end, or give another one"
+            f"--checkpoint {path.parent}: another job is using this folder; wait until it has ended, or give another "
+            f"folder"
         ) from None
     except OSError:
         os.close(handle)
@@ -109,5 +110,5 @@ def _read(store: Store) -> Counted:
 def _unusable(store: Store, error: OSError) -> ConfigError:
     return ConfigError(
         f"--checkpoint {store.place}: no checkpoints can be written there ({error.strerror or error}); give a place "
-        f"that this user may write to, with room"
+        f"with free space that this user may write to"
     )

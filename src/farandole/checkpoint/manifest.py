@@ -65,12 +65,12 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         version = msgspec.json.decode(data, type=_Version).format
         if version != FORMAT:
-            raise ConfigError(f"{where} is of format {version}, and this Farandole reads format {FORMAT}")
+            raise ConfigError(f"{where} has format {version}, and this version of Farandole reads format {FORMAT}")
         return msgspec.json.decode(data, type=Manifest)
     except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{where} is no manifest of a checkpoint: {error}") from None
+        raise ConfigError(f"{where} is not the manifest of a checkpoint: {error}") from None
 
 
 class _Version(msgspec.Struct, frozen=True):

@@ -24,10 +24,10 @@ def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[
             return each, read_files(each)
         except ConfigError as error:
             why.append(str(error))
-            warn(f"{error}; going on from the one before")
+            warn(f"{error}; using the previous checkpoint")
     raise ConfigError(
-        f"{folder.store.place} has no checkpoint that can be read ({'; '.join(why) or 'it is empty'}); to start at the "
-        f"beginning, give an empty folder"
+        f"{folder.store.place} has no checkpoint that can be read ({'; '.join(why) or 'it is empty'}); to start from "
+        f"the beginning, give an empty folder"
     )
 
 
@@ -64,8 +64,9 @@ def _check_parameters(found: Found, ours: Mapping[str, Any], theirs: Mapping[str
 
 def _other(found: Found, what: str, saved: object, here: object) -> ConfigError:
     return ConfigError(
-        f"the checkpoint {found.place} is of another model or script. {what}: {saved} there, {here} here; go on "
-        f"with the script that wrote it, or give an empty folder to start at the beginning"
+        f"the checkpoint {found.place} was written by another model or script. {what}: {saved} in the checkpoint, "
+        f"{here} in this script; resume with the script that wrote it, or give an empty folder to start from the "
+        f"beginning"
     )
 
 

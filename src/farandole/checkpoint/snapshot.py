@@ -111,7 +111,7 @@ def from_json(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     try:
         return _from_tagged(plain, tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"a value that no checkpoint has: {str(plain)[:200]} ({error})") from error
+        raise ConfigError(f"this is not a value of a checkpoint: {str(plain)[:200]} ({error})") from error
 
 
 class _Encoder:
@@ -150,9 +150,9 @@ class _Encoder:
             return {_KIND: "dtype", "of": str(value).removeprefix("torch.")}
         place = ".".join(path)
         raise ConfigError(
-            f"{place} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: reading it could "
+            f"{place} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain: reading it could "
             f"run code; keep numbers, strings, containers and tensors in the state, or an object whose "
-            f"state_dict() has only these"
+            f"state_dict() contains only these"
         )
 
     def _items(self, values: Any, path: tuple[str, ...]) -> list[Any]:
@@ -161,7 +161,7 @@ class _Encoder:
     def _name(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise ConfigError(
-                f"{'.'.join(path)} is a tensor of layout {tensor.layout}: a checkpoint holds dense ones only"
+                f"{'.'.join(path)} is a tensor of layout {tensor.layout}: a checkpoint can contain dense tensors only"
             )
         known = self._names.get(id(tensor))
         if known is None:

@@ -72,12 +72,12 @@ def open_store(place: str) -> Store:
     if not is_address or scheme in ("file", "local"):
         path = Path(rest if is_address else place)
         if is_address and not path.is_absolute():
-            raise ConfigError(f"--checkpoint {place}: a whole path is needed, as in file:///data/job")
+            raise ConfigError(f"--checkpoint {place}: an absolute path is needed, as in file:///data/job")
         return LocalStore(path)
     if scheme == "memory":
         raise ConfigError(
             f"--checkpoint {place}: such files are in the memory of one process, which neither the other workers nor "
-            f"the next job can see; give a folder, or an address such as s3://bucket/job"
+            f"the next job can read; give a folder, or an address such as s3://bucket/job"
         )
     return ObjectStore(place)
 

@@ -2,7 +2,7 @@
 
 Each of the two sockets carries data in one direction only. That makes shutdown simple: all data that a rank has sent
 arrives, however the rank ends, because the kernel discards data only on a socket whose owner left bytes unread. The
-other direction carries at most one message: the reason why the next rank stopped (`say_why`).
+other direction carries at most one message: the reason why the next rank stopped (`send_reason`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.liveness.status_reporting import report_progress
 
 _SLICE_MS = 1000
 _BUFFERS_PER_SEND = 16
-_WORD_BYTES = 1024
+_REASON_BYTES = 1024
 _SPINS = 100  # checks of both sockets, of 1 or 2 us each, before a wait sleeps
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
@@ -113,7 +113,7 @@ class ConnectionPair:
             if wanted is not None:
                 received = self._receive(wanted)
                 if isinstance(received, str):
-                    self._hear_why()
+                    self._receive_reason()
                     return Broken("receive", received)
                 moved = moved or received > 0
                 wanted = wanted[received:] or _next_buffer(schedule)
@@ -148,7 +148,7 @@ class ConnectionPair:
                 self._check()
             return None
         if self._next_fd in events:
-            self._hear_why()
+            self._receive_reason()
         return self._previous_fd in events and self._has_data()
 
     def interruption(self) -> Interruption | None:
@@ -160,7 +160,7 @@ class ConnectionPair:
         poll.register(self._next_fd, select.POLLIN)
         events = dict(poll.poll(0))
         if self._next_fd in events:
-            self._hear_why()
+            self._receive_reason()
         if self._cannot_send:
             return Broken("send", self._cannot_send)
         if self._previous_fd in events:
@@ -174,10 +174,10 @@ class ConnectionPair:
         self._has_lost_previous = True
         return False
 
-    def say_why(self, text: str) -> None:
+    def send_reason(self, text: str) -> None:
         """Tell the previous rank, best effort, why this one stops; that rank raises CollectiveMismatch with it."""
         with contextlib.suppress(OSError):
-            self._from_previous.send(text.encode()[:_WORD_BYTES])
+            self._from_previous.send(text.encode()[:_REASON_BYTES])
 
     def shut_down(self) -> None:
         """End the transfer in flight at both ends, and every later one. Callable from any thread."""
@@ -199,7 +199,7 @@ class ConnectionPair:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._hear_why()
+            self._receive_reason()
             self._cannot_send = self._cannot_send or str(error)
             return False
         while outgoing and sent >= len(outgoing[0]):
@@ -236,19 +236,19 @@ class ConnectionPair:
             self._check()
         for descriptor, event in events:
             if descriptor == self._next_fd and event & _READABLE:
-                self._hear_why()
+                self._receive_reason()
 
-    def _hear_why(self) -> None:
+    def _receive_reason(self) -> None:
         """Handle the end of the next rank: end-of-file is a failure, a message is a mismatch."""
         try:
-            word = self._to_next.recv(_WORD_BYTES)
+            reason = self._to_next.recv(_REASON_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
             self._cannot_send = str(error)
             return
-        if word:
-            raise CollectiveMismatch(word.decode(errors="replace"))
+        if reason:
+            raise CollectiveMismatch(reason.decode(errors="replace"))
         self._cannot_send = "end of file"
 
 

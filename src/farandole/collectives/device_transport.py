@@ -123,8 +123,8 @@ class DeviceTransport:
             self._connect(flat, operation, source)
         elif flat.device != self._device:
             raise ValueError(
-                f"a tensor on {flat.device}, and the first one of this generation was on {self._device}: a worker "
-                f"has one device"
+                f"the tensor is on {flat.device}, and the first tensor of this generation was on {self._device}: a "
+                f"worker uses one device"
             )
         return self._operations
 
@@ -142,7 +142,10 @@ class DeviceTransport:
         elif self._is_required:
             raise ConfigError(f"--transport {self._groups.name.lower()}: {connected}; use auto")
         elif self.rank == 0:
-            _warn_once(f"tensors on devices travel through the host's memory, not {self._groups.name}", connected)
+            _warn_once(
+                f"tensors on devices are copied through the memory of the host; {self._groups.name} is not used",
+                connected,
+            )
 
 
 def shared_devices(identities: list[bytes]) -> str:

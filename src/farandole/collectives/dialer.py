@@ -59,7 +59,7 @@ class Dialer:
     def take(self) -> socket.socket:
         """Return the proved connection, which the caller owns from now on."""
         sock, self._sock = self._sock, None
-        assert sock is not None, "take() before is_done"
+        assert sock is not None, "take() was called before is_done"
         return sock
 
     def close(self) -> None:
@@ -72,10 +72,10 @@ class Dialer:
         if code:
             self._hang_up(sock, os.strerror(code))
             return
-        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear_reply(sock))
-        self._say(sock, self._introduction.encode())
+        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._receive_reply(sock))
+        self._send(sock, self._introduction.encode())
 
-    def _hear_reply(self, sock: socket.socket) -> None:
+    def _receive_reply(self, sock: socket.socket) -> None:
         try:
             data = sock.recv(REPLY_BYTES - len(self._reply))
         except BlockingIOError:
@@ -84,21 +84,21 @@ class Dialer:
             self._hang_up(sock, str(error))
             return
         if not data:
-            self._hang_up(sock, "it hung up")
+            self._hang_up(sock, "the other side closed the connection")
             return
         self._reply += data
         if len(self._reply) < REPLY_BYTES:
             return
         proof = dialer_proof(self._key, self._introduction, self._reply)
         if proof is None:
-            self._hang_up(sock, "it did not prove who it is")
+            self._hang_up(sock, "the other side did not prove its identity")
         elif peek(sock) == b"":  # it timed out while this process could not run, and would not read this side's proof
-            self._hang_up(sock, "it hung up")
-        elif self._say(sock, proof):
+            self._hang_up(sock, "the other side closed the connection")
+        elif self._send(sock, proof):
             self._selector.unregister(sock)
             self.is_done = True
 
-    def _say(self, sock: socket.socket, text: bytes) -> bool:
+    def _send(self, sock: socket.socket, text: bytes) -> bool:
         """Send a few bytes into an empty send buffer; all of them or none."""
         try:
             sock.send(text)

@@ -127,7 +127,7 @@ def connect_gloo(ring: RingTransport) -> GlooGroup:
         ring.end_by(Broken("receive", f"Gloo cannot connect: {group}"), header)
     own = find_listening_address(b"".join(construction.store.mine.values()))
     answers = _exchange_answers(
-        ring, _Answer(own, "" if own else f"rank {ring.rank} cannot tell which sockets are Gloo's")
+        ring, _Answer(own, "" if own else f"rank {ring.rank} cannot determine which sockets belong to Gloo")
     )
     addresses = [each.listening for each in answers if each.listening]
     return GlooGroup(group, addresses[ring.rank], addresses)
@@ -223,7 +223,7 @@ class GlooGroup:
         deadline_s, pause = now_s() + _RELEASE_S, threading.Event()
         while work is not None and not work.is_completed():
             if now_s() >= deadline_s:
-                logger.warning("an operation of Gloo does not end; its memory is not released")
+                logger.warning("an operation of Gloo has not ended within %g s; its memory is not released", _RELEASE_S)
                 _stuck.append(group)
                 return
             shut_down_connections(self._own, self._others)
@@ -239,7 +239,7 @@ ListeningAddress = tuple[str, int]
 """(host, port)"""
 
 
-def find_listening_address(words: bytes) -> ListeningAddress | None:
+def find_listening_address(message: bytes) -> ListeningAddress | None:
     """Return the address at which this process listens; None where it cannot be found.
 
     It is that of the listening socket whose address occurs in Gloo's message to the other ranks.
@@ -247,7 +247,7 @@ def find_listening_address(words: bytes) -> ListeningAddress | None:
     for sock in _sockets():
         if _is_listening(sock):
             host, port = sock.getsockname()[:2]
-            if _packed(sock.family, host, port) in words:
+            if _packed(sock.family, host, port) in message:
                 return host, port
     return None
 

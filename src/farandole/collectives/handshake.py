@@ -47,7 +47,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
         """Return the bytes that the dialer sends. Raises ValueError when the ids are too long to introduce."""
         body = msgspec.msgpack.encode(self)
         if _PREFIX.size + len(body) > INTRODUCTION_LIMIT:
-            raise ValueError(f"worker ids {self.dialer!r} and {self.acceptor!r} are too long to introduce")
+            raise ValueError(f"worker ids {self.dialer!r} and {self.acceptor!r} are too long for an introduction")
         return _PREFIX.pack(_MAGIC, len(body)) + body
 
     def announces(self, other: Introduction) -> bool:
@@ -66,17 +66,20 @@ def decode_introduction(received: bytes) -> Introduction | None:
     Raises ProtocolError for bytes that cannot become an introduction.
     """
     if not _MAGIC.startswith(received[: len(_MAGIC)]):
-        raise ProtocolError("the caller does not speak Farandole's data protocol")
+        raise ProtocolError("the caller does not use Farandole's data protocol")
     if len(received) < _PREFIX.size:
         return None
     _, length = _PREFIX.unpack_from(received)
     end = _PREFIX.size + length
     if end > INTRODUCTION_LIMIT:
-        raise ProtocolError(f"an introduction of {length} bytes was announced")
+        raise ProtocolError(
+            f"the caller announced an introduction of {length} bytes, at most {INTRODUCTION_LIMIT - _PREFIX.size} are "
+            f"allowed"
+        )
     if len(received) < end:
         return None
     if len(received) > end:
-        raise ProtocolError("the caller went on before it was answered")
+        raise ProtocolError("the caller sent data before it received the answer")
     try:
         return msgspec.msgpack.decode(received[_PREFIX.size :], type=Introduction)
     except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError

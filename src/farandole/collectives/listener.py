@@ -67,13 +67,13 @@ class Caller:
 
     def may_become_a_peer(self) -> bool:
         """Return whether an unanswered caller is still connected and has sent at most an introduction."""
-        said = peek(self.sock)
-        if said is None:
+        data = peek(self.sock)
+        if data is None:
             return True
-        if not said or self.introduction is not None:
+        if not data or self.introduction is not None:
             return False
         try:
-            decode_introduction(self.received + said)
+            decode_introduction(self.received + data)
         except ProtocolError:
             return False
         return True

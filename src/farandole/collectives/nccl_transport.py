@@ -94,7 +94,7 @@ class NcclGroup:
         pause = threading.Event()
         while not begun.is_completed():
             if self._aborting is not None:
-                raise RuntimeError("it was aborted before it was connected")
+                raise RuntimeError("the process group was aborted before it was connected")
             pause.wait(self.look_every_s)
         begun.wait()
 
@@ -167,14 +167,16 @@ def _failure(group: Any) -> str:
     if not hasattr(group, "get_error"):  # in older versions
         return ""
     name = str(group.get_error().name)
-    return "" if name == "SUCCESS" else f"its watchdog says {name}"
+    return "" if name == "SUCCESS" else f"its watchdog reports {name}"
 
 
 def _release(kept: tuple[Any, ...], aborting: threading.Thread) -> None:
     """Return when the group is gone, or cannot be released."""
     aborting.join(_ABORT_S)
     if aborting.is_alive():
-        logger.warning("NCCL's abort has not ended within %g s; the memory of a generation is not released", _ABORT_S)
+        logger.warning(
+            "the abort of NCCL has not ended within %g s; the memory of its process group is not released", _ABORT_S
+        )
         _stuck.append(kept)
 
 
@@ -194,5 +196,5 @@ def nccl_problem(has_cuda: bool, has_nccl: bool, devices: int) -> str:
     if not has_nccl:
         return f"torch {torch.__version__} is a build without NCCL"
     if devices == 0:
-        return "torch finds no CUDA device: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return "torch finds no CUDA device: check nvidia-smi and CUDA_VISIBLE_DEVICES"
     return ""

@@ -187,9 +187,9 @@ class RingTransport:
         """The address of this host on the route to the next rank."""
         return self._connections.host
 
-    def exchange(self, header: Header, words: bytes) -> list[bytes]:
+    def exchange(self, header: Header, payload: bytes) -> list[bytes]:
         """Gather the bytes of all ranks, by rank, as an operation of this header. All must have the same length."""
-        return [bytes(each) for each in self._gather(header, words, [len(words)] * self._size)]
+        return [bytes(each) for each in self._gather(header, payload, [len(payload)] * self._size)]
 
     @property
     def next_sequence(self) -> int:
@@ -251,12 +251,12 @@ class RingTransport:
             schedule = compare_around(outgoing, self._agreement(header))
             with WaitingForPeers():
                 broken = self._connections.move(outgoing, schedule, is_done_when_received=False)
-            assert broken is not None, "comparing ends only by an error"
+            assert broken is not None, "a comparison ends only with an error"
             interruption = broken
         if isinstance(interruption, Broken):
             self._end_by_lost_peer(op, interruption.direction, interruption.detail)
         self._raise_if_ended(op)
-        raise AssertionError(f"{op} was interrupted by nothing")
+        raise AssertionError(f"{op} was interrupted without a cause")
 
     def _agreement(self, header: Header) -> Agreement:
         return Agreement(header, self._rank, self._names)
@@ -321,7 +321,7 @@ class RingTransport:
         rest.
         """
         self._failure = lambda _: CollectiveMismatch(text)
-        self._connections.say_why(text)
+        self._connections.send_reason(text)
 
     def _end_by_interruption(self, error: BaseException) -> None:
         generation, reason = self._generation, f"a collective was interrupted by {type(error).__name__}"

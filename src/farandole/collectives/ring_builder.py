@@ -231,7 +231,7 @@ class Acceptor:
     def take(self) -> socket.socket:
         """Return the connection, which the caller owns from now on."""
         sock, self._sock = self._sock, None
-        assert sock is not None, "take() before is_done"
+        assert sock is not None, "take() was called before is_done"
         return sock
 
     def drop_surplus(self) -> None:
@@ -252,14 +252,14 @@ class Acceptor:
             self._listener.drop(caller)  # half proved, for a generation that is not built again
 
     def _watch(self, caller: Caller) -> None:
-        self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._hear, caller))
+        self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._read_caller, caller))
 
     def _welcome(self) -> None:
         while (caller := self._listener.accept()) is not None:
             self._watch(caller)
             self.drop_surplus()
 
-    def _hear(self, caller: Caller) -> None:
+    def _read_caller(self, caller: Caller) -> None:
         if caller not in self._listener.callers:
             return  # dropped by an earlier event of the same round
         # Read not one byte more than the proof: the bytes that follow belong to the ring.
@@ -275,11 +275,11 @@ class Acceptor:
             return
         caller.received += data
         if caller.introduction is None:
-            self._hear_introduction(caller)
+            self._receive_introduction(caller)
         elif len(caller.received) == PROOF_BYTES:
-            self._hear_proof(caller, caller.introduction)
+            self._receive_proof(caller, caller.introduction)
 
-    def _hear_introduction(self, caller: Caller) -> None:
+    def _receive_introduction(self, caller: Caller) -> None:
         try:
             caller.introduction = decode_introduction(caller.received)
         except ProtocolError:
@@ -303,7 +303,7 @@ class Acceptor:
         # Otherwise the caller is ahead of this worker. The order only decides which caller may wait; identity is
         # proved.
 
-    def _hear_proof(self, caller: Caller, introduction: Introduction) -> None:
+    def _receive_proof(self, caller: Caller, introduction: Introduction) -> None:
         if self.is_done or not is_dialer_proved(self._key, introduction, caller.nonce, caller.received):
             self._drop(caller)
             return

@@ -86,5 +86,5 @@ def describe_packed(packed: bytes) -> str:
     magic, operation, dtype_code, source, sequence, total_bytes, trailer_bytes = _LAYOUT.unpack(packed)
     known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(Operation)
     if not known or (operation in _REDUCING and source not in list(Reduction)):
-        return "something that is no operation of this version"
+        return "an operation that this version does not know"
     return Header(Operation(operation), sequence, dtype_code, source, total_bytes, trailer_bytes).describe()

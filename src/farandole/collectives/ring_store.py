@@ -27,10 +27,10 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
         super().__init__()
         self._timeout_s = timeout_s
         self._mine: dict[str, bytes] = {}
-        self._untold: dict[str, bytes] = {}
+        self._unsent: dict[str, bytes] = {}
         self._all: dict[str, bytes] = {}
         self._waiting = 0
-        self._has_to_tell_end = self._was_abandoned = self._is_closed = False
+        self._has_to_send_end = self._was_abandoned = self._is_closed = False
         self._changed = threading.Condition()
         self._wake = Wake()
 
@@ -42,22 +42,22 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
         return self._mine
 
     @property
-    def has_to_speak(self) -> bool:
-        """True when this rank waits for a value, or there is news since take_untold(): values, or the end."""
-        return bool(self._untold) or self._waiting > 0 or self._has_to_tell_end
+    def has_to_send(self) -> bool:
+        """True when this rank waits for a value, or there is news since take_unsent(): values, or the end."""
+        return bool(self._unsent) or self._waiting > 0 or self._has_to_send_end
 
     @property
     def descriptor(self) -> int:
         """Readable when this rank has to send a message."""
         return self._wake.descriptor
 
-    def take_untold(self) -> dict[str, bytes]:
+    def take_unsent(self) -> dict[str, bytes]:
         """Return the values that this rank has set since the last call."""
         with self._changed:
-            untold, self._untold = self._untold, {}
-            self._has_to_tell_end = False
+            unsent, self._unsent = self._unsent, {}
+            self._has_to_send_end = False
             self._update_wake()
-            return untold
+            return unsent
 
     def bring(self, values: Sequence[dict[str, bytes]]) -> None:
         """Add the values that the ranks have set, in any order."""
@@ -69,7 +69,7 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
     def end(self) -> None:
         """Mark that the group exists, or that there will be none."""
         with self._changed:
-            self._has_to_tell_end = True
+            self._has_to_send_end = True
             self._update_wake()
 
     def abandon(self) -> None:
@@ -87,7 +87,7 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
     def _update_wake(self) -> None:
         if self._is_closed:
             return
-        if self.has_to_speak:
+        if self.has_to_send:
             self._wake.set()
         else:
             self._wake.clear()
@@ -96,7 +96,7 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def set(self, key: str, value: Any) -> None:
         with self._changed:
-            self._mine[key] = self._untold[key] = self._all[key] = _as_bytes(value)
+            self._mine[key] = self._unsent[key] = self._all[key] = _as_bytes(value)
             self._update_wake()
 
     def get(self, key: str) -> bytes:
@@ -111,7 +111,7 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
                 self._waiting -= 1
                 self._update_wake()
             if key not in self._all:
-                raise TimeoutError(f"the other ranks did not tell {key!r}")
+                raise TimeoutError(f"no other rank has set the key {key!r} within {self._timeout_s:g} s")
             return self._all[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -189,7 +189,7 @@ T = TypeVar("T")
 _PAUSE_S = 0.001
 
 
-class _Said(msgspec.Struct, frozen=True, array_like=True):
+class _RoundMessage(msgspec.Struct, frozen=True, array_like=True):
     """The message of a rank in a round: values set since the last one, whether it is done, and its problem, if any."""
 
     values: dict[str, bytes]
@@ -232,7 +232,7 @@ class Construction(Generic[T]):
         Raises PeerLost and GenerationEnded at once, even if the thread still runs.
         """
         try:
-            problem = self._carry_words()
+            problem = self._exchange_values()
         except BaseException:
             self._abandon()
             raise
@@ -245,25 +245,25 @@ class Construction(Generic[T]):
         assert self._group is not None
         return self._group
 
-    def _carry_words(self) -> str:
+    def _exchange_values(self) -> str:
         """Exchange values in rounds around the ring, until all ranks are done, or one has a problem, which is returned.
 
         A round begins when any rank has a message: its neighbours see that it has begun.
         """
         while True:
-            if not self.store.has_to_speak and self._ring.wait_for_peer(self.store.descriptor) is None:
+            if not self.store.has_to_send and self._ring.wait_for_peer(self.store.descriptor) is None:
                 continue
-            untold = self.store.take_untold()  # first, or an end between the two would never be sent
-            mine = _Said(untold, self._is_through, self._problem)
+            unsent = self.store.take_unsent()  # first, or an end between the two would never be sent
+            mine = _RoundMessage(unsent, self._is_through, self._problem)
             packed = self._ring.all_gather(msgspec.msgpack.encode(mine))
-            said = [msgspec.msgpack.decode(each, type=_Said) for each in packed]
-            self.store.bring([each.values for each in said])
-            for rank, each in enumerate(said):
+            messages = [msgspec.msgpack.decode(each, type=_RoundMessage) for each in packed]
+            self.store.bring([each.values for each in messages])
+            for rank, each in enumerate(messages):
                 if each.problem:
                     return f"rank {rank}: {each.problem}"
-            if all(each.has_ended for each in said):
+            if all(each.has_ended for each in messages):
                 return ""
-            if not any(each.values for each in said):
+            if not any(each.values for each in messages):
                 threading.Event().wait(_PAUSE_S)
 
     def _abandon(self) -> None:

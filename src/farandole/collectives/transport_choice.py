@@ -32,13 +32,13 @@ logger = logging.getLogger("farandole")
 
 
 class Way(enum.Enum):
-    """The way that tensors move; the values are readable names."""
+    """The way that tensors move; the values describe the transport for people."""
 
-    ALONE = "nowhere, there is one worker"
-    TCP = "over TCP"
-    SHARED_MEMORY = "through shared memory"
-    HIERARCHICAL = "through shared memory on each host, over TCP between the hosts"
-    GLOO = "through torch's Gloo"
+    ALONE = "none, there is one worker"
+    TCP = "TCP"
+    SHARED_MEMORY = "shared memory"
+    HIERARCHICAL = "shared memory on each host, TCP between the hosts"
+    GLOO = "torch's Gloo"
 
 
 def decide(hosts: Sequence[Hashable], choice: str) -> Way:
@@ -67,7 +67,7 @@ def decide(hosts: Sequence[Hashable], choice: str) -> Way:
         return Way.SHARED_MEMORY
     if choice == "shm":
         raise ConfigError(
-            f"--transport shm is for workers of one host, these are on {len(together)}: use auto, hierarchical or tcp"
+            f"--transport shm needs all workers on one host, they are on {len(together)}: use auto, hierarchical or tcp"
         )
     return Way.TCP if max(together.values()) == 1 else Way.HIERARCHICAL
 
@@ -108,9 +108,9 @@ def choose(
     if not isinstance(built, str):
         return built, way
     if choice not in ("auto", "nccl"):
-        raise ConfigError(f"--transport {choice}: no shared memory: {built}; use auto or tcp")
+        raise ConfigError(f"--transport {choice}: shared memory cannot be used: {built}; use auto or tcp")
     if ring.rank == 0:
-        logger.warning("tensors travel over TCP, not through shared memory: %s", built)
+        logger.warning("tensors are sent over TCP; shared memory cannot be used: %s", built)
     return ring, Way.TCP
 
 
@@ -126,7 +126,7 @@ class Devices(msgspec.Struct, frozen=True, array_like=True):
     """
 
     count: int = 0
-    problem: str = "nobody has asked"
+    problem: str = "its devices were not examined"
 
 
 def own_devices(choice: str) -> Devices:
@@ -189,4 +189,4 @@ def for_devices(
     from farandole.collectives.nccl_transport import NcclGroups
 
     transport = DeviceTransport(staged, ring, NcclGroups(), is_required=choice == "nccl")
-    return transport, f"{way.value}; those on CUDA devices through torch's NCCL, if each worker has a device of its own"
+    return transport, f"{way.value}; torch's NCCL for CUDA tensors, if each worker has its own device"

@@ -115,8 +115,8 @@ def _refuse_in_child() -> None:
     """Refuse collectives in a forked child: it inherits its parent's rank, but must not act as that rank."""
     if _current is not None:
         refuse_collectives(
-            f"in process {os.getpid()}, which was forked by a worker and is no worker itself: train in the worker, or "
-            f"start the child without its memory (multiprocessing's spawn)"
+            f"in process {os.getpid()}, which was forked by a worker and is not a worker itself: train in the worker, "
+            f"or start the child process with multiprocessing's spawn method"
         )
 
 

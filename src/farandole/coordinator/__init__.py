@@ -4,7 +4,7 @@ from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
-    AgentTold,
+    AgentReported,
     DrainRequested,
     HostsOffered,
     Input,
@@ -22,7 +22,7 @@ __all__ = [
     "Action",
     "AgentConnected",
     "AgentLost",
-    "AgentTold",
+    "AgentReported",
     "DrainRequested",
     "EndJob",
     "HostsOffered",

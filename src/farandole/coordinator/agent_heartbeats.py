@@ -24,8 +24,8 @@ class AgentHeartbeats:
         self._now_s, self._on_reached = now_s, on_reached
         self._budget_s = budget_s
         self._heartbeats: dict[str, Heartbeats] = {}
-        self._heard_s: dict[str, float] = {}
-        self._port = HeartbeatPort(token, self.hear) if budget_s < SLOW_BUDGET_S else None
+        self._received_s: dict[str, float] = {}
+        self._port = HeartbeatPort(token, self.record) if budget_s < SLOW_BUDGET_S else None
         self.udp_port = 0
         """UDP port on which datagrams are received; 0: none."""
 
@@ -46,19 +46,19 @@ class AgentHeartbeats:
     def begin(self, agent: str) -> bytes:
         """Register an agent that has joined and return the id of its datagrams, which is empty if there are none."""
         self._heartbeats[agent] = Heartbeats(self._now_s())
-        self._heard_s[agent] = self._now_s()
+        self._received_s[agent] = self._now_s()
         return self._port.expect(agent) if self._port is not None else b""
 
     def lease_end_s(self, agent: str) -> float | None:
         """Return when the lease of an agent that is lost now ends, as far as is known: until then the agent or its
         guard may let its workers run. The lease counts from the last heartbeat that the agent answered. None: the agent
         never joined."""
-        heard_s = self._heard_s.get(agent)
-        return None if heard_s is None else heard_s + self._budget_s
+        received_s = self._received_s.get(agent)
+        return None if received_s is None else received_s + self._budget_s
 
     def forget(self, agent: str) -> None:
         self._heartbeats.pop(agent, None)
-        self._heard_s.pop(agent, None)
+        self._received_s.pop(agent, None)
         if self._port is not None:
             self._port.forget(agent)
 
@@ -66,17 +66,17 @@ class AgentHeartbeats:
         """Send a heartbeat to each agent, with `send` and by datagram."""
         for agent, heartbeats in self._heartbeats.items():
             sequence = heartbeats.next(self._now_s())
-            send(agent, CoordinatorHeartbeat(sequence, heartbeats.heard))
+            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received))
             if self._port is not None:
-                self._port.send(agent, sequence, heartbeats.heard)
+                self._port.send(agent, sequence, heartbeats.received)
 
-    def hear(self, agent: str, sequence: int, heard: int) -> None:
+    def record(self, agent: str, sequence: int, received: int) -> None:
         """Record a heartbeat that came over TCP or as a datagram."""
         heartbeats = self._heartbeats.get(agent)
         if heartbeats is None:
             return
-        self._heard_s[agent] = self._now_s()
-        if heartbeats.hear(sequence, heard):
+        self._received_s[agent] = self._now_s()
+        if heartbeats.record(sequence, received):
             self._on_reached(agent, heartbeats.reached_s)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class _Ends:
 
 
 class HeartbeatPort(asyncio.DatagramProtocol):
-    """Calls `on_heartbeat(agent, sequence, heard)` for each valid heartbeat. Open from `open` to `close`."""
+    """Calls `on_heartbeat(agent, sequence, received)` for each valid heartbeat. Open from `open` to `close`."""
 
     def __init__(self, token: bytes, on_heartbeat: Callable[[str, int, int], None]) -> None:
         self._token, self._on_heartbeat = token, on_heartbeat
@@ -124,12 +124,12 @@ class HeartbeatPort(asyncio.DatagramProtocol):
         if (heartbeat_id := self._by_agent.pop(agent, None)) is not None:
             del self._by_id[heartbeat_id]
 
-    def send(self, agent: str, sequence: int, heard: int) -> None:
+    def send(self, agent: str, sequence: int, received: int) -> None:
         """Send a heartbeat to the agent if its address is known. The datagram may be lost."""
         ends = self._by_id.get(self._by_agent.get(agent, b""))
         if ends is not None and ends.address is not None and self._transport is not None:
             with contextlib.suppress(OSError):
-                self._transport.sendto(ends.seal.seal(sequence, heard), ends.address)
+                self._transport.sendto(ends.seal.seal(sequence, received), ends.address)
 
     def close(self) -> None:
         """Close the port. Idempotent."""
@@ -141,10 +141,10 @@ class HeartbeatPort(asyncio.DatagramProtocol):
         heartbeat = None if ends is None else ends.seal.open(data)
         if ends is None or heartbeat is None:
             return
-        sequence, heard = heartbeat
+        sequence, received = heartbeat
         if sequence > ends.sequence:
             ends.sequence, ends.address = sequence, addr
-            self._on_heartbeat(ends.agent, sequence, heard)
+            self._on_heartbeat(ends.agent, sequence, received)
 
     def error_received(self, exc: Exception) -> None:
         """Ignore the error: an unreachable agent is silent, and silence is judged elsewhere."""

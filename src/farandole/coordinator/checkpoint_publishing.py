@@ -18,7 +18,7 @@ def may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> No
         if not asked.file:
             # From now on there may be a checkpoint, even if its writer does not live to report it.
             transition.change(has_checkpoint=transition.job.saves)
-    transition.tell([worker.name], PublishAnswer(asked.name, refusal))
+    transition.send_to_workers([worker.name], PublishAnswer(asked.name, refusal))
 
 
 def checkpoint_ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
@@ -31,12 +31,12 @@ def checkpoint_ended(transition: Transition, worker: Worker, message: Checkpoint
 
 def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
     if not job.is_member(worker.name):
-        return "this worker is no member of the current generation"
+        return "this worker is not a member of the current generation"
     if not worker.synced:
         return "this worker has not confirmed that it holds the state"
     newest = job.published.get(asked.file)
     if newest is not None and asked.progress < newest:
-        return f"a newer one, of step {newest.step}, is published already"
+        return f"a newer checkpoint, of step {newest.step}, is already published"
     return ""
 
 

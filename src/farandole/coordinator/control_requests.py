@@ -39,11 +39,11 @@ def _why_not_now(job: Job) -> str | None:
     if job.ending is not None:
         return f"the job is ending: {job.ending.reason}"
     if job.is_released or job.is_finishing:
-        return "the training is at its end"
+        return "the training is finishing"
     if job.generation is None:
-        return "the job is starting: not all of its workers have called init() yet; ask again when it trains"
+        return "the job is starting: not all of its workers have called init() yet; try again once training has started"
     if not job.is_elastic:
-        return "no worker has entered an elastic function: the workers of a static script cannot come and go"
+        return "no worker has entered an elastic function: the number of workers of a static script is fixed"
     return None
 
 
@@ -58,10 +58,10 @@ def _scale(job: Job, size: int) -> tuple[Accepted | Declined, Input | None]:
         offered = ", ".join(f"{host}:{slots}" for host, slots in _slots_by_host(job).items())
         return Declined(
             f"there is room for {formatting.counted(room, 'worker')} ({offered or 'no hosts'}), not for {size}; "
-            "start a job that is to grow with --max-np, or with hosts that have more slots"
+            "a job that is to grow needs --max-np, or hosts with more slots, at its start"
         ), None
     if size == (job.most if job.config.fills_slots else job.target):
-        return Accepted(f"the job is to have {formatting.counted(size, 'worker')} already"), None
+        return Accepted(f"the job already has a target of {formatting.counted(size, 'worker')}"), None
     return Accepted(f"the job will have {size} workers instead of {job.target}"), ScaleRequested(size)
 
 
@@ -69,7 +69,7 @@ def _drain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
     if refused := _unknown(job, host):
         return refused, None
     if _is_drained(job, host):
-        return Accepted(f"host {host} is drained already"), None
+        return Accepted(f"host {host} is already drained"), None
     elsewhere = sum(each.host != host for each in capacity.slot_candidates(job))
     left = min(job.target, elsewhere)
     if left < job.config.min_np:
@@ -79,7 +79,7 @@ def _drain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
         ), None
     going = [worker.name for worker in job.workers.values() if job.host_of(worker) == host]
     who = f"{formatting.listed(going)} will leave" if going else "no worker runs there"
-    return Accepted(f"host {host} is being drained: {who}"), DrainRequested(host, "asked by a person")
+    return Accepted(f"host {host} is being drained: {who}"), DrainRequested(host, "requested by a user")
 
 
 def _undrain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:

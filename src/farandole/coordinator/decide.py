@@ -34,7 +34,7 @@ from farandole.coordinator import (
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
-    AgentTold,
+    AgentReported,
     DrainRequested,
     HostsOffered,
     Input,
@@ -93,8 +93,8 @@ def _apply_input(transition: Transition, input: Input) -> None:
             hosts.agent_connected(transition, input)
         case AgentLost():
             worker_failure.agent_lost(transition, input)
-        case AgentTold(agent, message):
-            _agent_told(transition, agent, message)
+        case AgentReported(agent, message):
+            _agent_reported(transition, agent, message)
         case StopRequested():
             shutdown.stop_requested(transition, input)
         case ScaleRequested(size):
@@ -111,7 +111,7 @@ def _apply_input(transition: Transition, input: Input) -> None:
             pass  # Only time has passed.
 
 
-def _agent_told(transition: Transition, agent: str, message: AgentMessage) -> None:
+def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -> None:
     match message:
         case FromWorker(name, payload):
             worker = transition.job.workers.get(name)
@@ -140,7 +140,7 @@ def _settle(transition: Transition) -> None:
         slots.end_backoffs(transition)
         recovery.end_deferral_in_time(transition)
         hosts.dismiss_idle(transition)
-        recovery.tell_when_over(transition)
+        recovery.report_when_over(transition)
         slots.follow_hosts(transition)
         slots.fill(transition)
         slots.warn_of_missing_spares(transition)

@@ -53,11 +53,11 @@ def why_not_refilled(job: Job) -> str:
         clauses.append(f"{listed(starting)} did not enter the elastic function")
     banned = [host for host in job.bans if job.is_banned(host)]
     if banned:
-        clauses.append(f"{listed(banned)} {'is' if len(banned) == 1 else 'are'} out after failures")
+        clauses.append(f"{listed(banned)} {'is' if len(banned) == 1 else 'are'} excluded after failures")
     if job.target < job.config.min_np and not job.config.fills_slots:
         clauses.append("workers that were asked to leave are not replaced")
     open_slots = sum(use.is_open for use in job.slots.values())
     needed = max(job.target, job.config.num_proc if job.generation is None else job.config.min_np)
     if open_slots < needed:
         clauses.append(f"the agents offer only {counted(open_slots, 'slot')} for {needed} workers")
-    return "; ".join(clauses) or "no worker took their place"
+    return "; ".join(clauses) or "no worker has replaced them"

@@ -28,17 +28,17 @@ class HangDetector:
         self._timeout_s = step_timeout_s
         self._noticed: object = None  # the generation in which a stall was reported
         self._seen: dict[str, Mapping[str, WorkerStatus]] = {}  # by agent
-        self._heard_s: dict[str, float] = {}
+        self._received_s: dict[str, float] = {}
         self._state: object = None
         self._since_s = 0.0
 
     def record(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
         """Record the statuses that an agent reports of all its workers."""
-        self._seen[agent], self._heard_s[agent] = workers, now_s
+        self._seen[agent], self._received_s[agent] = workers, now_s
 
     def forget(self, agent: str) -> None:
         self._seen.pop(agent, None)
-        self._heard_s.pop(agent, None)
+        self._received_s.pop(agent, None)
 
     def steps(self) -> dict[str, int]:
         """Return, by worker, how many steps it had decided when it was last seen."""
@@ -59,7 +59,7 @@ class HangDetector:
         for member in members:
             agent = member.slot.agent
             status = self._seen.get(agent, {}).get(member.name)
-            if status is None or not member.is_elastic or now_s - self._heard_s[agent] > _FRESH_S:
+            if status is None or not member.is_elastic or now_s - self._received_s[agent] > _FRESH_S:
                 self._state = None
                 return None
             statuses[member.name] = status
@@ -112,12 +112,12 @@ def steps_stalled(transition: Transition, input: StepsStalled) -> None:
         if hung:
             transition.log(WorkersHung(input.step, tuple(hung), input.stalled_s))
         for name in hung:
-            transition.kill(name, 0.0, f"the others have waited for it for {how_long}", dumps_stacks=True)
+            transition.kill(name, 0.0, f"the other workers have waited for it for {how_long}", dumps_stacks=True)
     elif hung:
         transition.end(
             1,
-            f"No worker has come any further for {how_long}, and none of them waits for another: "
-            f"{formatting.listed(hung)} are in their own code. If steps may take that long, allow more.",
+            f"No worker has made progress for {how_long}, and none of them waits for another one: "
+            f"{formatting.listed(hung)} are in their own code. If a step may take that long, increase --step-timeout.",
             dumps_stacks=True,
         )
     elif job.change is None or job.change.is_planned:
@@ -135,7 +135,7 @@ def _all_wait(transition: Transition, input: StepsStalled, how_long: str) -> Non
         return
     transition.end(
         1,
-        f"All workers have waited for each other for {how_long}, {times} times at the same step: do all of them call "
-        "the same collectives in the same order?",
+        f"All workers have waited for each other for {how_long}, {times} times at the same step: check that all of "
+        "them call the same collectives in the same order.",
         dumps_stacks=True,
     )

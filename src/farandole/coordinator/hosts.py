@@ -93,7 +93,7 @@ def dismiss_idle(transition: Transition) -> None:
     for agent in job.agents.values():
         is_offered = job.offers is None or agent.host in job.offers
         if agent.is_connected and (agent.is_draining or not is_offered) and agent.name not in busy:
-            why = "is drained" if agent.is_draining else "is no longer there"
+            why = "is drained" if agent.is_draining else "is no longer offered"
             transition.send(agent.name, Dismissed(f"host {agent.host} {why}", is_drained=agent.is_draining))
             transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_connected=False)})
 
@@ -135,7 +135,7 @@ def _withdraw(transition: Transition, host: str, left: int) -> None:
     """Keep only the first `left` slots of each agent of the host."""
     job, going = transition.job, list[str]()
     for slot in [slot for slot in job.slots if job.host(slot) == host and slot.index >= left]:
-        worker = slots.vacate(transition, slot, f"host {host} is no longer there")
+        worker = slots.vacate(transition, slot, f"host {host} is no longer offered")
         transition.change_slot(slot, is_given_up=False)
         going += [worker] if worker is not None else []
     transition.log(HostRemoved(host, left, tuple(going)))

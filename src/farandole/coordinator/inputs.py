@@ -46,7 +46,7 @@ class AgentLost:
 
 
 @dataclass(frozen=True)
-class AgentTold:
+class AgentReported:
     """A message of a connected agent. Messages of one agent arrive in the order it sent them."""
 
     agent: str
@@ -115,7 +115,7 @@ Input: TypeAlias = (
     HostsOffered
     | AgentConnected
     | AgentLost
-    | AgentTold
+    | AgentReported
     | StopRequested
     | ScaleRequested
     | DrainRequested

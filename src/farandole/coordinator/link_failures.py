@@ -232,7 +232,7 @@ def _ask_the_other_ends(transition: Transition, finding: Finding, number: int) -
     silent = sorted(finding.unreachable - fresh.keys() - trouble.asked)
     if silent:
         transition.change(links=replace(trouble, asked=trouble.asked | set(silent)))
-        transition.tell(silent, Probe(number))
+        transition.send_to_workers(silent, Probe(number))
 
 
 def _fresh(job: Job, now_s: float) -> dict[str, Finding]:

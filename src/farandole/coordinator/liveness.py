@@ -36,30 +36,30 @@ class JobClock:
 
 
 class Silence:
-    """The time when each agent was last heard. A verdict takes two looks: in between, the event loop has read every
+    """The time of the last message of each agent. A verdict takes two looks: in between, the event loop has read every
     socket, so a message that had arrived but was not read yet still counts."""
 
     def __init__(self, budget_s: float) -> None:
         self.look_every_s = budget_s / 20
         self._limit_s = budget_s - 2 * self.look_every_s
-        self._heard_s: dict[str, float] = {}
+        self._received_s: dict[str, float] = {}
         self._suspects: set[str] = set()
 
     def __contains__(self, agent: str) -> bool:
-        return agent in self._heard_s
+        return agent in self._received_s
 
-    def heard(self, agent: str, now_s: float) -> None:
-        self._heard_s[agent] = now_s
+    def record(self, agent: str, now_s: float) -> None:
+        self._received_s[agent] = now_s
         self._suspects.discard(agent)
 
     def forget(self, agent: str) -> None:
-        self._heard_s.pop(agent, None)
+        self._received_s.pop(agent, None)
         self._suspects.discard(agent)
 
     def look(self, now_s: float) -> dict[str, float]:
         """Return the agents whose silence has lasted for about the budget (never more, if called as often as
         `look_every_s` says), and for how many seconds."""
-        silent = {agent: now_s - heard_s for agent, heard_s in self._heard_s.items()}
+        silent = {agent: now_s - received_s for agent, received_s in self._received_s.items()}
         silent = {agent: silent_s for agent, silent_s in silent.items() if silent_s >= self._limit_s}
         lost = {agent: silent_s for agent, silent_s in silent.items() if agent in self._suspects}
         self._suspects.update(silent)

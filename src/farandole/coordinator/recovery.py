@@ -33,14 +33,14 @@ def started(transition: Transition, change: Change) -> None:
     transition.change(recovery=recovery)
 
 
-def first_step(transition: Transition, worker: Worker, said: FirstStep) -> None:
+def first_step(transition: Transition, worker: Worker, message: FirstStep) -> None:
     """Record that a member has applied the first step of a generation."""
     recovery = transition.job.recovery
-    if recovery is not None and said.number == recovery.number and transition.job.is_member(worker.name):
-        transition.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: said}))
+    if recovery is not None and message.number == recovery.number and transition.job.is_member(worker.name):
+        transition.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: message}))
 
 
-def tell_when_over(transition: Transition) -> None:
+def report_when_over(transition: Transition) -> None:
     """Report the recovery once all members have applied a step, or have finished without another one."""
     job, recovery = transition.job, transition.job.recovery
     if recovery is None or (job.change is not None and not job.change.is_planned):

@@ -35,7 +35,7 @@ def abort(transition: Transition, reason: str) -> None:
     recovery.defer_restarts(transition)
     transition.change(links=LinkTrouble(retries=transition.job.links.retries))
     survivors = tuple(worker.name for worker in transition.job.survivors())
-    transition.tell(survivors, Abort(number, reason))
+    transition.send_to_workers(survivors, Abort(number, reason))
     transition.log(RegroupBegan(number, reason, survivors))
 
 
@@ -169,7 +169,7 @@ def _plan(transition: Transition) -> None:
     number, reason = job.number + 1, ", ".join(does)
     transition.change(number=number, change=Change(number, is_planned=True, began_s=transition.now_s, reason=reason))
     update = (_REMOVED if leaving else 0) | (_ADDED if joining else 0)
-    transition.tell((worker.name for worker in members), Prepare(number, reason, update))
+    transition.send_to_workers((worker.name for worker in members), Prepare(number, reason, update))
     transition.log(ChangePlanned(number, reason))
 
 
@@ -191,7 +191,7 @@ def _try_start(transition: Transition, change: Change) -> None:
         return  # Every member waits, too; but not without limit.
     wanted = wanted_members(transition.job)
     going = _missing_from(wanted, survivors)
-    transition.tell(going, Left())
+    transition.send_to_workers(going, Left())
     for name in going:
         transition.change_worker(name, has_left=True)
     if not wanted and going and not (transition.job.newcomers() or transition.job.is_refill_due()):
@@ -259,7 +259,9 @@ def _why_hopeless(job: Job) -> str | None:
     how = "; ".join(loss.sentence for loss in job.losses)
     if _is_end_of_all(job):
         if len({loss.raised for loss in job.losses}) == 1:
-            return f"All remaining workers raised the same: {raised[0].raised}. Restarting them would not help."
+            return (
+                f"All remaining workers raised the same exception: {raised[0].raised}. Restarting them would not help."
+            )
         return f"No worker is left: {how}."
     if is_state_lost(job):
         return f"The state of the job is lost: no worker that held it is left ({how})."

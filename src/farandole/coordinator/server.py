@@ -20,7 +20,7 @@ from farandole.coordinator.hang_detection import HangDetector
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
-    AgentTold,
+    AgentReported,
     HostsOffered,
     Input,
     ScaleRequested,
@@ -109,7 +109,7 @@ class Coordinator:
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
         self._silence = Silence(config.detection_budget_s)
         self._welcome, self._on_output = welcome, on_output
-        self._heartbeats = AgentHeartbeats(token, config.detection_budget_s, self._clock.now_s, self._silence.heard)
+        self._heartbeats = AgentHeartbeats(token, config.detection_budget_s, self._clock.now_s, self._silence.record)
         self._looks = 0
         self._hang_detector = HangDetector(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
@@ -223,7 +223,7 @@ class Coordinator:
         self._notice_stall()
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
             budget_s = self._job.config.detection_budget_s
-            reason = f"nothing was heard of it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
+            reason = f"nothing was received from it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
             self._lose(agent, reason, self._heartbeats.lease_end_s(agent), silent_s)
         if (stalled := self._hang_detector.look(self._job, self._clock.now_s())) is not None:
             self._decide(stalled)
@@ -234,7 +234,7 @@ class Coordinator:
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
-        self._tell_steps()
+        self._report_steps()
         self._silence.forget(agent)
         self._hang_detector.forget(agent)
         self._heartbeats.forget(agent)
@@ -244,7 +244,7 @@ class Coordinator:
         self._on_output(agent, None)
         self._decide(AgentLost(agent, reason, lease_end_s, silent_s))
 
-    def _tell_steps(self) -> None:
+    def _report_steps(self) -> None:
         """Report the number of decided steps, as far as it is known, before a worker is lost."""
         step = max(self._hang_detector.steps().values(), default=0)
         if step > self._job.steps_seen:
@@ -256,7 +256,7 @@ class Coordinator:
         who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
         if len(self._strangers) >= STRANGERS_LIMIT:
             writer.transport.abort()
-            self._on_event(ConnectionRefused(who, f"too many others ({STRANGERS_LIMIT}) are proving the token now"))
+            self._on_event(ConnectionRefused(who, f"{STRANGERS_LIMIT} other connections have not proved the token yet"))
             return
         task = self._loop.create_task(self._converse(reader, writer, who))
         self._strangers.add(task)
@@ -303,7 +303,7 @@ class Coordinator:
             raise ProtocolError(refused.reason)
         self._introduced(self._conversations)
         if hello.agent in self._silence:
-            self._lose(hello.agent, "it dialed again")
+            self._lose(hello.agent, "it connected again")
         if hello.is_apart and self._welcome is not None:
             heartbeat_id = self._heartbeats.begin(hello.agent)
             channel.send(
@@ -313,11 +313,11 @@ class Coordinator:
             )
         self._channels[hello.agent] = channel
         self._processes[hello.agent] = hello.process
-        self._silence.heard(hello.agent, self._clock.now_s())
+        self._silence.record(hello.agent, self._clock.now_s())
         self._decide(AgentConnected(hello.agent, hello.host, hello.slots))
         try:
             while True:
-                self._hear(hello.agent, channel, await channel.receive())
+                self._handle(hello.agent, channel, await channel.receive())
         finally:
             if self._channels.get(hello.agent) is channel:
                 del self._channels[hello.agent]
@@ -325,30 +325,32 @@ class Coordinator:
     def _why_refused(self, hello: AgentHello) -> Refused | None:
         """Return the refusal for a remote agent that may not join, or None."""
         if self._welcome is None:
-            return Refused("this job takes no agents of other machines (farandole run --token-file)", is_final=True)
+            return Refused(
+                "this job does not accept agents of other machines (farandole run --token-file)", is_final=True
+            )
         if hello.slots < 1:
             return Refused(f"it offers {hello.slots} slots", is_final=True)
         if hello.agent in self._silence and self._processes.get(hello.agent) != hello.process:
-            return Refused(f"there is an agent for host {hello.agent} already", is_final=False)
+            return Refused(f"host {hello.agent} already has an agent", is_final=False)
         return None
 
-    def _hear(self, agent: str, channel: Channel[AgentMessage], message: AgentMessage) -> None:
+    def _handle(self, agent: str, channel: Channel[AgentMessage], message: AgentMessage) -> None:
         if self._channels.get(agent) is not channel:
             return  # Outdated: the agent was declared lost, or has connected again.
         if isinstance(message, AgentHello):
-            raise ProtocolError(f"agent {agent} said AgentHello twice")
+            raise ProtocolError(f"agent {agent} sent AgentHello twice")
         if agent not in self._heartbeats:
-            self._silence.heard(agent, self._clock.now_s())
+            self._silence.record(agent, self._clock.now_s())
         elif isinstance(message, Heartbeat):
-            self._heartbeats.hear(agent, message.sequence, message.heard or 0)
+            self._heartbeats.record(agent, message.sequence, message.received or 0)
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
         elif isinstance(message, WorkersSeen):
             self._hang_detector.record(agent, message.workers, self._clock.now_s())
         elif not isinstance(message, Heartbeat):
             if isinstance(message, WorkerExited | WorkerDying):
-                self._tell_steps()
-            self._decide(AgentTold(agent, message))
+                self._report_steps()
+            self._decide(AgentReported(agent, message))
 
     async def _close(self) -> None:
         self._server.close()
@@ -356,10 +358,10 @@ class Coordinator:
         for timer in (self._look_timer, self._tick_timer):
             if timer is not None:
                 timer.cancel()
-        talking = self._strangers | self._conversations | self._serving
-        for task in talking:
+        conversing = self._strangers | self._conversations | self._serving
+        for task in conversing:
             task.cancel()
-        await asyncio.gather(*talking, return_exceptions=True)
+        await asyncio.gather(*conversing, return_exceptions=True)
 
 
 async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> AgentHello | ClientHello:
@@ -367,9 +369,9 @@ async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> Agen
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
             message = await channel.receive()
     except TimeoutError:
-        raise ConnectionError(f"it did not say AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
+        raise ConnectionError(f"it sent no AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
     if not isinstance(message, AgentHello | ClientHello):
-        raise ProtocolError(f"it said {type(message).__name__} before AgentHello")
+        raise ProtocolError(f"it sent {type(message).__name__} before AgentHello")
     return message
 
 
@@ -409,7 +411,9 @@ class Clients:
         """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the
         command violates the protocol."""
         if hello.version != PROTOCOL_VERSION:
-            raise ProtocolError(f"a command of version {hello.version} dialed; this job has {PROTOCOL_VERSION}")
+            raise ProtocolError(
+                f"the command uses version {hello.version} of the protocol, this job version {PROTOCOL_VERSION}"
+            )
         while True:
             match await channel.receive():
                 case AskStatus():
@@ -420,4 +424,4 @@ class Clients:
                         self._decide(happened)
                     channel.send(answer)
                 case ClientHello():
-                    raise ProtocolError("a command said ClientHello twice")
+                    raise ProtocolError("the command sent ClientHello twice")

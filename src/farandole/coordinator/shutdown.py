@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farandole.coordinator import checkpoint_publishing, formatting, slots
-from farandole.coordinator.inputs import AgentLost, AgentTold, Input, StopRequested
+from farandole.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
 from farandole.coordinator.job import LinkTrouble, Worker
 from farandole.coordinator.transition import EndJob, Transition
 from farandole.events import TrainingCutShort, TrainingFinished, WorkerStacks
@@ -45,7 +45,7 @@ def release_if_all_finished(transition: Transition) -> None:
         return
     if not all(job.has_finished(worker) for worker in members):
         return
-    transition.tell(generation.members, Released(generation.number))
+    transition.send_to_workers(generation.members, Released(generation.number))
     transition.log(TrainingFinished(generation.number, generation.members))
     shortfalls = [worker.shortfall for worker in members if worker.shortfall is not None]
     if shortfalls:  # equal on all members, unless the members run different code
@@ -64,7 +64,7 @@ def advance_completion(transition: Transition) -> None:
         return
     if job.losses:
         failures = "; ".join(loss.sentence for loss in job.losses)
-        transition.end(1, f"The training was finished by all workers, but afterwards {failures}.")
+        transition.end(1, f"All workers finished the training, but afterwards {failures}.")
     else:
         count = len(job.generation.members) if job.generation else 0
         transition.end(0, f"{formatting.counted(count, 'worker')} finished the training.")
@@ -86,13 +86,13 @@ def stop_requested(transition: Transition, input: StopRequested) -> None:
 def record(transition: Transition, input: Input) -> None:
     """Record events that arrive while the last workers are awaited."""
     match input:
-        case AgentTold(agent, WorkerExited() | SpawnFailed() as message):
+        case AgentReported(agent, WorkerExited() | SpawnFailed() as message):
             if isinstance(message, WorkerExited) and message.stacks:
                 transition.log(WorkerStacks(message.worker, message.stacks))
             worker = transition.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
                 transition.forget([worker.name])
-        case AgentTold(agent, FromWorker(name, payload)):
+        case AgentReported(agent, FromWorker(name, payload)):
             worker = transition.job.workers.get(name)
             if worker is not None and worker.slot.agent == agent:
                 _emergency_checkpoint(transition, worker, payload)

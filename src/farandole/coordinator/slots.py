@@ -74,7 +74,7 @@ def let_go(transition: Transition, worker: Worker, reason: str) -> None:
     """End a worker that is not a member. A worker that waits to be admitted is told so, and exits by itself."""
     grace_s = transition.job.config.grace_s
     if worker.is_elastic and worker.raised is None:
-        transition.tell([worker.name], Left())
+        transition.send_to_workers([worker.name], Left())
         transition.change_worker(worker.name, has_left=True, kill_at_s=transition.now_s + grace_s)
     else:
         transition.kill(worker.name, grace_s, reason)
@@ -166,7 +166,7 @@ def _spawn(transition: Transition, name: str) -> None:
 def _aim_at(transition: Transition, size: int) -> None:
     """Set the size of the job to `size` workers: members beyond that leave, the most dispensable ones first."""
     transition.change(target=size)
-    reason = f"the job is to have {size} workers"
+    reason = f"the target size of the job is {size} workers"
     staying = [worker for worker in transition.job.survivors() if not worker.is_leaving]
     for worker in staying[size:]:
         vacate(transition, worker.slot, reason)

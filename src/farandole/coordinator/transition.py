@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from farandole.coordinator.job import Ending, Job, Slot
 from farandole.events import Event, JobEnds
-from farandole.wire.messages import Kill, Stop, TellWorkers, ToAgent, ToWorker
+from farandole.wire.messages import ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 
 # After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
 REAP_S = 5.0
@@ -46,13 +46,13 @@ class Transition:
     def send(self, agent: str, message: ToAgent) -> None:
         self.actions.append(SendAgent(agent, message))
 
-    def tell(self, names: Iterable[str], message: ToWorker) -> None:
+    def send_to_workers(self, names: Iterable[str], message: ToWorker) -> None:
         """Send the same message to several workers, in one message for each agent."""
         by_agent: defaultdict[str, list[str]] = defaultdict(list)
         for name in names:
             by_agent[self.job.workers[name].slot.agent].append(name)
         for agent, workers in by_agent.items():
-            self.send(agent, TellWorkers(tuple(workers), message))
+            self.send(agent, ForwardToWorkers(tuple(workers), message))
 
     def kill(self, name: str, grace_s: float, reason: str, dumps_stacks: bool = False) -> None:
         """Have a worker's process ended. Its exit is reported like any other, with `dumps_stacks` together with the
@@ -72,9 +72,9 @@ class Transition:
         self.change(ending=Ending(exit_code, reason, self.now_s + grace_s + REAP_S))
         listening = [name for name, worker in self.job.workers.items() if worker.address]
         emergency_writer = self.job.emergency_writer() if self.job.saves else None
-        self.tell((name for name in listening if name != emergency_writer), Stop(reason))
+        self.send_to_workers((name for name in listening if name != emergency_writer), Stop(reason))
         if emergency_writer is not None:
-            self.tell([emergency_writer], Stop(reason, saves=True))
+            self.send_to_workers([emergency_writer], Stop(reason, saves=True))
         for name in self.job.workers:
             self.kill(name, grace_s, "the job ends", dumps_stacks)
 

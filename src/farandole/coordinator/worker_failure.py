@@ -113,7 +113,7 @@ def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
     for one in gone:
         _log_loss(transition, one)
         if one.worker.is_dying:
-            _say_how(transition, one)
+            _complete_loss(transition, one)
         elif transition.job.is_member(one.worker.name):
             losses.append(Loss(one.sentence(transition.job), one.worker.raised))
             if one.worker.raised:
@@ -127,13 +127,13 @@ def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
         regroup.abort(transition, "; ".join(reasons))
 
 
-def _say_how(transition: Transition, one: ExitRecord) -> None:
+def _complete_loss(transition: Transition, one: ExitRecord) -> None:
     """Complete the loss, if it still counts, that was recorded when the worker was dying."""
-    told = [
+    losses = [
         replace(loss, sentence=one.sentence(transition.job), dying=None) if loss.dying == one.worker.name else loss
         for loss in transition.job.losses
     ]
-    transition.change(losses=tuple(told))
+    transition.change(losses=tuple(losses))
 
 
 def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]:
@@ -143,7 +143,7 @@ def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]
     stopped = {
         host: hosts.quarantine(transition, host) for host in {transition.job.host_of(one.worker): None for one in gone}
     }
-    return [f"{formatting.listed(names)} on {host} had to go with it" for host, names in stopped.items() if names]
+    return [f"stopping {formatting.listed(names)} on {host} with it" for host, names in stopped.items() if names]
 
 
 def _static(transition: Transition, gone: list[ExitRecord]) -> None:
@@ -159,7 +159,7 @@ def _static(transition: Transition, gone: list[ExitRecord]) -> None:
             transition.end(
                 code,
                 f"{one.sentence(transition.job)}. No worker had entered an elastic function, so the "
-                "others cannot go on without it: wrap the training in an elastic function to survive this.",
+                "others cannot continue without it: wrap the training in an elastic function to survive a loss.",
             )
     if not transition.job.survivors():
         transition.end(0, "All workers exited with code 0.")
@@ -177,7 +177,7 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
         _log_loss(transition, one, may_be_replaced=one.exit_code is not None and one.exit_code < 0)
         when = "while it waited in init() for the other workers" if called else "before it called init()"
         if one.exit_code is not None and one.exit_code >= 0:
-            transition.end(one.exit_code or 1, f"{sentence} {when}; a start that fails is not repeated.")
+            transition.end(one.exit_code or 1, f"{sentence} {when}; a failed start is not repeated.")
         elif one.exit_code is None and transition.job.agents[one.worker.slot.agent].is_connected:
             transition.end(1, f"{sentence}.")
         elif transition.job.config.on_failure == "host":

@@ -70,7 +70,7 @@ def kill_overdue(transition: Transition) -> None:
     """Kill workers whose time to end by themselves is over: the others must not wait for them for ever."""
     for name, worker in transition.job.workers.items():
         if worker.kill_at_s is not None and transition.now_s >= worker.kill_at_s:
-            what = f"it raised {worker.raised}" if worker.raised else "it was let go"
+            what = f"it raised {worker.raised}" if worker.raised else "it was released"
             transition.kill(name, 0.0, f"it did not end after {what}")
 
 
@@ -79,7 +79,7 @@ def _hello(transition: Transition, worker: Worker, address: Address, pid: int) -
         return
     transition.change_worker(worker.name, address=address, pid=pid)
     if transition.job.generation is not None:
-        transition.tell([worker.name], Newcomer(len(transition.job.generation.members)))
+        transition.send_to_workers([worker.name], Newcomer(len(transition.job.generation.members)))
 
 
 def _elastic(transition: Transition, worker: Worker) -> None:
@@ -142,5 +142,5 @@ def _leaving(transition: Transition, worker: Worker) -> None:
         transition.change(spares=job.spares - 1)
     transition.change_worker(worker.name, is_leaving=True, was_asked=True)
     if not job.is_member(worker.name):
-        transition.tell([worker.name], Left())
+        transition.send_to_workers([worker.name], Left())
         transition.change_worker(worker.name, has_left=True)

@@ -249,7 +249,7 @@ class Padding:
         if self._count > _MOST_PADDING:
             raise StepError(
                 f"the loop body ran {_MOST_PADDING} times since the gradients of samples [{batch.global_batch.start}, "
-                f"{batch.global_batch.stop}) were reduced, and never called optimizer.step()"
+                f"{batch.global_batch.stop}) were reduced, without a call of optimizer.step()"
             )
         padding = batch.padding()
         step.pad(padding)
@@ -260,18 +260,18 @@ def _advice(global_batch: GlobalBatch, phase: str) -> str:
     what = f"samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}"
     if phase == "decided":
         return (
-            f"the step for {what} was made, but the loader was not told: give it to TorchState(loader=...), "
-            f"or call loader.commit(loader.global_batch) after the step"
+            f"the step for {what} was applied, but the loader has no commit for it: pass the loader to "
+            f"TorchState(loader=...), or call loader.commit(loader.global_batch) after the step"
         )
     if phase == "open" and not step.is_noticed():
         return (
-            f"the next batch was asked for, and no DistributedOptimizer has done anything for {what}: an optimizer of "
-            f"torch's trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and give "
-            f"that one to TorchState(optimizer=...), or give TorchState a DistributedDataParallel as its model. Where "
-            f"the loop body was left early, as by `continue` for a bad batch, multiply the loss by 0 instead"
+            f"the next batch was requested, and no DistributedOptimizer has reduced gradients for {what}: an optimizer "
+            f"of torch trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and pass "
+            f"it to TorchState(optimizer=...), or pass a DistributedDataParallel as the model of TorchState. Where "
+            f"the loop body ends early, as by `continue` for a bad batch, multiply the loss by 0 instead"
         )
     missing = "optimizer.step()" if phase == "reduced" else "backward() and optimizer.step()"
     return (
-        f"the next batch was asked for without {missing} for {what}: every run of the loop body has to make "
-        f"the step of a DistributedOptimizer; instead of `continue` for a bad batch, multiply its loss by 0"
+        f"the next batch was requested without {missing} for {what}: every run of the loop body must "
+        f"call step() of a DistributedOptimizer; instead of `continue` for a bad batch, multiply its loss by 0"
     )

@@ -50,8 +50,8 @@ class EpochRecord:
         """
         if self.is_through and not self.is_within:
             raise StepError(
-                f"the loader was iterated again, but all batches of epoch {epoch} are trained and the next epoch was "
-                f"not begun: only epochs() goes on to it. In place of `for epoch in range(5):` write "
+                f"the loader was iterated again, but all batches of epoch {epoch} are trained, and only "
+                f"epochs() starts the next epoch. Replace `for epoch in range(5):` with "
                 f"`for epoch in loader.epochs(5):` around `for batch in loader:`"
             )
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farandole")
 
 # Values of entries that a saved state lacks.
-_UNSAID: Mapping[str, int | str] = {"tail": "short"}
+_ABSENT: Mapping[str, int | str] = {"tail": "short"}
 # Reasons, besides other arguments, for which a saved state may not fit.
 _CHANGED: Mapping[str, str] = {
-    "size": "; samples were added to the data set, or taken from it",
-    "order": "; an order's last digits stand for its weights, labels, lengths or shard sizes",
+    "size": "; samples were added to the data set, or removed from it",
+    "order": "; the last digits of an order are a hash of its weights, labels, lengths or shard sizes",
 }
 
 
@@ -287,15 +287,15 @@ class DataLoader(ElasticLoader):
         """
         ours = self._identity
         for name in ("version", "seed", "order", "size", "global_batch_size", "tail"):
-            if state.get(name, _UNSAID.get(name)) != ours.get(name, _UNSAID.get(name)):
+            if state.get(name, _ABSENT.get(name)) != ours.get(name, _ABSENT.get(name)):
                 raise DataError(
-                    f"the saved loader has {name}={state.get(name, _UNSAID.get(name))}, this one "
-                    f"{ours.get(name, _UNSAID.get(name))}; go on with the values it was saved with, or without "
-                    f"loading it{_CHANGED.get(name, '')}"
+                    f"the saved loader has {name}={state.get(name, _ABSENT.get(name))}, this one "
+                    f"{ours.get(name, _ABSENT.get(name))}; use the values it was saved with, or do not "
+                    f"load it{_CHANGED.get(name, '')}"
                 )
         epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
         if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
-            raise DataError(f"no such place: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
+            raise DataError(f"invalid position: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
         self.epoch, self._cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
         self.record.load_state_dict(state)
         if self._layout.max_local_batch is not None and "max_local_batch" in state:  # every rank has to split alike
@@ -313,7 +313,7 @@ class DataLoader(ElasticLoader):
             "global_batch_size": self._layout.global_batch_size,
             "tail": self._layout.tail,
         }
-        return {name: value for name, value in identity.items() if _UNSAID.get(name) != value}
+        return {name: value for name, value in identity.items() if _ABSENT.get(name) != value}
 
     def warm_up(self) -> None:
         """Start the loader workers and wait until each has fetched a sample, which is not trained. A worker does so
@@ -323,7 +323,7 @@ class DataLoader(ElasticLoader):
             for _ in range(self._num_workers):
                 self._prefetch.take()
         except Exception:  # e.g. a collate_fn that cannot handle one sample; other errors will show in training
-            logger.debug("the loader workers could not be started ahead of time", exc_info=True)
+            logger.debug("the loader workers could not be started in advance", exc_info=True)
             self.close()
 
     def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:

@@ -42,7 +42,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise DataError("the data set is empty: there is nothing to train on")
+            raise DataError("the data set is empty: it must have at least 1 sample")
         if not (isinstance(self.global_batch_size, int) and 1 <= self.global_batch_size <= self.size):
             raise DataError(
                 f"global_batch_size must be in 1..{self.size}, the size of the data set, and a whole number; got "

@@ -107,8 +107,8 @@ def parts_by_epoch(
 
     size  samples of an epoch;  ids, everyone, repeats  positions, as in Part
     """
-    told = [positions for positions in (ids, everyone, repeats) if positions is not None]
-    back = np.unique(np.concatenate(told) // size)
+    given = [positions for positions in (ids, everyone, repeats) if positions is not None]
+    back = np.unique(np.concatenate(given) // size)
 
     def of(positions: Positions, epochs: int) -> Positions:
         return order(positions[positions // size == epochs])

@@ -69,7 +69,7 @@ class ElasticSampler(Sampler[int]):
     ) -> None:
         if pad is not True and pad != "carry":
             raise DataError(
-                f'pad must be True or "carry", got {pad!r}: without either, some ranks would make a step more than '
+                f'pad must be True or "carry", got {pad!r}: with another value some ranks would run one step more than '
                 f"others, or samples would be lost"
             )
         self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
@@ -142,7 +142,7 @@ class ElasticSampler(Sampler[int]):
         Args:
             epoch: Number of the epoch, from 0.
         """
-        if epoch != self.epoch and recording.hears_samplers():
+        if epoch != self.epoch and recording.records_samplers():
             trained = sum(max(0, stop - max(0, start)) for start, stop in self._behind())
             recording.left(self, self.epoch, None if self._is_by_index else self._size - trained)
         carried = self._carried if epoch == self.epoch else ()
@@ -184,7 +184,7 @@ class ElasticSampler(Sampler[int]):
         self._is_iterated_anew = False
         self._place = min(start + batch_size, self._remainder.per_rank)
         self._counted = max(self._counted, min(self._place * self.num_replicas, self._remainder.assigned))
-        if recording.hears_samplers() and start < self._place:
+        if recording.records_samplers() and start < self._place:
             positions, everyone, repeats = self._remainder.trained(start, self._place)
             recording.trained(self, parts_by_epoch(self._order, self._size, self.epoch, positions, everyone, repeats))
 
@@ -217,7 +217,7 @@ class ElasticSampler(Sampler[int]):
             _warn_of_repeats()
         self._recorded.update(news, positions[is_repeat].tolist())
         self._news += news
-        if recording.hears_samplers() and positions.size:
+        if recording.records_samplers() and positions.size:
             parts = parts_by_epoch(self._order, self._size, self.epoch, once, None, positions[is_repeat])
             recording.trained(self, parts)
 
@@ -227,13 +227,13 @@ class ElasticSampler(Sampler[int]):
         commit."""
         return self._is_by_index
 
-    def tell_news(self) -> list[int]:
+    def take_news(self) -> list[int]:
         """Return the positions that this rank has recorded by record_indices() since the last call."""
         news, self._news = self._news, []
         return news
 
-    def hear_news(self, positions: Iterable[int]) -> None:
-        """Add the result of tell_news() on another rank. The samples that are handed out do not change before a reset.
+    def add_news(self, positions: Iterable[int]) -> None:
+        """Add the result of take_news() on another rank. The samples that are handed out do not change before a reset.
 
         Args:
             positions: Positions in the order of the epoch.
@@ -397,8 +397,8 @@ class ElasticSampler(Sampler[int]):
         if len(dataset) != self._size:
             raise DataError(
                 f"ElasticSampler was made for {self._size} samples, but {whose} has {len(dataset)}: samples would be "
-                f"left out, or asked for that do not exist. Make sampler and DataLoader of the same data set, and both "
-                f"anew when its size has changed (for a part of it: torch.utils.data.Subset)"
+                f"left out, or samples that do not exist would be read. Create sampler and DataLoader for the same "
+                f"data set, and create both again when its size has changed (for a part of it: torch.utils.data.Subset)"
             )
 
     def _identity(self) -> dict[str, int]:
@@ -413,8 +413,8 @@ class ElasticSampler(Sampler[int]):
         for name, ours in self._identity().items():
             if state.get(name, ours) != ours:
                 raise DataError(
-                    f"the saved sampler has {name}={state[name]}, this one {ours}: the samples that were trained are "
-                    f"others here; go on with the values it was saved with, or begin the epoch anew with set_epoch()"
+                    f"the saved sampler has {name}={state[name]}, this one {ours}: its positions mean other "
+                    f"samples here; use the values it was saved with, or restart the epoch with set_epoch()"
                 )
 
 
@@ -425,8 +425,8 @@ def _sequential(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 def _warn_of_repeats() -> None:
     warnings.warn(
         "ElasticSampler: samples of this epoch are recorded a second time. After `break` a new loop over the loader "
-        "begins where the last one did: call sampler.reset() to go on with what is left, or sampler.set_epoch() to "
-        "leave it out",
+        "begins where the last one did: call sampler.reset() to continue with the samples that are left, or "
+        "sampler.set_epoch() to skip them",
         stacklevel=3,
     )
 

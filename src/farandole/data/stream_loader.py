@@ -200,7 +200,7 @@ class StreamLoader(ElasticLoader):
         except BaseException as error:
             self.close()  # batches being fetched no longer match the requests
             if isinstance(error, StopIteration):  # would look like the end of the epoch
-                raise DataError("the data set raised StopIteration where it was opened") from error
+                raise DataError("the data set raised StopIteration when it was opened") from error
             raise
 
     # The current batch -----------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ class StreamLoader(ElasticLoader):
         ):
             raise DataError(
                 f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
-                f"training is at sample "
-                f"{self.cursor} of epoch {self.epoch}; commit each global batch once, while its batch is out"
+                f"training is at sample {self.cursor} of epoch {self.epoch}; commit each global batch once, before the "
+                f"next batch is requested"
             )
         self._place, self._is_pending = self._behind, False
         for stream, mark in self._marks_behind.items():
@@ -267,13 +267,13 @@ class StreamLoader(ElasticLoader):
         for name, ours in self._identity().items():
             if state.get(name) != ours:
                 raise DataError(
-                    f"the saved loader has {name}={state.get(name)}, this one {ours}; go on with the values it was "
-                    f"saved with, or without loading it"
+                    f"the saved loader has {name}={state.get(name)}, this one {ours}; use the values it was saved "
+                    f"with, or do not load it"
                 )
         epoch, offsets, turn = state["epoch"], tuple(state["offsets"]), state["turn"]
         streams = len(self._marks)
         if epoch < 0 or len(offsets) != streams or min(offsets) < 0 or not 0 <= turn < streams:
-            raise DataError(f"no such place: epoch {epoch}, offsets {offsets}, turn {turn} of {streams} streams")
+            raise DataError(f"invalid position: epoch {epoch}, offsets {offsets}, turn {turn} of {streams} streams")
         self._begin(epoch, Place(offsets, turn), state.get("marks", ()))
         self._is_ended = bool(state.get("ended"))
         self.record.load_state_dict(state)
@@ -328,7 +328,7 @@ def _check(dataset: object, streams: int) -> None:
     if isinstance(dataset, Iterator):
         raise DataError(
             f"{type(dataset).__name__} is an iterator, which can be read only once; give an object whose __iter__ "
-            f"begins anew each time"
+            f"returns a new iterator each time"
         )
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "stream"):
         raise DataError(f"{type(dataset).__name__} needs __iter__ or stream(v, V) to be read in streams")

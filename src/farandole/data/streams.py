@@ -31,8 +31,8 @@ class Source:
         if streams > 1:
             raise DataError(
                 f"stateful=True: {type(dataset).__name__} has neither stream(v, V) nor shard(num_shards, index), and "
-                f"the one state of a data set that is read {streams} times is none of a stream; give one of these "
-                f"methods to it, or streams=1"
+                f"the state of the whole data set does not describe one of its {streams} streams; add one of these "
+                f"methods, or use streams=1"
             )
         if has_state(dataset):  # it is opened itself each time: the next time from the same beginning
             self._beginning = copy.deepcopy(dataset.state_dict())  # type: ignore[attr-defined]
@@ -85,8 +85,8 @@ class Stream:
         if not self._read(number):
             raise DataError(
                 f"stream {self._stream} of {self._source.streams} has ended after {self._next} samples in epoch "
-                f"{self._epoch}, but sample {number} was there before, or stream_length() says {self._length}: "
-                f"opened again in one epoch, a stream has to give the same samples"
+                f"{self._epoch}, but it had sample {number} before, or stream_length() returned {self._length}: "
+                f"a stream that is opened again in one epoch must return the same samples"
             )
         return self._kept[number]
 

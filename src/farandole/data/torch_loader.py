@@ -170,8 +170,8 @@ def size_of(dataset: MapDataset) -> int:
     """Return the number of samples. Raises DataError for an object that is not a map-style data set."""
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"{type(dataset).__name__} is an IterableDataset: its samples cannot be asked for by index, "
-            f"so they cannot be divided anew when workers change; give one with __len__ and __getitem__"
+            f"{type(dataset).__name__} is an IterableDataset: its samples cannot be read by index, "
+            f"so they cannot be divided again when workers change; give one with __len__ and __getitem__"
         )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(f"{type(dataset).__name__} needs __len__ and __getitem__ to be divided among workers")
@@ -180,7 +180,7 @@ def size_of(dataset: MapDataset) -> int:
 
 # Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason ------------------
 
-_OWN_ORDER = "which sample comes when follows from seed and order, so that it can be divided anew when workers change"
+_OWN_ORDER = "seed and order determine the order of samples, so that they can be divided again when workers change"
 
 # Values that request the default behaviour.
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
@@ -195,21 +195,21 @@ _HARMLESS: Mapping[str, tuple[object, ...]] = {
 }
 
 _REASONS: Mapping[str, str] = {
-    "batch_size": "torch's batch_size counts the samples of one worker; give global_batch_size, those of all together",
+    "batch_size": "in torch it counts the samples of one worker; give global_batch_size, which counts those of all",
     "sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
     "batch_sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
-    "generator": "random numbers follow from seed, so that they are the same on every worker; give seed=",
-    "persistent_workers": "loader workers live until close(), over the ends of epochs and over regroups",
-    "in_order": "batches come in the order of the epoch, for the cursor counts them so",
+    "generator": "random numbers are derived from seed, so that they are the same on every worker; give seed=",
+    "persistent_workers": "loader workers live until close(), across epochs and regroups",
+    "in_order": "batches are returned in the order of the epoch, since the cursor counts them in that order",
 }
 
-_ORDER_OF_STREAMS = "samples come in the order in which the data set's streams give them"
+_ORDER_OF_STREAMS = "samples have the order in which the streams of the data set yield them"
 STREAM_ARGUMENTS: Mapping[str, str] = {
     **_REASONS,
     "sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
     "batch_sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
-    "shuffle": f"{_ORDER_OF_STREAMS}; shuffle there, by the number that set_epoch() is called with",
-    "drop_last": "the last global batch of an epoch is a shorter one, for nobody knows before that it is the last",
+    "shuffle": f"{_ORDER_OF_STREAMS}; shuffle in the data set, by the number that is passed to set_epoch()",
+    "drop_last": "the last global batch of an epoch is shorter: the length of a stream is not known in advance",
 }
 """Reasons of StreamLoader."""
 
@@ -230,4 +230,4 @@ def refuse_torch_arguments(
         is_harmless = any(value is each for each in _HARMLESS[name])
         # Without loader workers none could live on.
         if not is_harmless and not (name == "persistent_workers" and num_workers == 0):
-            raise ConfigError(f"{loader}: {name}={value!r} cannot be followed: {reasons[name]}")
+            raise ConfigError(f"{loader}: {name}={value!r} is not supported: {reasons[name]}")

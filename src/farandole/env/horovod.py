@@ -100,9 +100,7 @@ def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, i
     for prefix in ("HOROVOD_", "OMPI_COMM_WORLD_", "PMI_"):
         given = [name for name in (prefix + "RANK", prefix + "SIZE") if environ.get(name)]
         if len(given) == 1:
-            raise RuntimeError(
-                f"the environment has {given[0]}, but not the other one of {prefix}RANK and {prefix}SIZE"
-            )
+            raise RuntimeError(f"the environment has {given[0]}, but needs both {prefix}RANK and {prefix}SIZE")
         if given:
             rank, size = (read_value(environ, name, WholeNumber) for name in given)
             return rank, size

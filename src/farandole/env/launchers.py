@@ -107,7 +107,7 @@ _LAUNCHERS = {
         hosts="SLURM_STEP_NUM_NODES",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    "a launcher that speaks PMI": _Names(
+    "a launcher with PMI": _Names(
         marks=("PMI_RANK", "PMI_SIZE"),
         rank="PMI_RANK",
         size="PMI_SIZE",
@@ -121,13 +121,13 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
     needed = (names.rank, names.size, names.local_rank, names.local_size)
     missing = [name for name in needed if not environ.get(name)]
     if missing:
-        raise ConfigError(f"the environment looks like that of {launcher} but lacks {', '.join(missing)}")
+        raise ConfigError(f"the environment is that of {launcher}, but lacks {', '.join(missing)}")
     rank, size, local_rank = (read_value(environ, name, WholeNumber) for name in needed[:3])
     host = read_value(environ, names.host, WholeNumber) if names.host else None
     local_size = _local_size(environ, names.local_size, host or 0)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         said = ", ".join(f"{name}={environ[name]}" for name in needed)
-        raise ConfigError(f"{launcher} said {said}, which contradict each other")
+        raise ConfigError(f"{launcher} set {said}, which contradict each other")
     if local_size < size and "MASTER_ADDR" not in environ:
         raise ConfigError(
             f"{size} workers on several hosts under {launcher}: set MASTER_ADDR to the address of the host of "

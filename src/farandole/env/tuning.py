@@ -48,7 +48,7 @@ def prepare_for_nccl(environ: MutableMapping[str, str] = os.environ) -> str:
         environ.setdefault(name, value)
     for name in _BLOCKING_WAIT:
         if environ.get(name, "0").lower() not in ("0", "", "false", "n", "no"):
-            return f"{name}={environ[name]} lets threads wait that nobody can wake; unset it"
+            return f"{name}={environ[name]} makes threads wait in a way that cannot be interrupted; unset it"
     return ""
 
 

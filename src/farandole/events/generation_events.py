@@ -18,8 +18,8 @@ class RegroupBegan(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        who = ", ".join(self.survivors) or "nobody"
-        return f"regrouping for generation {self.number} with {who}: {self.reason}"
+        who = f"with {', '.join(self.survivors)}" if self.survivors else "without survivors"
+        return f"regrouping for generation {self.number} {who}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TransportChosen(Event):
     way: str
 
     def line(self) -> str:
-        return f"in generation {self.number} tensors move {self.way}"
+        return f"transport of generation {self.number}: {self.way}"
 
 
 @dataclass(frozen=True)

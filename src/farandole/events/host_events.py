@@ -91,7 +91,7 @@ class AgentsAwaited(Event):
     def line(self) -> str:
         return (
             f"other machines join with: farandole agent --join {self.address} --slots N --token-file FILE "
-            f"(a copy of {self.token_file}); what is said is authentic, not secret: use a network that you trust"
+            f"(a copy of {self.token_file}); connections are authenticated, not encrypted: use a trusted network"
         )
 
 
@@ -132,7 +132,7 @@ class HostRemoved(Event):
 
     def line(self) -> str:
         workers = ", ".join(self.workers) or "none"
-        what = f"no longer offers more than {count(self.slots, 'slot')}" if self.slots else "is no longer there"
+        what = f"no longer offers more than {count(self.slots, 'slot')}" if self.slots else "is no longer offered"
         return f"host {self.host} {what}; workers that leave: {workers}"
 
 
@@ -177,7 +177,7 @@ class HostDiscoveryFailed(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        return f"{self.reason}; the hosts stay what they were, and it is tried again"
+        return f"{self.reason}; the list of hosts stays unchanged, and discovery is repeated"
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ class HostBlacklisted(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        how_long = "for good" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
-        stopped = f", and {', '.join(self.workers)} with it" if self.workers else ""
-        return f"host {self.host} is out {how_long} after {count(self.failures, 'failure')}{stopped}"
+        how_long = "permanently" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
+        stopped = f"; stopping {', '.join(self.workers)}" if self.workers else ""
+        return f"host {self.host} is excluded {how_long} after {count(self.failures, 'failure')}{stopped}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class ScaleChanged(Event):
     new: int
 
     def line(self) -> str:
-        return f"the job is asked to go from {self.old} to {count(self.new, 'worker')}"
+        return f"the target size of the job changes from {self.old} to {count(self.new, 'worker')}"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ScaleRefused(Event):
         limits = f"at least {self.low} (--min-np)"
         if self.high is not None:
             limits += f" and at most {self.high} (--max-np)"
-        return f"a job of {self.size} workers was asked for and refused: it must have {limits}"
+        return f"the requested size of {self.size} workers was refused: the job must have {limits}"
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class TrainingCutShort(Event):
     def line(self) -> str:
         counts = []
         if self.steps:
-            counts.append(f"{self.steps_left} of {count(self.steps, 'step')} were not made")
+            counts.append(f"{self.steps_left} of {count(self.steps, 'step')} were not applied")
         if self.epochs:
-            counts.append(f"{self.epochs_left} of {count(self.epochs, 'epoch')} ended early or were not begun")
-        return f"training ended before what was promised was done: {'; '.join(counts)}"
+            counts.append(f"{self.epochs_left} of {count(self.epochs, 'epoch')} ended early or were not started")
+        return f"training ended earlier than planned: {'; '.join(counts)}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class StateLost(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        return f"no worker that held the state is left ({self.reason}); going on from the newest checkpoint"
+        return f"no worker that held the state is left ({self.reason}); continuing from the newest checkpoint"
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ class StopAsked(Event):
     grace_s: float
 
     def line(self) -> str:
-        more = "SIGTERM or Ctrl-C twice" if self.signal == "SIGHUP" else "once more"
+        more = "SIGTERM or Ctrl-C twice" if self.signal == "SIGHUP" else "a second signal"
         return (
-            f"{self.signal}: the workers are told to end, and are killed after {self.grace_s:g} s (--grace); "
-            f"{more} ends them at once"
+            f"{self.signal}: the workers are asked to end, and are killed after {self.grace_s:g} s (--grace); "
+            f"{more} kills them at once"
         )
 
 
@@ -164,4 +164,4 @@ class CoordinatorStalled(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        return f"the coordinator could not run for {self.stalled_s:.2f} s; all deadlines are put off by that"
+        return f"the coordinator could not run for {self.stalled_s:.2f} s; all deadlines are extended by that time"

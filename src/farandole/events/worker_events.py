@@ -65,8 +65,8 @@ class SparesMissing(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        asked = f"{count(self.spares, 'spare')} (--spares)"
-        return f"of {asked} {self.missing} cannot be started: the hosts have no more slots"
+        spares = f"{count(self.spares, 'spare')} (--spares)"
+        return f"{self.missing} of {spares} cannot be started: the hosts have no more slots"
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class SlotsMissing(Event):
 
     def line(self) -> str:
         there = self.wanted - self.missing
-        said = f"waiting for {count(self.missing, 'more slot')} ({there} of {self.wanted} are there)"
-        return said if self.ends_in_s is None else f"{said}; the job ends in {self.ends_in_s:.0f} s (--start-timeout)"
+        text = f"waiting for {count(self.missing, 'more slot')} ({there} of {self.wanted} are available)"
+        return text if self.ends_in_s is None else f"{text}; the job ends in {self.ends_in_s:.0f} s (--start-timeout)"
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class StallNoticed(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        hung = f"{', '.join(self.in_own_code)} in their own code" if self.in_own_code else "nobody in its own code"
+        hung = f"{', '.join(self.in_own_code)} in their own code" if self.in_own_code else "no worker in its own code"
         return (
             f"no step for {self.stalled_s:.0f} s after step {self.step}: {hung}, {', '.join(self.waiting)} waiting; "
-            "with --step-timeout S whoever hangs is stopped after S seconds"
+            "--step-timeout S stops workers that block the others for S seconds"
         )
 
 
@@ -181,7 +181,9 @@ class WorkersHung(Event):
 
     def line(self) -> str:
         who = ", ".join(self.workers)
-        return f"{who} held all others up at step {self.step} for {self.stalled_s:.0f} s (--step-timeout): stopped"
+        return (
+            f"stopping {who}: all other workers waited at step {self.step} for {self.stalled_s:.0f} s (--step-timeout)"
+        )
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ class Feed:
                 f"fd.elastic.DataLoader(dataset, global_batch_size=...)"
             )
         if loader.state_dict().get("tail") == "carry":
-            raise ConfigError('tail="carry" makes epochs of different lengths, which frameworks do not expect')
+            raise ConfigError(
+                'tail="carry" makes epochs of different lengths, which frameworks do not support; use another tail'
+            )
         self.loader = loader
         self._state: StepState | None = None
         self._epochs = 0

@@ -33,15 +33,15 @@ from farandole.worker.context import device, local_rank
 __all__ = ["FarandoleStrategy", "Trainer"]
 
 _OURS = {
-    "strategy": "it is Farandole's",
-    "devices": "`farandole run -np N` says how many workers there are",
-    "num_nodes": "`farandole run` says where workers run",
+    "strategy": "Farandole sets the strategy",
+    "devices": "`farandole run -np N` sets the number of workers",
+    "num_nodes": "`farandole run` sets where workers run",
     "accelerator": "workers train on the CPU",
-    "precision": "32-bit precision is what was tested; a model may be made of float64",
-    "plugins": "they would take the place of Farandole's",
+    "precision": "only 32-bit precision is tested; a model may have parameters of float64",
+    "plugins": "they would replace those of Farandole",
     "accumulate_grad_batches": "use elastic.DataLoader(global_batch_size=..., micro_batch_size=...)",
     "reload_dataloaders_every_n_epochs": "the elastic.DataLoader lives as long as the job",
-    "overfit_batches": "it would exchange the elastic.DataLoader",
+    "overfit_batches": "it would replace the elastic.DataLoader",
     "fast_dev_run": "use max_steps",
     "use_distributed_sampler": "the elastic.DataLoader divides the samples",
     "sync_batchnorm": "use farandole.SyncBatchNorm",
@@ -81,7 +81,7 @@ class Trainer(pl.Trainer):
             if name in kwargs:
                 raise ConfigError(f"Trainer({name}={kwargs[name]!r}) is not supported by Farandole: {instead}")
         if max_epochs is None and max_steps < 0:
-            raise ConfigError("Trainer needs max_epochs or max_steps, at which all workers end")
+            raise ConfigError("Trainer needs max_epochs or max_steps, so that all workers end together")
         world.current()  # NotInitialized here is clearer than later
         super().__init__(
             max_epochs=max_epochs,
@@ -99,8 +99,8 @@ class Trainer(pl.Trainer):
         """Run Lightning's fit() without ckpt_path."""
         if ckpt_path is not None:
             raise ConfigError(
-                "fit(ckpt_path=...) would begin elsewhere than the loader: use `farandole run --checkpoint DIR`, or "
-                "load the weights into the model before fit()"
+                "fit(ckpt_path=...) would start at another position than the loader: use `farandole run --checkpoint "
+                "DIR`, or load the weights into the model before fit()"
             )
         super().fit(*args, **kwargs)
 
@@ -277,7 +277,7 @@ class FarandoleStrategy(Strategy):
         if len(self.optimizers) != 1 or not module.automatic_optimization:
             raise ConfigError(
                 f"{type(module).__name__} has {len(self.optimizers)} optimizers, automatic_optimization="
-                f"{module.automatic_optimization}; Farandole's Trainer takes one optimizer and automatic optimization"
+                f"{module.automatic_optimization}; Farandole's Trainer needs one optimizer and automatic optimization"
             )
         plain = self.optimizers[0]
         plain._opt_called = True  # schedulers check that it has stepped; ours steps in its place

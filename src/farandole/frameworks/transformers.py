@@ -25,7 +25,7 @@ __all__ = ["Trainer"]
 
 _NO_ARGUMENT = {
     "train_dataset": "give train_loader=fd.elastic.DataLoader(dataset, global_batch_size=..., collate_fn=...)",
-    "model_init": "give the model; every worker has to begin with the same one",
+    "model_init": "pass the model; every worker must start with the same model",
 }
 
 
@@ -76,8 +76,8 @@ class Trainer(transformers.Trainer):
         """Run transformers' train() without resume_from_checkpoint and trial."""
         if resume_from_checkpoint:
             raise ConfigError(
-                "train(resume_from_checkpoint=...) would begin elsewhere than the loader: use `farandole run "
-                "--checkpoint DIR`, or load the weights into the model before train()"
+                "train(resume_from_checkpoint=...) would start at another position than the loader: use "
+                "`farandole run --checkpoint DIR`, or load the weights into the model before train()"
             )
         if trial is not None:
             raise ConfigError("hyperparameter_search() is not supported: start a job for each trial")
@@ -211,10 +211,10 @@ def _refuse(args: transformers.TrainingArguments) -> None:
     """Raise ConfigError for arguments that are not supported."""
     refused = [
         (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps", "use DataLoader(micro_batch_size=...)"),
-        (args.fp16 or args.bf16, "fp16 and bf16", "32-bit precision is what was tested"),
+        (args.fp16 or args.bf16, "fp16 and bf16", "only 32-bit precision is tested"),
         (args.auto_find_batch_size, "auto_find_batch_size", "use DataLoader(micro_batch_size=...)"),
         (args.load_best_model_at_end, "load_best_model_at_end", "load the checkpoint after train()"),
-        (bool(args.fsdp or args.deepspeed), "fsdp and deepspeed", "the model is whole on each worker"),
+        (bool(args.fsdp or args.deepspeed), "fsdp and deepspeed", "each worker has the whole model"),
         (args.parallel_mode == ParallelMode.DISTRIBUTED, "torch.distributed", "start it by `farandole run`"),
         (args.n_gpu > 0, "a GPU", "workers train on the CPU: use_cpu=True"),
     ]

@@ -22,5 +22,5 @@ def refuse_beside_real_horovod() -> None:
         return
     raise ConfigError(
         f"Horovod {real.version} is installed in this Python, and Farandole's alias `horovod` would hide it: uninstall "
-        "it (pip uninstall horovod), or leave it and write `import farandole as hvd` instead"
+        "Horovod (pip uninstall horovod), or write `import farandole as hvd` and do not use the alias"
     )

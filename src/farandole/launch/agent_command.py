@@ -54,31 +54,39 @@ def agent_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--join", metavar="HOST:PORT", required=True, help="where the job's coordinator listens")
-    add("--slots", type=int, default=1, metavar="N", help="workers that there is room for (default: 1)")
-    add("--host", metavar="NAME", help="how the job calls this machine (default: its host name)")
+    add("--join", metavar="HOST:PORT", required=True, help="address at which the job's coordinator listens")
+    add("--slots", type=int, default=1, metavar="N", help="number of workers that this machine can run (default: 1)")
+    add("--host", metavar="NAME", help="name of this machine in the job (default: its host name)")
     add(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="the job's token: a copy of the file that `farandole run` was given (default: FARANDOLE_TOKEN holds it)",
+        help="a copy of the job's token file, see `farandole run --token-file` (default: the token in FARANDOLE_TOKEN)",
     )
     add(
         "--retry",
         type=float,
         default=60.0,
         metavar="S",
-        help="how long to try to join, while nobody is there and again after the job has lost this agent "
-        "(default: %(default)g)",
+        help="seconds to try to join: at the start, and again after the job lost this agent (default: %(default)g)",
     )
-    add("--folder", metavar="DIR", help="where the workers run (default: the folder of the same name as the job's)")
-    add("--grace", type=float, metavar="S", help="seconds for workers to leave after SIGTERM (default: the job's)")
+    add(
+        "--folder",
+        metavar="DIR",
+        help="working directory of the workers (default: the path of the job's working directory)",
+    )
+    add(
+        "--grace",
+        type=float,
+        metavar="S",
+        help="seconds that workers have to leave after SIGTERM (default: the value of the job)",
+    )
     loudness = parser.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
     loudness.add_argument(
-        "-q", "--quiet", dest="loudness", action="store_const", const="QUIET", help="only warnings and the end"
+        "-q", "--quiet", dest="loudness", action="store_const", const="QUIET", help="show only warnings and the result"
     )
-    loudness.add_argument("--verbose", dest="loudness", action="store_const", const="VERBOSE", help="every event")
+    loudness.add_argument("--verbose", dest="loudness", action="store_const", const="VERBOSE", help="show every event")
     return parser
 
 
@@ -95,11 +103,15 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     elif (text := read_token()) is not None:
         token = checked_token(text.encode(), "FARANDOLE_TOKEN")
     else:
-        raise ConfigError("the job's token is needed: --token-file FILE, a copy of the one of `farandole run`")
+        raise ConfigError(
+            "the job's token is missing: give --token-file FILE, a copy of the token file of `farandole run`"
+        )
     folder = None if given.folder is None else os.path.abspath(given.folder)
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.X_OK)):
         # Detected before the job counts on this agent.
-        raise ConfigError(f"--folder {given.folder}: there is no such folder here, or it cannot be entered")
+        raise ConfigError(
+            f"--folder {given.folder}: the folder does not exist on this machine, or it cannot be entered"
+        )
     return JoinOptions(address, token, host.name, host.slots, given.retry, folder, given.grace)
 
 
@@ -107,7 +119,7 @@ def _address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
-        raise ConfigError(f"--join needs HOST:PORT, as `farandole run` says it, got {text!r}")
+        raise ConfigError(f"--join needs HOST:PORT, as `farandole run` prints it, got {text!r}")
     return Address(host, int(port))
 
 

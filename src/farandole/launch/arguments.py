@@ -142,11 +142,11 @@ def _in_vain(options: argparse.Namespace) -> list[str]:
     given = [flag for value, flag in schedule if value not in CHECKPOINT_DEFAULTS]
     if given and options.checkpoint is None:
         have = "has" if len(given) == 1 else "have"
-        notes.append(f"{' and '.join(given)} {have} no effect: nothing is saved without --checkpoint DIR")
+        notes.append(f"{' and '.join(given)} {have} no effect: no checkpoints are written without --checkpoint DIR")
     if options.slots is not None and options.hosts is None and options.host_discovery_script is None:
         notes.append(
-            f"--slots-per-host {options.slots} has no effect: it is for hosts without a number of slots, in --hosts or "
-            "from --host-discovery-script"
+            f"--slots-per-host {options.slots} has no effect: it applies to hosts without a number of slots, in "
+            "--hosts or from --host-discovery-script"
         )
     return notes
 
@@ -176,7 +176,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
     num_proc = options.num_proc
     if num_proc is None:
         slots = sum(host.slots for host in hosts) if hosts else 3
-        raise ConfigError(f"how many workers? say so with -np, for example -np {slots}")
+        raise ConfigError(f"the number of workers is missing: give -np, for example -np {slots}")
     has_script = options.host_discovery_script is not None
     is_elastic = _asks_for_elasticity(options)
     follows_horovod = program.is_horovodrun
@@ -189,8 +189,8 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
             most, restarts = num_proc, 0  # the loss of a worker ends the job
             if options.spares:
                 raise ConfigError(
-                    f"--spares {options.spares} needs a job that may go on when workers are lost: "
-                    "say --min-np or --host-discovery-script"
+                    f"--spares {options.spares} needs a job that can continue when workers are lost: "
+                    "give --min-np or --host-discovery-script"
                 )
     config = JobConfig(
         num_proc=num_proc,
@@ -252,9 +252,9 @@ def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]
     if options.config_file is not None:
         file = read_config_file(options.config_file)
         given |= file.settings
-        notes += [f"{options.config_file}: {key} is no known setting, and was passed over" for key in file.unknown]
+        notes += [f"{options.config_file}: the unknown setting {key} is ignored" for key in file.unknown]
         if file.controller == "mpi" and not (options.use_gloo or options.use_mpi):
-            reasons.append((f"{options.config_file}: controller mpi", "MPI is not used"))
+            reasons.append((f"{options.config_file}: controller mpi", "Farandole does not use MPI"))
     for setting in SETTINGS:
         value = getattr(options, setting.name)
         if value is not None:

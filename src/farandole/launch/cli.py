@@ -66,7 +66,7 @@ def _main_parser() -> argparse.ArgumentParser:
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         + "".join(f"  {name:<12}{text}; see 'farandole {name} --help'\n" for name, text in CONTROL.items())
-        + "  agent       offer this machine's slots to a job of another; see 'farandole agent --help'\n"
+        + "  agent       offer this machine's slots to a job of another machine; see 'farandole agent --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

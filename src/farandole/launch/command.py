@@ -18,7 +18,7 @@ def checked(command: Sequence[str]) -> list[str]:
     """Return the command to run in each worker, unchanged, except that a script that is not executable is run by this
     Python (`train.py` becomes `python train.py`). Raises ConfigError when it cannot be found."""
     if not command:
-        raise ConfigError("nothing to run; for example: farandole run -np 3 python train.py")
+        raise ConfigError("the command is missing; for example: farandole run -np 3 python train.py")
     program = command[0]
     if shutil.which(program) is None:
         if program.endswith(".py") and os.path.isfile(program):
@@ -53,7 +53,7 @@ def _gives_code(argument: str) -> bool:
 
 def _why_not(program: str) -> str:
     if os.path.isdir(program):
-        return f"{program}: this is a directory, not a program"
+        return f"{program}: it is a directory, not a program"
     if os.path.isfile(program) and os.path.dirname(program):
         return f"{program}: it must be executable; try chmod +x {program}"
     if os.path.dirname(program) or program.endswith(".py"):

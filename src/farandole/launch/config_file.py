@@ -10,7 +10,7 @@ from farandole.errors import ConfigError
 from farandole.launch.horovod_settings import Given, Setting, Value, by_key, check
 
 # Settings that a file expresses the other way around: key in the file -> (the setting's key, whether to invert it).
-_OTHER_WORDS = {
+_INVERSE_KEYS = {
     ("stall_check", "enabled"): ("stall_check", "disabled"),
     ("logging", "hide_timestamp"): ("logging", "with_timestamp"),
 }
@@ -45,15 +45,15 @@ def read_config_file(path: Path) -> ConfigFile:
             unknown.append(section)
             continue
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}: {section} must hold keys and values, got {content!r}")
+            raise ConfigError(f"{path}: {section} must contain keys and values, got {content!r}")
         for key, value in content.items():
-            place = (section, _word(key))
-            setting = known.get(_OTHER_WORDS.get(place, place))
+            place = (section, _normalized(key))
+            setting = known.get(_INVERSE_KEYS.get(place, place))
             label = f"{path}: {section}.{key}"
             if setting is None:
                 unknown.append(f"{section}.{key}")
             elif value is not None:
-                given = Given(_typed(setting, value, label, is_negated=place in _OTHER_WORDS), label)
+                given = Given(_typed(setting, value, label, is_negated=place in _INVERSE_KEYS), label)
                 check(setting, given)
                 settings[setting.name] = given
     return ConfigFile(settings, controller, tuple(unknown))
@@ -67,15 +67,15 @@ def _sections(path: Path) -> dict[str, object]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config-file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config-file {path} is no YAML: {error}".replace("\n", " ")) from None
+        raise ConfigError(f"--config-file {path} is not valid YAML: {error}".replace("\n", " ")) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config-file {path} must hold sections such as 'params:', got {content!r}")
-    return {_word(section): inner for section, inner in content.items() if inner is not None}
+        raise ConfigError(f"--config-file {path} must contain sections such as 'params:', got {content!r}")
+    return {_normalized(section): inner for section, inner in content.items() if inner is not None}
 
 
-def _word(key: object) -> str:
+def _normalized(key: object) -> str:
     return str(key).replace("-", "_")
 
 

@@ -63,13 +63,13 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
             return _jobs(options.json)
         if command == "status" and not (options.job or options.address) and len(running()) != 1:
             if options.json:  # always one job's status, or nothing
-                return _say_error(command, _not_one(running()), NOT_DONE)
+                return _print_error(command, _not_one(running()), NOT_DONE)
             return _jobs(as_json=False)
         return asyncio.run(_ask(command, options, _chosen(options)))
     except ConfigError as error:
-        return _say_error(command, error, USAGE_ERROR)
+        return _print_error(command, error, USAGE_ERROR)
     except (NoAnswer, AuthenticationError, ProtocolError) as error:
-        return _say_error(command, error, NOT_DONE)
+        return _print_error(command, error, NOT_DONE)
 
 
 async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
@@ -77,13 +77,13 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
     try:
         if command == "status":
             status = await client.status()
-            print(msgspec.json.encode(status).decode() if options.json else "\n".join(status_in_words(status)))
+            print(msgspec.json.encode(status).decode() if options.json else "\n".join(format_status(status)))
             return DONE
         request, is_done = _request(command, options)
         answer = await client.ask(request)
         if not isinstance(answer, Accepted):
-            reason = getattr(answer, "reason", "the answer makes no sense")
-            return _say_error(command, f"{job.name}: {reason}", NOT_DONE)
+            reason = getattr(answer, "reason", f"unexpected answer {type(answer).__name__}")
+            return _print_error(command, f"{job.name}: {reason}", NOT_DONE)
         print(f"{job.name}: {answer.what}")
         if is_done is not None and options.wait:
             status = await client.wait_until(is_done, options.timeout)
@@ -107,7 +107,7 @@ def _chosen(options: argparse.Namespace) -> Contact:
     """Return the chosen job. Raises ConfigError when the choice is not clear."""
     if options.address or options.token_file:
         if options.job:
-            raise ConfigError("--job chooses among the jobs of this machine; leave it out with --address")
+            raise ConfigError("--job selects a job of this machine; leave it out with --address")
         return _elsewhere(options)
     jobs = running()
     if options.job:
@@ -119,15 +119,15 @@ def _chosen(options: argparse.Namespace) -> Contact:
     if not jobs:
         raise ConfigError("no job of this user runs here; start one with: farandole run")
     if len(jobs) > 1:
-        raise ConfigError(f"{len(jobs)} jobs run here; say which with --job. {_which(jobs)}")
+        raise ConfigError(f"{len(jobs)} jobs run here; select one with --job. {_which(jobs)}")
     return Contact.of(jobs[0])
 
 
 def _elsewhere(options: argparse.Namespace) -> Contact:
     if options.token_file is None or options.address is None:
         raise ConfigError(
-            "a job on another machine needs both: --address HOST:PORT, and --token-file with a copy of the file that "
-            "its `farandole run --token-file` was given"
+            "a job on another machine needs both: --address HOST:PORT, and --token-file with a copy of the token file "
+            "of its `farandole run`"
         )
     host, _, port = options.address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -146,11 +146,11 @@ def _jobs(as_json: bool) -> int:
 
 
 def _not_one(jobs: Sequence[JobFile]) -> str:
-    return f"--json tells of one job, say which with --job (farandole jobs --json lists them); {_which(jobs)}"
+    return f"--json shows one job, select it with --job (farandole jobs --json lists all jobs); {_which(jobs)}"
 
 
 def _which(jobs: Sequence[JobFile]) -> str:
-    return "there are none" if not jobs else "there are:\n" + "\n".join(f"  {_line(job)}" for job in jobs)
+    return "no jobs run" if not jobs else "running jobs:\n" + "\n".join(f"  {_line(job)}" for job in jobs)
 
 
 def _line(job: JobFile) -> str:
@@ -168,7 +168,7 @@ def _without_token(job: JobFile) -> dict[str, object]:
     }
 
 
-def _say_error(command: str, error: object, code: int) -> int:
+def _print_error(command: str, error: object, code: int) -> int:
     print(f"farandole {command}: {error}", file=sys.stderr)
     return code
 
@@ -199,7 +199,7 @@ class Client:
         try:
             channel = await connect(address.host, address.port, token, job, TO_CLIENT)
         except OSError as error:
-            raise NoAnswer(f"no job that this token belongs to answers at {address}: {error}") from None
+            raise NoAnswer(f"no job with this token answers at {address}: {error}") from None
         channel.send(ClientHello(PROTOCOL_VERSION))
         return cls(channel)
 
@@ -217,7 +217,7 @@ class Client:
     async def status(self) -> Status:
         answer = await self.ask(AskStatus())
         if not isinstance(answer, Status):
-            raise NoAnswer(f"the coordinator answered {type(answer).__name__} when asked for the status")
+            raise NoAnswer(f"the coordinator answered {type(answer).__name__} to a request for the status")
         return answer
 
     async def wait_until(self, condition: Callable[[Status], bool], timeout_s: float) -> Status:
@@ -226,7 +226,7 @@ class Client:
         deadline_s = now_s() + timeout_s
         while not condition(status := await self.status()):
             if now_s() >= deadline_s:
-                raise NoAnswer(f"it is not done after {timeout_s:g} s; the job goes on with it")
+                raise NoAnswer(f"the request is not completed after {timeout_s:g} s; the job still completes it")
             await asyncio.sleep(_LOOK_S)
         return status
 
@@ -239,7 +239,7 @@ class Client:
 _EVENTS_SHOWN = 8
 
 
-def status_in_words(status: Status) -> list[str]:
+def format_status(status: Status) -> list[str]:
     """Return the status as lines of text."""
     lines = [f"job {status.job}: {_headline(status)}"]
     if status.members or status.newcomers:
@@ -250,7 +250,7 @@ def status_in_words(status: Status) -> list[str]:
     if there < status.wanted:
         missing = status.wanted - there
         lines.append(
-            f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are there)"
+            f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are available)"
         )
     lines += [
         f"slot {each.slot} on {each.host} is in backoff for {each.for_s:.1f} s more, "
@@ -300,8 +300,8 @@ def _host_state(host: HostStatus) -> str:
     if host.is_drained:
         return "drained" if host.workers == 0 else "is being drained"
     if host.out_for_s:
-        how_long = "for ever" if host.out_for_s < 0 else f"for {host.out_for_s:.0f} s more"
-        return f"out {how_long}, after {host.failures} failure{'' if host.failures == 1 else 's'}"
+        how_long = "permanently" if host.out_for_s < 0 else f"for {host.out_for_s:.0f} s more"
+        return f"excluded {how_long}, after {host.failures} failure{'' if host.failures == 1 else 's'}"
     return "in use" if host.is_connected else "no agent"
 
 

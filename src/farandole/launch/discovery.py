@@ -93,8 +93,8 @@ class ScriptDiscovery:
             await _end(process)
             raise
         if process.returncode != 0:
-            said = err.decode("utf-8", "backslashreplace").strip()[-_REPORTED_CHARACTERS:]
-            raise self._failed(f"ended with exit code {process.returncode}" + (f": {said}" if said else ""))
+            message = err.decode("utf-8", "backslashreplace").strip()[-_REPORTED_CHARACTERS:]
+            raise self._failed(f"ended with exit code {process.returncode}" + (f": {message}" if message else ""))
         return out.decode("utf-8", "backslashreplace")
 
     def _failed(self, how: str) -> DiscoveryFailed:

@@ -20,7 +20,7 @@ def ending_signals(on_signal: Callable[[signal.Signals, bool], None]) -> Iterato
     """
     was_asked = False
 
-    def hear(number: signal.Signals) -> None:
+    def on_number(number: signal.Signals) -> None:
         nonlocal was_asked
         is_urgent = was_asked and number != signal.SIGHUP
         was_asked |= number != signal.SIGHUP
@@ -31,7 +31,7 @@ def ending_signals(on_signal: Callable[[signal.Signals, bool], None]) -> Iterato
         numbers.append(signal.SIGHUP)
     loop = asyncio.get_running_loop()
     for number in numbers:
-        loop.add_signal_handler(number, hear, number)
+        loop.add_signal_handler(number, on_number, number)
     try:
         yield
     finally:

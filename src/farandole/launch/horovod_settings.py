@@ -81,7 +81,7 @@ def check_stall_times(given: Mapping[str, Given]) -> None:
 
 def variables(given: Mapping[str, Given]) -> dict[str, str]:
     """Return the variables of these settings for the workers' environment."""
-    said = {}
+    environment = {}
     for setting in SETTINGS:
         if setting.name in given and (not setting.needs or (setting.needs in given and given[setting.needs].value)):
             value = given[setting.name].value
@@ -89,10 +89,10 @@ def variables(given: Mapping[str, Given]) -> dict[str, str]:
                 value = not value
             if isinstance(value, bool):
                 value = int(value)
-            said[setting.variable] = str(value * setting.unit if isinstance(value, (int, float)) else value)
+            environment[setting.variable] = str(value * setting.unit if isinstance(value, (int, float)) else value)
     if "autotune" in given and not given["autotune"].value:
-        del said["HOROVOD_AUTOTUNE"]
-    return said
+        del environment["HOROVOD_AUTOTUNE"]
+    return environment
 
 
 def without_effect(given: Mapping[str, Given]) -> list[tuple[str, str]]:
@@ -115,11 +115,11 @@ def _reason(setting: Setting, given: Mapping[str, Given]) -> str:
     return setting.no_effect
 
 
-_AT_ONCE = "operations are carried out as soon as all ranks have asked for them"
-_TRANSPORT = "how tensors travel is the business of --transport, which is hierarchical where that helps"
-_NO_TUNING = "only the size of buckets is tried out, in the first steps, with a loader of Farandole"
-_NO_MPI = "MPI is not used"
-_NO_TIMES = "the workers' own log lines have no time; --prefix-timestamp puts one before every line"
+_AT_ONCE = "operations start as soon as all ranks have submitted them"
+_TRANSPORT = "--transport selects the transport, which is hierarchical by default on several hosts"
+_NO_TUNING = "only the size of buckets is tuned, in the first steps, with a loader of Farandole"
+_NO_MPI = "Farandole does not use MPI"
+_NO_TIMES = "log lines of workers have no time; --prefix-timestamp adds it to every line"
 
 
 def _switch(name: str, variable: str, key: tuple[str, str], text: str, no_effect: str = "") -> Setting:
@@ -147,7 +147,7 @@ SETTINGS = (
         int,
         "HOROVOD_FUSION_THRESHOLD",
         ("params", "fusion_threshold_mb"),
-        "most MiB of tensors that are reduced together; 0: each alone",
+        "maximum MiB of tensors that are reduced together; 0: each tensor separately",
         unit=1 << 20,
     ),
     Setting(
@@ -155,7 +155,7 @@ SETTINGS = (
         int,
         "HOROVOD_CACHE_CAPACITY",
         ("params", "cache_capacity"),
-        "how many operations are remembered, so that they are announced in few bytes (default: 1024)",
+        "number of operations that are cached, so that their announcement takes few bytes (default: 1024)",
     ),
     Setting("cycle_time_ms", float, "HOROVOD_CYCLE_TIME", ("params", "cycle_time_ms"), "", _AT_ONCE),
     _switch(
@@ -184,14 +184,14 @@ SETTINGS = (
         str,
         "HOROVOD_TIMELINE",
         ("timeline", "filename"),
-        "write what becomes of each named operation to this file, for chrome://tracing",
+        "write a timeline of the named operations to this file, for chrome://tracing",
     ),
     Setting(
         "timeline_mark_cycles",
         bool,
         "HOROVOD_TIMELINE_MARK_CYCLES",
         ("timeline", "mark_cycles"),
-        "mark there when each round of negotiation begins",
+        "mark the start of each negotiation round in the timeline",
         on=("--timeline-mark-cycles",),
         off=("--no-timeline-mark-cycles",),
         needs="timeline_filename",
@@ -201,7 +201,7 @@ SETTINGS = (
         bool,
         "HOROVOD_STALL_CHECK_DISABLE",
         ("stall_check", "disabled"),
-        "do not warn of operations that only some ranks have asked for",
+        "do not warn about operations that only some ranks have submitted",
         on=("--no-stall-check",),
         off=("--stall-check",),
     ),
@@ -210,14 +210,14 @@ SETTINGS = (
         int,
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
         ("stall_check", "warning_time_seconds"),
-        "warn after this many seconds (default: 60)",
+        "seconds until the warning about such operations (default: 60)",
     ),
     Setting(
         "stall_check_shutdown_time_seconds",
         int,
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         ("stall_check", "shutdown_time_seconds"),
-        "give up after this many seconds; must be more than those of the warning (default: never)",
+        "seconds until such operations fail; must be more than those of the warning (default: no limit)",
     ),
     _switch(
         "mpi_threads_disable",
@@ -232,7 +232,7 @@ SETTINGS = (
         "HOROVOD_NUM_NCCL_STREAMS",
         ("library_options", "num_nccl_streams"),
         "",
-        "NCCL is not used",
+        "torch determines the streams on which NCCL runs",
     ),
     Setting(
         "thread_affinity",
@@ -240,7 +240,7 @@ SETTINGS = (
         "HOROVOD_THREAD_AFFINITY",
         ("library_options", "thread_affinity"),
         "",
-        "the threads of a worker run where the system puts them",
+        "the operating system schedules the threads of a worker",
     ),
     Setting(
         "gloo_timeout_seconds",
@@ -248,14 +248,14 @@ SETTINGS = (
         "HOROVOD_GLOO_TIMEOUT_SECONDS",
         ("library_options", "gloo_timeout_seconds"),
         "",
-        "Gloo is not used; --detection-budget and --step-timeout say how long faults may stay unnoticed",
+        "operations have no timeout; --detection-budget and --step-timeout limit how long a fault stays undetected",
     ),
     Setting(
         "log_level",
         str,
         "HOROVOD_LOG_LEVEL",
         ("logging", "level"),
-        "least important of the workers' own log lines to show (default: WARNING)",
+        "lowest level of the workers' log lines to show (default: WARNING)",
         choices=LOG_LEVELS,
     ),
     Setting(

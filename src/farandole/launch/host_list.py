@@ -24,7 +24,7 @@ class HostSlots:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*", self.name):
-            raise ConfigError(f"{self.name!r} is not the name of a host")
+            raise ConfigError(f"{self.name!r} is not a valid host name")
         if self.slots < 1:
             raise ConfigError(f"host {self.name} needs at least 1 slot, got {self.slots}")
 
@@ -35,9 +35,9 @@ class HostSlots:
 def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:
     """Return the hosts in the order in which they are written: "a:2,b:2"; without a number, `default_slots`. Raises
     ConfigError for anything else, and for a host that is named twice."""
-    words = [word.strip() for word in text.split(",")]
+    entries = [entry.strip() for entry in text.split(",")]
     try:
-        return _each_once(parse_host(word, default_slots) for word in words)
+        return _each_once(parse_host(entry, default_slots) for entry in entries)
     except ConfigError as error:
         raise ConfigError(f"the hosts {text!r} cannot be read: {error}; write them as host1:2,host2:4") from None
 
@@ -69,7 +69,7 @@ def parse_hostfile(path: str | Path) -> tuple[HostSlots, ...]:
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}, {line!r}: {error}") from None
     if not hosts:
-        raise ConfigError(f"the hostfile {path} names no host; it needs lines such as 'host slots=2'")
+        raise ConfigError(f"the hostfile {path} contains no host; it needs lines such as 'host slots=2'")
     return tuple(hosts)
 
 
@@ -107,6 +107,6 @@ def _each_once(hosts: Iterable[HostSlots]) -> tuple[HostSlots, ...]:
     seen: dict[str, HostSlots] = {}
     for host in hosts:
         if host.name in seen:
-            raise ConfigError(f"host {host.name} is named twice")
+            raise ConfigError(f"host {host.name} is listed twice")
         seen[host.name] = host
     return tuple(seen.values())

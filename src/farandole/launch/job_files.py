@@ -113,9 +113,9 @@ def _private_folder(folder: Path) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{folder} is not a folder of this user's alone (it has owner {found.st_uid}, mode "
+            f"{folder} is not a private folder of this user (it has owner {found.st_uid}, mode "
             f"{stat.filemode(found.st_mode)}; it needs owner {os.geteuid()}, mode drwx------): remove it, or set "
-            "XDG_RUNTIME_DIR to a folder that is"
+            "XDG_RUNTIME_DIR to a private folder"
         )
     return folder
 
@@ -148,7 +148,7 @@ class EventFile:
             self._descriptor = os.open(path, flags, 0o666)
         except OSError as error:
             raise ConfigError(
-                f"--events {path} cannot be written: {error.strerror}; name a file in a folder that is there"
+                f"--events {path} cannot be written: {error.strerror}; give a file in an existing folder"
             ) from error
         os.set_blocking(self._descriptor, True)
         self._is_torn = self._has_failed = False
@@ -184,9 +184,9 @@ class EventFile:
             self._is_torn = False
 
     def _on_dropped(self, dropped_bytes: int) -> None:
-        self._complain(f"it takes too long, {dropped_bytes} bytes are lost")
+        self._complain(f"writing is too slow, {dropped_bytes} bytes are lost")
 
     def _complain(self, why: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._on_trouble(f"--events {self._path}: {why}; events are missing there from now on")
+            self._on_trouble(f"--events {self._path}: {why}; events are missing from the file from now on")

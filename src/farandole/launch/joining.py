@@ -30,21 +30,21 @@ def joining(token_file: Path | None, discovery_script: str | None) -> Joining | 
     if token_file is None:
         return None
     if discovery_script is not None:
-        raise ConfigError("--token-file and --host-discovery-script both say which hosts there are; give one of them")
+        raise ConfigError("--token-file and --host-discovery-script both determine the hosts; give one of them")
     return Joining(token_of_job(token_file), str(token_file))
 
 
 def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
     """Return the hosts of --local-slots: this machine, or none."""
     if options.token_file is None:
-        raise ConfigError("--local-slots needs --token-file: nobody else could join")
+        raise ConfigError("--local-slots needs --token-file: no agent of another machine could join without it")
     for flag, value in (
         ("--hosts", options.hosts),
         ("--hostfile", options.hostfile),
         ("--host-discovery-script", options.host_discovery_script),
     ):
         if value is not None:
-            raise ConfigError(f"--local-slots and {flag} both say where workers run; give one of them")
+            raise ConfigError(f"--local-slots and {flag} both determine where workers run; give one of them")
     if options.local_slots < 0:
         raise ConfigError(f"--local-slots must not be negative, got {options.local_slots}")
     return (HostSlots("localhost", options.local_slots),) if options.local_slots else ()
@@ -60,7 +60,7 @@ def check_address(host: str, port: int, takes_agents: bool) -> None:
     except ValueError:
         raise ConfigError(f"--host needs a numeric address of this machine, got {host}") from None
     if address is not None and address.is_unspecified:
-        raise ConfigError(f"--host {host}: give the address by which the other machines reach this one")
+        raise ConfigError(f"--host {host}: give the address at which other machines reach this one")
     if address is not None and not address.is_loopback and not takes_agents:
         raise ConfigError(
             f"--host {host}: only a loopback address such as 127.0.0.1 is possible without --token-file FILE, "
@@ -85,7 +85,7 @@ def token_of_job(path: Path) -> bytes:
         except FileExistsError:
             return read_token_file(path)
         except OSError as error:
-            raise ConfigError(f"the token file {path} cannot be made: {error.strerror}") from None
+            raise ConfigError(f"the token file {path} cannot be created: {error.strerror}") from None
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
     return read_token_file(path)
@@ -109,5 +109,5 @@ def checked_token(text: bytes, where: str) -> bytes:
     """Return the token without surrounding blanks. Raises ConfigError for a token that is too short."""
     token = text.strip()
     if len(token) < SHORTEST_TOKEN:
-        raise ConfigError(f"{where} holds {len(token)} characters, a token has at least {SHORTEST_TOKEN}")
+        raise ConfigError(f"{where} has {len(token)} characters, a token needs at least {SHORTEST_TOKEN}")
     return token

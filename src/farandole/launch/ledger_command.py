@@ -21,7 +21,7 @@ def ledger_command(arguments: Sequence[str]) -> int:
     argparse does."""
     options = _parser().parse_args(arguments)
     # Here: both import numpy, for which `farandole run --help` should not wait.
-    from farandole.ledger.findings import as_json, in_words
+    from farandole.ledger.findings import as_json, format_findings
     from farandole.ledger.proving import Folder, prove
 
     try:
@@ -29,7 +29,7 @@ def ledger_command(arguments: Sequence[str]) -> int:
     except (ConfigError, OSError) as error:
         print(f"farandole ledger check: {error}", file=sys.stderr)
         return USAGE_ERROR
-    for line in [as_json(findings)] if options.json else in_words(findings):
+    for line in [as_json(findings)] if options.json else format_findings(findings):
         print(line)
     return EXACT if findings.is_exact else NOT_EXACT
 
@@ -42,8 +42,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("action", choices=["check"])
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what farandole run --sample-ledger was given")
-    parser.add_argument("--json", action="store_true", help="everything that was found, as JSON")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder that was given to farandole run --sample-ledger"
+    )
+    parser.add_argument("--json", action="store_true", help="print all findings as JSON")
     return parser
 
 
@@ -63,6 +65,6 @@ def ready_ledger_folder(folder: Path, may_hold_records: bool = False) -> Path:
         raise ConfigError(f"--sample-ledger {folder} cannot be written to: {error.strerror}") from None
     if holds_records and not may_hold_records:
         raise ConfigError(
-            f"--sample-ledger {folder} holds the ledger of an earlier job: give each job a folder of its own"
+            f"--sample-ledger {folder} contains the ledger of an earlier job: give each job its own folder"
         )
     return folder

@@ -73,7 +73,7 @@ async def run_local(
     job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
 
     def on_decision(event: Event) -> None:
-        agents.hear(event)
+        agents.on_event(event)
         on_event(event)
 
     sink = OutputSink(output)

@@ -29,8 +29,9 @@ def refuse_other_machines(hosts: Iterable[HostSlots]) -> None:
 def why_refused(name: str) -> str:
     """Return the message about a host that is another machine."""
     return (
-        f"host {name} is another machine, where nothing is started from here: start the job with --host ADDRESS and "
-        "--token-file FILE, and there: farandole agent --join ADDRESS:PORT --slots N --token-file COPY"
+        f"host {name} is another machine, on which this command cannot start workers: start the job with --host "
+        "ADDRESS and --token-file FILE, and run on that machine: farandole agent --join ADDRESS:PORT --slots N "
+        "--token-file COPY"
     )
 
 
@@ -57,7 +58,7 @@ class LocalAgents:
         self._drained &= self._wanted.keys()
         self._start_missing()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Follow an event of the coordinator: a host that is undrained gets an agent again."""
         if isinstance(event, HostDrained):
             self._wanted_again.discard(event.host)

@@ -160,7 +160,7 @@ class OutputSink:
             self._unwritable.add(stream)
 
     def _on_console_dropped(self, dropped_bytes: int) -> None:
-        self._say(f"nobody read the output; {dropped_bytes} bytes of it were dropped")
+        self._put_note(f"the output was read too slowly; {dropped_bytes} bytes of it were dropped")
 
     def _write_file(self, target: RankFile | Move, data: bytes) -> None:
         assert self._files is not None
@@ -173,12 +173,14 @@ class OutputSink:
                 self._files.append(target, data)
         except OSError as error:
             self._unwritable.add("files")
-            self._say(f"no more files are written to {self._options.directory} ({error.strerror}); the job goes on")
+            self._put_note(
+                f"no more output is written to {self._options.directory} ({error.strerror}); the job continues"
+            )
 
     def _on_file_dropped(self, dropped_bytes: int) -> None:
-        self._say(f"the disk of --output-filename is too slow; {dropped_bytes} bytes were not written")
+        self._put_note(f"the disk of --output-filename is too slow; {dropped_bytes} bytes were not written")
 
-    def _say(self, text: str) -> None:
+    def _put_note(self, text: str) -> None:
         self._console.put("stderr", f"{OWN_PREFIX}{text}\n".encode())
 
 

@@ -76,7 +76,7 @@ class Report:
             most = "" if config.max_np is None else f", at most {config.max_np}"
             workers = f"{_count(config.num_proc, 'worker')} (at least {config.min_np}{most})"
             workers += f" and {_count(config.spares, 'spare')}" if config.spares else ""
-            self._say(f"{workers} to run {shlex.join(command)}")
+            self._print(f"{workers} to run {shlex.join(command)}")
 
     def on_event(self, event: Event) -> None:
         """Report an event."""
@@ -84,11 +84,11 @@ class Report:
         if not self._is_wanted(event):
             return
         if isinstance(event, UserCodeFailed):  # its stderr has shown the traceback already
-            self._say(f"{event.worker} raised {event.summary}")
+            self._print(f"{event.worker} raised {event.summary}")
         elif isinstance(event, WorkerLost):
-            self._say("\n".join([event.line(), *self._last_words(event)]))
+            self._print("\n".join([event.line(), *self._last_lines(event)]))
         else:
-            self._say(event.line())
+            self._print(event.line())
 
     def ended(self, exit_code: int, reason: str) -> None:
         """Report the result of a job that is over. `reason` is a whole sentence."""
@@ -98,20 +98,20 @@ class Report:
             f"{len(self._newcomers)} joined",
             f"{self._clock() - self._started_s:.1f} s",
         )
-        self._say(", ".join(counts))
-        success = "ended with less training than was promised" if self._is_cut_short else "success"
+        self._print(", ".join(counts))
+        success = "ended earlier than planned" if self._is_cut_short else "success"
         verdict = success if exit_code == 0 else f"failed (exit code {exit_code})"
-        self._say(f"{verdict}. {reason}")
+        self._print(f"{verdict}. {reason}")
         if self._lacks_horovod and exit_code != 0:
-            self._say("a script written for Horovod: start it with farandole run --horovod")
+            self._print("the script imports horovod: start it with farandole run --horovod")
 
     def note(self, text: str) -> None:
         """Show a note to the user; also when quiet."""
-        self._say(text)
+        self._print(text)
 
     def error(self, text: str) -> None:
         """Report that the job could not be run."""
-        self._say(text)
+        self._print(text)
 
     def close(self) -> None:
         """Write the remaining lines; waits for that with a time limit. Idempotent."""
@@ -138,7 +138,7 @@ class Report:
             return False
         return event.level == "warning" or self._loudness == Loudness.NORMAL
 
-    def _last_words(self, event: WorkerLost) -> list[str]:
+    def _last_lines(self, event: WorkerLost) -> list[str]:
         """Return the end of the lost worker's stderr. Of a traceback, which was shown when it came, only the last line;
         nothing when that was reported as the worker's exception."""
         lines = [line for line in event.last_lines if line.strip()]
@@ -149,7 +149,7 @@ class Report:
             lines = lines[-1:] if is_traceback else lines[-_LAST_LINES:]
         return [f"    | {line}" for line in lines]
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         lines = "".join(f"{OWN_PREFIX}{line}\n" for line in text.splitlines())
         self._writer.put("report", lines.encode("utf-8", "backslashreplace"))
 

@@ -120,7 +120,7 @@ def run(
         TypeError: `func` is not a function, or cannot be sent.
     """
     if not callable(func):
-        raise TypeError(f"farandole.run: the first argument is the function for the workers, got {func!r}")
+        raise TypeError(f"farandole.run: the first argument must be the function for the workers, got {func!r}")
     num_proc = num_proc if np is None else np
     min_num_proc = min_num_proc if min_np is None else min_np
     config = JobConfig(
@@ -195,7 +195,7 @@ def chosen_hosts(
     named = {"hosts": hosts, "hostfile": hostfile, "host_discovery_script": script}
     given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
-        raise ConfigError(f"only one of {' and '.join(given)} can say where the workers run")
+        raise ConfigError(f"only one of {' and '.join(given)} can determine where the workers run")
     if hosts is not None:
         return parse_hosts(hosts, slots or 1)
     if hostfile is not None:
@@ -208,8 +208,8 @@ def _pickled(call: Callable[[], Any]) -> bytes:
         data: bytes = cloudpickle.dumps(call)
     except Exception as error:
         raise TypeError(
-            f"the function or its arguments cannot be sent to the workers: {error}; make what cannot be pickled "
-            "(locks, open files, connections) inside the function"
+            f"the function or its arguments cannot be sent to the workers: {error}; create objects that cannot be "
+            "pickled (locks, open files, connections) inside the function"
         ) from error
     return data
 
@@ -225,7 +225,7 @@ def _result(folder: Path, rank: int, outcome: Outcome) -> Any:
         # Written by our own workers, into a folder to which only this user can write.
         return pickle.loads(path.read_bytes())
     except Exception as error:
-        raise FunctionFailed(f"what rank {rank} returned cannot be read here: {error}") from error
+        raise FunctionFailed(f"the result of rank {rank} cannot be unpickled: {error}") from error
 
 
 def _first_traceback(folder: Path) -> str:

@@ -34,21 +34,26 @@ _LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
         ("--ssh-port", "-p"),
         "ssh_port",
         "PORT",
-        "other machines join by 'farandole agent --join'; nothing is started by ssh",
+        "other machines join with 'farandole agent --join'; ssh is not used",
     ),
     (
         ("--ssh-identity-file", "-i"),
         "ssh_identity_file",
         "FILE",
-        "other machines join by 'farandole agent --join'; nothing is started by ssh",
+        "other machines join with 'farandole agent --join'; ssh is not used",
     ),
-    (("--network-interfaces", "--network-interface"), "nics", ",", "the workers of one machine use its loopback"),
-    (("--mpi",), "use_mpi", "", "MPI is not used"),
-    (("--jsrun",), "use_jsrun", "", "jsrun is not used"),
-    (("--mpi-args",), "mpi_args", "ARGS", "MPI is not used"),
-    (("--binding-args",), "binding_args", "ARGS", "MPI is not used"),
-    (("--tcp",), "tcp_flag", "", "workers always talk over TCP"),
-    (("--disable-cache",), "disable_cache", "", "results of checks are never kept"),
+    (
+        ("--network-interfaces", "--network-interface"),
+        "nics",
+        ",",
+        "workers of one machine use its loopback interface; for other machines see --host",
+    ),
+    (("--mpi",), "use_mpi", "", "Farandole does not use MPI"),
+    (("--jsrun",), "use_jsrun", "", "Farandole does not use jsrun"),
+    (("--mpi-args",), "mpi_args", "ARGS", "Farandole does not use MPI"),
+    (("--binding-args",), "binding_args", "ARGS", "Farandole does not use MPI"),
+    (("--tcp",), "tcp_flag", "", "only NCCL can use InfiniBand, and NCCL_IB_DISABLE=1 is set for it"),
+    (("--disable-cache",), "disable_cache", "", "results of checks are never cached"),
 )
 
 WITHOUT_EFFECT: Mapping[str, str] = {name: reason for _, name, _, reason in _LAUNCHER_FLAGS}
@@ -60,12 +65,12 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
     parser = Parser(
         prog=program,
         usage=f"{program} -np N [options] command ...",
-        description="Run a command as N workers that train one model, and go on when some are lost or join.",
+        description="Run a command as N workers that train one model, and continue when workers are lost or join.",
         epilog=f"Example: {program} -np 3 --min-np 2 python train.py --epochs 10",
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
-    parser.add_argument("-cb", "--check-build", action=_CheckBuild, nargs=0, help="show what is available here")
+    parser.add_argument("-cb", "--check-build", action=_CheckBuild, nargs=0, help="show the available components")
     for add_options in (
         _sizes,
         _hosts,
@@ -79,8 +84,8 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
         _unused,
     ):
         add_options(parser)
-    words = {flag: _words(action) for action in parser._actions for flag in action.option_strings}
-    return parser, {flag: count for flag, count in words.items() if count}
+    value_counts = {flag: _value_count(action) for action in parser._actions for flag in action.option_strings}
+    return parser, {flag: count for flag, count in value_counts.items() if count}
 
 
 def unused_options(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -114,22 +119,22 @@ class _CheckBuild(argparse.Action):
         parser.exit()
 
 
-def _words(action: argparse.Action) -> int:
+def _value_count(action: argparse.Action) -> int:
     if action.nargs is None:
         return 1
     return action.nargs if isinstance(action.nargs, int) else 0
 
 
 def _sizes(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how many workers").add_argument
-    add("-np", "-n", "--num-proc", type=int, metavar="N", help="workers to start with and to keep (required)")
+    add = parser.add_argument_group("number of workers").add_argument
+    add("-np", "-n", "--num-proc", type=int, metavar="N", help="number of workers (required)")
     add(
         "--min-np",
         "--min-num-proc",
         type=int,
         dest="min_num_proc",
         metavar="N",
-        help="fewest workers that may go on training (default: 1; under horovodrun as many as -np)",
+        help="minimum number of workers to continue training (default: 1; under horovodrun the value of -np)",
     )
     add(
         "--max-np",
@@ -137,54 +142,58 @@ def _sizes(parser: argparse.ArgumentParser) -> None:
         type=int,
         dest="max_num_proc",
         metavar="N",
-        help="most workers that may ever train (default: as many as there are slots: without hosts, -np)",
+        help="maximum number of workers (default: the number of slots; without hosts the value of -np)",
     )
 
 
 def _hosts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where workers run (default: on this machine, one slot for each)")
+    group = parser.add_argument_group("hosts of the workers (default: this machine, one slot for each worker)")
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, each with its number of slots")
     hosts.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="lines such as: host slots=2")
     hosts.add_argument(
         "--host-discovery-script",
         metavar="FILE",
-        help="a program that is run again and again, and prints a line HOST or HOST:SLOTS for each host there is",
+        help="a program that is run periodically, and prints a line HOST or HOST:SLOTS for each available host",
     )
     group.add_argument(
-        "--slots-per-host", type=int, dest="slots", metavar="N", help="slots of a host in a line without :SLOTS"
+        "--slots-per-host",
+        type=int,
+        dest="slots",
+        metavar="N",
+        help="number of slots of a host that is given without :SLOTS",
     )
 
 
 def _failures(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("when workers are lost").add_argument
+    add = parser.add_argument_group("loss of workers").add_argument
     add(
         "--restarts",
         type=int,
         metavar="N",
-        help=f"how often a lost worker is replaced, for each slot (default: {JobConfig.restarts})",
+        help=f"how often a lost worker of a slot is replaced (default: {JobConfig.restarts})",
     )
     add(
         "--spares",
         type=int,
         metavar="N",
         default=JobConfig.spares,
-        help="workers beyond -np that are started, wait, and take the place of one that is lost at once (default: "
+        help="number of workers beyond -np that are started and wait, to replace a lost worker at once (default: "
         "%(default)s)",
     )
     add(
         "--fork-server",
         choices=("auto", "on", "off"),
         default="auto",
-        help="start workers by forking a process that has imported torch: auto: those that replace others; on: all "
+        help="start workers by forking a process that has imported torch: auto: replacements; on: all workers "
         "(default: %(default)s)",
     )
-    add("--no-fork-server", dest="fork_server", action="store_const", const="off", help="as --fork-server off")
+    add("--no-fork-server", dest="fork_server", action="store_const", const="off", help="same as --fork-server off")
     add(
         "--on-failure",
         choices=("slot", "host"),
-        help="what a worker that was lost takes out: its slot alone, or its whole host, as under Horovod "
-        "(default: slot; with --blacklist-cooldown-range host)",
+        help="what is excluded after the loss of a worker: its slot, once --restarts is used up, or its "
+        "host, as under Horovod (default: slot; with --blacklist-cooldown-range host)",
     )
     add(
         "--blacklist-cooldown-range",
@@ -192,9 +201,14 @@ def _failures(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         dest="cooldown_range",
         metavar=("MIN", "MAX"),
-        help="seconds after which a host that was taken out may come back (default: never)",
+        help="seconds after which an excluded host may be used again (default: never)",
     )
-    add("--reset-limit", type=int, metavar="N", help="end the job when it has regrouped more often (default: never)")
+    add(
+        "--reset-limit",
+        type=int,
+        metavar="N",
+        help="end the job when it has regrouped more often than this (default: no limit)",
+    )
 
 
 def _times(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +218,7 @@ def _times(parser: argparse.ArgumentParser) -> None:
         (
             "--detection-budget",
             JobConfig.detection_budget_s,
-            "how long a silent host or a stopped worker may stay unnoticed; one that hangs: --step-timeout",
+            "how long a silent host or a stopped worker may stay undetected; for one that hangs: --step-timeout",
         ),
         ("--grace", JobConfig.grace_s, "from SIGTERM to SIGKILL when a worker is stopped"),
     ):
@@ -213,50 +227,50 @@ def _times(parser: argparse.ArgumentParser) -> None:
         "--step-timeout",
         type=float,
         metavar="S",
-        help="how long no worker may come any further in an elastic function: then those for whom all others wait are "
-        "stopped, and their stacks are shown (default: for ever)",
+        help="how long all workers may stay without progress in an elastic function: then the workers for which all "
+        "others wait are stopped, and their stacks are shown (default: no limit)",
     )
     group.add_argument(
         "--start-timeout",
         type=float,
         metavar="S",
-        help="from the first worker's init() to the last one's "
+        help="from the first worker's init() to that of the last worker "
         f"(default: HOROVOD_START_TIMEOUT, or {JobConfig.start_timeout_s:g})",
     )
 
 
 def _transport(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how tensors travel").add_argument
+    add = parser.add_argument_group("transport of tensors").add_argument
     add(
         "--transport",
         choices=("auto", "shm", "tcp", "hierarchical", "gloo", "nccl"),
         help="shm: through the memory that workers of one host share; tcp: over connections; hierarchical: through "
-        "memory on each host, over connections between hosts; gloo: through torch's Gloo, as a reference; nccl: those "
-        "on CUDA devices through NCCL, or an error; auto: the fastest that there is (default: FARANDOLE_TRANSPORT, or "
+        "memory on each host, over connections between hosts; gloo: through torch's Gloo, as a reference; nccl: CUDA "
+        "tensors through NCCL, or an error; auto: the fastest available transport (default: FARANDOLE_TRANSPORT, or "
         "auto)",
     )
 
 
 def _checkpoints(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("when the whole job may be lost").add_argument
+    add = parser.add_argument_group("checkpoints, for the loss of the whole job").add_argument
     add(
         "--checkpoint",
         metavar="DIR",
-        help="write the state to DIR, or to an address such as s3://bucket/job, now and then, and begin with the "
-        "newest that is there",
+        help="write the state to DIR, or to an address such as s3://bucket/job, periodically, and start from the "
+        "newest checkpoint in it",
     )
     add(
         "--checkpoint-every",
         metavar="TIME",
         default=CHECKPOINT_DEFAULTS[0],
-        help="30s, 10m, 1h, or 500steps (default: %(default)s)",
+        help="interval of checkpoints: 30s, 10m, 1h, or 500steps (default: %(default)s)",
     )
     add(
         "--checkpoint-keep",
         type=int,
         metavar="N",
         default=CHECKPOINT_DEFAULTS[1],
-        help="keep the newest N (default: %(default)s)",
+        help="keep the newest N checkpoints (default: %(default)s)",
     )
 
 
@@ -266,56 +280,56 @@ def _output(parser: argparse.ArgumentParser) -> None:
         "--output-filename",
         type=Path,
         metavar="DIR",
-        help="also write what workers print to DIR/rank.N/stdout and stderr",
+        help="also write the output of the workers to DIR/rank.N/stdout and stderr",
     )
     group.add_argument(
         "-prefix-timestamp",
         "--prefix-timestamp",
         "--prefix-output-with-timestamp",
         action="store_true",
-        help="begin each line of a worker with the time",
+        help="print the time before each line of a worker",
     )
     group.add_argument(
         "--events",
         type=Path,
         metavar="FILE",
-        help="add every event of the job to FILE, one JSON object a line",
+        help="append every event of the job to FILE, one JSON object per line",
     )
     group.add_argument(
         "--sample-ledger",
         type=Path,
         metavar="DIR",
-        help="have each worker write down in DIR which samples it trains; see `farandole ledger check DIR`",
+        help="record in DIR which samples each worker trains; see `farandole ledger check DIR`",
     )
     loudness = group.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
     for flags, name, text in (
-        (("-q", "--quiet"), "QUIET", "only warnings and the end"),
-        (("--verbose",), "VERBOSE", "every event of the job"),
+        (("-q", "--quiet"), "QUIET", "show only warnings and the result"),
+        (("--verbose",), "VERBOSE", "show every event of the job"),
     ):
         loudness.add_argument(*flags, dest="loudness", action="store_const", const=name, help=text)
 
 
 def _address(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("where the coordinator listens").add_argument
+    add = parser.add_argument_group("address of the coordinator").add_argument
     add(
         "--host",
         default="127.0.0.1",
-        help="with --token-file: the address by which other machines reach this one (default: %(default)s)",
+        help="with --token-file: the address at which other machines reach this one (default: %(default)s)",
     )
-    add("--port", type=int, default=0, help="default: a free one")
+    add("--port", type=int, default=0, help="default: a free port")
     add(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="let agents of other machines join, which have a copy of this file; it is made when it is missing",
+        help="allow agents of other machines to join that have a copy of this file; it is created if it does not exist",
     )
     add(
         "--local-slots",
         type=int,
         metavar="N",
-        help="with --token-file: workers that this machine has room for; 0: all are on machines that join "
-        "(default: all of them)",
+        help="with --token-file: number of workers on this machine; 0: all workers run on machines that join "
+        "(default: all workers)",
     )
 
 
@@ -324,10 +338,10 @@ def _horovod(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--horovod",
         action="store_true",
-        help="let `import horovod.torch` in the workers find Farandole (horovodrun: always)",
+        help="make `import horovod.torch` in the workers import Farandole (horovodrun: always)",
     )
     group.add_argument(
-        "--config-file", type=Path, metavar="FILE", help="settings in Horovod's YAML form; flags win over it"
+        "--config-file", type=Path, metavar="FILE", help="settings in Horovod's YAML format; flags override them"
     )
     group.add_argument("--gloo", action="store_true", dest="use_gloo", help=argparse.SUPPRESS)
     for setting in SETTINGS:
@@ -336,7 +350,7 @@ def _horovod(parser: argparse.ArgumentParser) -> None:
 
 
 def _unused(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("options of horovodrun's that are taken and change nothing")
+    group = parser.add_argument_group("options of horovodrun that are accepted without effect")
     for flags, name, value, reason in _LAUNCHER_FLAGS:
         kwargs: dict[str, Any] = {"action": "store_true"} if not value else {"metavar": value}
         if value == ",":
@@ -387,24 +401,24 @@ def describe_build() -> str:
 def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
     """Format the output. `torch`: the report of worker/capabilities.py, or why there is none. `launchers`: their
     paths."""
-    said: Mapping[str, object] = {} if isinstance(torch, str) else torch
-    version = f" {said['torch']}" if said else f": {torch}"
-    devices = ", ".join(["CPU", *(name for key, name in _DEVICES if said.get(key))])
+    found: Mapping[str, object] = {} if isinstance(torch, str) else torch
+    version = f" {found['torch']}" if found else f": {torch}"
+    devices = ", ".join(["CPU", *(name for key, name in _DEVICES if found.get(key))])
     groups = {
-        "Available Frameworks": [(bool(said), f"PyTorch{version}"), (False, "TensorFlow"), (False, "MXNet")],
+        "Available Frameworks": [(bool(found), f"PyTorch{version}"), (False, "TensorFlow"), (False, "MXNet")],
         "Available Controllers": [(True, "Farandole's own"), (False, "MPI")],
         "Available Tensor Operations": [
-            (bool(said), f"Farandole's own TCP ring ({devices} tensors)" if said else "Farandole's own TCP ring"),
-            (False, "NCCL"),
+            (bool(found), f"Farandole's own TCP ring ({devices} tensors)" if found else "Farandole's own TCP ring"),
+            (bool(found.get("nccl")), "NCCL"),
             (False, "DDL"),
             (False, "CCL"),
             (False, "MPI"),
-            (False, "Gloo"),
+            (bool(found.get("gloo")), "Gloo"),
         ],
         "Backends of the installed torch.distributed (Farandole does not need them)": [
-            (bool(said.get(key)), name) for key, name in _BACKENDS
+            (bool(found.get(key)), name) for key, name in _BACKENDS
         ],
-        "Launchers whose workers init() understands, beside farandole run and horovodrun": [
+        "Launchers that init() supports, beside farandole run and horovodrun": [
             (path is not None, f"{name} ({path})" if path else name) for name, path in launchers.items()
         ],
     }

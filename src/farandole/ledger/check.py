@@ -54,12 +54,12 @@ def check(lines: Iterable[Line]) -> Findings:
     other, is read twice. Raises ConfigError for lines that do not belong to one job's ledger."""
     story = _Story()
     for line in settled(lines, story.problems):
-        story.hear(line)
+        story.add_record(line)
     story.conclude()
     count = _Count(story)
     for line in settled(lines, []):
         if isinstance(line.record, Intent):
-            count.hear(line.record, line)
+            count.add_record(line.record, line)
     return count.findings()
 
 
@@ -77,7 +77,7 @@ def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
             if not line.is_cut_short:
                 broken = line  # a full disk cuts lines off, too; then the next line reports it
             continue
-        if held is not None and not _is_said_anew(held.record, line.record):
+        if held is not None and not _is_repeated(held.record, line.record):
             yield held
         held = None
         if isinstance(line.record, Intent):
@@ -90,7 +90,7 @@ def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
         yield held
 
 
-def _is_said_anew(before: Record | None, after: Record) -> bool:
+def _is_repeated(before: Record | None, after: Record) -> bool:
     return (
         isinstance(before, Intent)
         and isinstance(after, Intent)
@@ -119,35 +119,35 @@ class _Story:
     weights: WeightsStory = field(default_factory=WeightsStory)
     is_doubtful: bool = False
 
-    def hear(self, line: Line) -> None:
+    def add_record(self, line: Line) -> None:
         record = line.record
-        self.weights.hear(line.file, record)
+        self.weights.add_record(line.file, record)
         if isinstance(record, Opened):
             self.workers.add(line.file.rpartition("-")[0])
             if record.status == HOLED:
                 self.remarks.append(f"{line.file} is incomplete: its worker could not write all lines (full disk?)")
         elif isinstance(record, Started):
-            self._hear_start(record)
+            self._add_start(record)
         elif isinstance(record, Intent):
             self.begun.add((record.key, record.step))
         elif isinstance(record, Applied):
             attempt = record.key, record.step
             agreed = msgspec.structs.replace(record, digest=0, updates=-1)
             if self.applied.setdefault(attempt, agreed) != agreed:
-                self.problems.append(f"step {record.step}: workers of {name_of(record.key)} recorded different ones")
+                self.problems.append(f"step {record.step}: workers of {name_of(record.key)} recorded different values")
         elif isinstance(record, EpochEnded):
             self.ended.append(record)
 
-    def _hear_start(self, record: Started) -> None:
+    def _add_start(self, record: Started) -> None:
         first = self.starts.setdefault(record.key, record)
         if first.nonce != record.nonce:
             raise ConfigError(
                 f"two jobs have written in this folder: there are two starts of {name_of(record.key)}. Give each job "
-                f"a folder of its own, and check them one by one"
+                f"its own folder, and check each folder"
             )
         if first.samples != record.samples:
             raise ConfigError(
-                f"the data set has {first.samples} samples on one worker and {record.samples} on another one, "
+                f"the data set has {first.samples} samples on one worker and {record.samples} on another worker, "
                 f"in {name_of(record.key)}"
             )
         if (first.step, first.epoch, first.cursor) != (record.step, record.epoch, record.cursor):
@@ -161,7 +161,7 @@ class _Story:
             if any(key > generation and start.step <= step for key, start in self.starts.items()):
                 continue
             if step in self.standing:
-                self.problems.append(f"step {step} was applied in two generations, and in neither for nothing")
+                self.problems.append(f"step {step} was applied in two generations, and was void in neither")
             self.standing[step] = record
         before: Applied | None = None
         for _, record in sorted(self.standing.items()):
@@ -169,7 +169,7 @@ class _Story:
             before = record
         newest = max(self.starts.items())[1]
         if before is not None and newest.step > before.step + 1:
-            self.problems.append(_nobody(before.step + 1, newest.step - 1))
+            self.problems.append(_unrecorded(before.step + 1, newest.step - 1))
         self.weights.conclude()
         self.problems += self.weights.problems
         self.remarks += self.weights.remarks
@@ -184,12 +184,12 @@ class _Story:
         if 0 < first.samples < expected[2]:  # the next epoch has had its first samples
             expected = (expected[0], expected[1] + 1, expected[2] - first.samples)
         if record.step > expected[0]:
-            self.problems.append(_nobody(expected[0], record.step - 1))
+            self.problems.append(_unrecorded(expected[0], record.step - 1))
         elif (record.epoch, record.start) != expected[1:] and not (record.epoch > expected[1] and record.start == 0):
             self.is_doubtful = True
             self.problems.append(
                 f"step {record.step} begins at position {record.start} of epoch {record.epoch}, "
-                f"the one before ended at position {expected[2]} of epoch {expected[1]}"
+                f"the previous step ended at position {expected[2]} of epoch {expected[1]}"
             )
 
     def ends(self) -> dict[int, int]:
@@ -245,12 +245,12 @@ class _Count:
         rest = (epoch + 1, max(0, start - self._size), stop - self._size)
         return [rest] if start >= self._size else [(epoch, start, self._size), rest]
 
-    def hear(self, intent: Intent, line: Line) -> None:
+    def add_record(self, intent: Intent, line: Line) -> None:
         record = self._story.standing.get(intent.step)
         if record is None or record.key != intent.key:
             return  # begun, and not applied; or void
         if (intent.epoch, intent.start, intent.stop) != (record.epoch, record.start, record.stop):
-            self._story.problems.append(f"{line.file}, line {line.number} contradicts what was applied: {intent}")
+            self._story.problems.append(f"{line.file}, line {line.number} contradicts the applied step: {intent}")
             return
         ids = expand(intent.ids)
         left = self._left[intent.step]
@@ -266,7 +266,7 @@ class _Count:
             return
         epoch = self._epochs.get(number)
         if epoch is None:  # positions that the global batch does not have
-            self._story.problems.append(f"samples of epoch {number} in a step that is not of it: {ids.tolist()[:20]}")
+            self._story.problems.append(f"a step of another epoch has samples of epoch {number}: {ids.tolist()[:20]}")
             return
         # No stream has more samples than all of them together.
         is_known = (ids >= 0) & (ids < (self._streams * epoch.end or self._size))
@@ -282,7 +282,7 @@ class _Count:
             record = story.standing[step]
             if samples < 0 or (samples == 0 and rest != 0):
                 story.problems.append(
-                    f"step {step}: the samples that workers wrote down are not those that they had agreed on"
+                    f"step {step}: the recorded samples differ from the samples on which the workers agreed"
                 )
             elif samples:
                 parts = self._parts(record.epoch, record.start, record.stop)
@@ -292,10 +292,10 @@ class _Count:
                     epoch.unseen += samples
                     epoch.unseen_hash = (epoch.unseen_hash + rest) & HASH_MASK
         if not self._has_each_once:
-            story.remarks.append("samples may come again in this order: proved is that each position came once")
+            story.remarks.append("this order may repeat samples: only that each position was trained once is proved")
         ends, newest = story.ends(), max(self._epochs, default=0)
         story.problems += [
-            f"epoch {number} was left at position {epoch.end} of {self._size}, and no worker says that it was ended"
+            f"epoch {number} was left at position {epoch.end} of {self._size}, and no worker recorded its end"
             for number, epoch in sorted(self._epochs.items())
             if number < newest and epoch.end < self._size and number not in ends
         ]
@@ -350,8 +350,8 @@ class _Count:
         if not epoch.repeated:
             return epoch
         self._story.problems.append(
-            f"epoch {epoch.epoch}: samples {epoch.repeated[:20]} are in two of the steps that contradict each other; "
-            f"whether both stand is not known"
+            f"epoch {epoch.epoch}: samples {epoch.repeated[:20]} are in two steps that contradict each other; "
+            f"whether both steps count is not known"
         )
         return msgspec.structs.replace(epoch, repeated=[])
 
@@ -368,6 +368,6 @@ class _Count:
         return sorted(gaps)
 
 
-def _nobody(first: int, last: int) -> str:
+def _unrecorded(first: int, last: int) -> str:
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return f"no file says that {steps} had been applied; files of workers are missing, or the ledger has holes there"
+    return f"no file records that {steps} had been applied: files or lines of the ledger are missing"

@@ -34,13 +34,13 @@ def check_commits(lines: Iterable[Line]) -> Findings:
             story.open(line.record, line.file)
     if not story.samples:
         raise ConfigError(
-            "the ledger knows of no sampler: under the commit rule, give the ElasticSampler that the loader uses to "
-            "TorchState(sampler=...), and call its record_batch()"
+            "the ledger has no records of a sampler: under the commit rule, give the ElasticSampler that the loader "
+            "uses to TorchState(sampler=...), and call its record_batch()"
         )
     count = _Count(story)
     for line in settled(lines, []):
         if isinstance(line.record, Trained):
-            count.hear(line.record)
+            count.add_record(line.record)
         elif isinstance(line.record, EpochLeft):
             count.leave(line.record)
     return count.findings()
@@ -70,14 +70,14 @@ class _Story:
         name = _name(record.key)
         if self._nonces.setdefault(record.key[:2], record.nonce) != record.nonce:
             raise ConfigError(
-                f"two jobs have written in this folder: there are two starts of {name}. Give each job a folder of its "
-                f"own, and check them one by one"
+                f"two jobs have written in this folder: there are two starts of {name}. Give each job its own "
+                f"folder, and check each folder"
             )
         for sampler, samples in record.samplers:
             if self.samples.setdefault(sampler, samples) != samples:
                 raise ConfigError(
                     f"the data set of {sampler!r} has {self.samples[sampler]} samples on one worker and {samples} on "
-                    f"another one, or later, in {name}"
+                    f"another worker, or at another time, in {name}"
                 )
         first = self.commits.setdefault(record.key, record.commit)
         if first != record.commit:
@@ -126,7 +126,7 @@ class _Count:
         self._by_one: set[Entry] = set()  # entries in which each rank knows its own samples only
         self._records = self._void = 0
 
-    def hear(self, record: Trained) -> None:
+    def add_record(self, record: Trained) -> None:
         if not self._stands(record):
             self._void += 1
             return
@@ -173,11 +173,11 @@ class _Count:
             self._compare(call, samples - self._seen[call][0], (whole - self._seen[call][1]) & HASH_MASK)
         for key in sorted(story.ranks):
             if silent := story.silent_ranks(key):
-                told = f"{_name(key)}: no file of {'rank' if len(silent) == 1 else 'ranks'} {silent}"
+                text = f"{_name(key)}: no file of {'rank' if len(silent) == 1 else 'ranks'} {silent}"
                 if key in self._by_one:
-                    story.problems.append(f"{told}, and each rank knows only what it has trained itself")
+                    story.problems.append(f"{text}, and each rank recorded only its own samples")
                 else:
-                    story.remarks.append(told)
+                    story.remarks.append(text)
         last = {sampler: max(n for name, n in self._epochs if name == sampler) for sampler, _ in self._epochs}
         return Findings(
             samples=story.samples,
@@ -200,8 +200,8 @@ class _Count:
         key, sampler, number, epoch = call
         if samples < 0 or (samples == 0 and rest):
             self._story.problems.append(
-                f"{_name(key)}, batch {number} of {sampler}: the samples that ranks wrote down are not those that they "
-                f"had agreed on"
+                f"{_name(key)}, batch {number} of {sampler}: the recorded samples differ from the samples on which "
+                f"the ranks agreed"
             )
         elif samples:
             found = self._epoch(sampler, epoch)
@@ -220,8 +220,8 @@ class _Count:
                 unproved = epoch.unseen
         if epoch.padding > epoch.most_padding:
             self._story.problems.append(
-                f"epoch {number} of {sampler}: {epoch.padding} samples were trained twice to fill up its end, which is "
-                f"more than the ranks but one"
+                f"epoch {number} of {sampler}: {epoch.padding} samples were trained twice as padding at its end, which "
+                f"is more than the number of ranks minus one"
             )
         may_be_untrained = max(0, epoch.left) + unproved
         is_lost = len(untrained) > may_be_untrained if epoch.is_left else not is_last

@@ -86,19 +86,19 @@ def as_json(findings: Findings) -> str:
     ).decode()
 
 
-def in_words(findings: Findings) -> Iterator[str]:
+def format_findings(findings: Findings) -> Iterator[str]:
     """Yield the lines for people."""
     by = f"{_many(findings.workers, 'worker')} in {_many(findings.generations, 'generation')}"
     if findings.records is None:
-        yield f"{_many(findings.steps, 'step')} of {by}; {_many(findings.redone, 'step')} done again"
+        yield f"{_many(findings.steps, 'step')} of {by}; {_many(findings.redone, 'step')} redone"
     else:
         yield f"{_many(findings.records, 'recorded batch')} of {by}; {findings.redone:,} rolled back"
     if findings.first_step > 0:
         yield f"the ledger begins at step {findings.first_step}"
     if findings.streams:
         yield (
-            f"{_many(findings.whole_epochs(), 'ended epoch')} of {_many(findings.streams, 'stream')}; of each the "
-            f"first samples must have come once, without a gap. Where it ends is known to the data set alone"
+            f"{_many(findings.whole_epochs(), 'ended epoch')} of {_many(findings.streams, 'stream')}; each "
+            f"stream must yield its first samples once, without a gap. Only the data set knows where a stream ends"
         )
     for sampler in [""] if isinstance(findings.samples, int) else findings.samples:
         samples = findings.samples_of(sampler)
@@ -106,21 +106,21 @@ def in_words(findings: Findings) -> Iterator[str]:
         if not findings.streams:
             yield f"{prefix}{_many(findings.whole_epochs(sampler), 'whole epoch')} of {_many(samples, 'sample')}"
         epochs = [epoch for epoch in findings.epochs if epoch.sampler == sampler]
-        told = ((epoch.epoch, line) for epoch in epochs for line in _of_epoch(epoch, samples))
-        yield from (prefix + line for line in _gathered(told))
+        numbered = ((epoch.epoch, line) for epoch in epochs for line in _of_epoch(epoch, samples))
+        yield from (prefix + line for line in _gathered(numbered))
     for remark in findings.remarks:
         yield f"note: {remark}"
     for problem in findings.problems[:SHOWN]:
-        yield f"WRONG: {problem}"
+        yield f"ERROR: {problem}"
     if len(findings.problems) > SHOWN:
-        yield f"WRONG: and {len(findings.problems) - SHOWN:,} more of this kind"
+        yield f"ERROR: and {len(findings.problems) - SHOWN:,} more errors"
     yield "exactly once: yes" if findings.is_exact else "exactly once: NO, or not proved; see above"
 
 
-def _gathered(told: Iterable[tuple[int, str]]) -> Iterator[str]:
+def _gathered(numbered: Iterable[tuple[int, str]]) -> Iterator[str]:
     """Yield a line that is equal for consecutive epochs only once."""
     runs: list[tuple[int, int, str]] = []
-    for epoch, line in told:
+    for epoch, line in numbered:
         first, last, before = runs[-1] if runs else (0, -1, "")
         if runs and line == before and epoch == last + 1:
             runs[-1] = (first, epoch, line)
@@ -139,16 +139,16 @@ def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
         if not left:
             end = ""
         elif epoch.is_ended:
-            end = f"; it was ended with {_many(left, 'sample')} left out (break, or a tail that is dropped)"
+            end = f'; it ended without {_many(left, "sample")} (break, or tail="drop")'
         else:
             end = f"; it is unfinished, {_many(left, 'sample')} are left"
         yield f"{_many(covered, 'sample')}{begun}{end}"
     if epoch.padding:
-        yield f"{_many(epoch.padding, 'sample')} trained twice to fill up its end (padding)"
+        yield f"{_many(epoch.padding, 'sample')} trained twice as padding at its end"
     if epoch.proved_by_hash:
-        yield f"{_many(epoch.proved_by_hash, 'sample')} of {_silent(epoch)}; their hash is right"
+        yield f"{_many(epoch.proved_by_hash, 'sample')} of {_silent(epoch)}; their hash is correct"
     if epoch.unproved:
-        yield (f"UNPROVED: {_many(epoch.unproved, 'sample')} of {_silent(epoch)}; which ones they are is not known")
+        yield (f"UNPROVED: {_many(epoch.unproved, 'sample')} of {_silent(epoch)}; their numbers are not known")
     lost = "LOST, OR AMONG THE UNPROVED" if epoch.unproved else "LOST"
     for what, ids in ((lost, epoch.lost), ("REPEATED", epoch.repeated), ("NOT IN THE DATA SET", epoch.foreign)):
         if ids:

@@ -91,7 +91,7 @@ class Writer:
         self._bytes += written
         self._is_torn = written < len(line)
         if self._is_torn:
-            raise OSError(f"only {written} of {len(line)} bytes fitted")
+            raise OSError(f"only {written} of {len(line)} bytes were written")
 
     def _give_warning(self, error: OSError) -> None:
         if self._file is not None:
@@ -100,7 +100,7 @@ class Writer:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the sample ledger in %s has holes from here on: %s; training goes on. Make room there",
+                "the sample ledger in %s lacks records from now on: %s; training continues. Free space there",
                 self._folder,
                 error,
             )

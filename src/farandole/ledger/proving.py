@@ -30,8 +30,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self._files = ledger_files(path)
         if not self._files:
-            what = "has no ledger files (*.jsonl)" if path.is_dir() else "is no folder"
-            raise ConfigError(f"{path} {what}; give the folder that farandole run --sample-ledger was given")
+            what = "has no ledger files (*.jsonl)" if path.is_dir() else "is not a folder"
+            raise ConfigError(f"{path} {what}; give the folder of farandole run --sample-ledger")
         for file in self._files:
             try:
                 with file.open("rb") as lines:
@@ -39,9 +39,7 @@ class Folder:
             except OSError as error:
                 raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
             if isinstance(first, Opened) and first.format != FORMAT:
-                raise ConfigError(
-                    f"{file} is of format {first.format}; this version of Farandole reads format {FORMAT}"
-                )
+                raise ConfigError(f"{file} has format {first.format}; this version of Farandole reads format {FORMAT}")
 
     def __iter__(self) -> Iterator[Line]:
         for file in self._files:

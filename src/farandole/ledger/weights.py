@@ -29,7 +29,7 @@ class WeightsStory:
     _digests: dict[tuple[Generation, int], dict[int, list[str]]] = field(default_factory=dict)  # by attempt: names
     _differed: dict[tuple[Generation, int], Differed] = field(default_factory=dict)
 
-    def hear(self, file: str, record: Record | None) -> None:
+    def add_record(self, file: str, record: Record | None) -> None:
         stem = file.rpartition("-")[0]
         worker, name = self._workers.setdefault(stem, _Worker()), stem.rpartition("-")[0] or stem
         if isinstance(record, Opened):
@@ -70,7 +70,7 @@ class WeightsStory:
                 self.problems.append(f"{name} applied step {record.step} without {skipped}")
         worker.last = record.step
         if record.updates == 0:
-            self.problems.append(f"step {record.step} was counted by {name}, and has not moved its weights")
+            self.problems.append(f"{name} counted step {record.step}, but its weights did not change")
         elif record.updates > 1:
             self.problems.append(f"step {record.step} was applied {record.updates} times to the weights of {name}")
         if record.digest:
@@ -85,11 +85,13 @@ class WeightsStory:
             more = f" and {further} more tensor{'s' if further > 1 else ''}" if further else ""
             source = self._members.get((key, record.source), f"rank {record.source}")
             if not record.ranks:
-                self.remarks.append(f"{record.name}{more} is computed from each worker's own samples, and not compared")
+                self.remarks.append(
+                    f"{record.name}{more} is computed from each worker's own samples, and is not compared"
+                )
                 continue
-            said = f"the workers found before step {step} that {record.name}{more} of {who} differed from {source}'s"
+            text = f"the workers found before step {step} that {record.name}{more} of {who} differed from {source}'s"
             # Buffers may be computed from each worker's own samples, as BatchNorm's statistics are.
-            (self.problems if record.is_trained else self.remarks).append(said)
+            (self.problems if record.is_trained else self.remarks).append(text)
         begun: tuple[tuple[str, ...], int, int] | None = None
         for (key, step), found in sorted(self._digests.items()):
             if len(found) == 1 or any((key, later) in self._differed for later in (step, step + 1)):
@@ -98,11 +100,11 @@ class WeightsStory:
             if begun is not None and begun[0] == others:
                 begun = (others, begun[1], step)
                 continue
-            self._say(begun)
+            self._report(begun)
             begun = (others, step, step)
-        self._say(begun)
+        self._report(begun)
 
-    def _say(self, begun: tuple[tuple[str, ...], int, int] | None) -> None:
+    def _report(self, begun: tuple[tuple[str, ...], int, int] | None) -> None:
         if begun is not None:
             who, first, last = begun
             self.problems.append(

@@ -29,30 +29,30 @@ class Heartbeats:
     """The heartbeats of one side, counted from 1; the message that opened the connection counts as number 0.
 
     Attributes:
-        heard: The newest heartbeat of the other side.
+        received: The newest heartbeat of the other side.
         reached_s: The time at which the newest of this side's acknowledged heartbeats was sent.
     """
 
     def __init__(self, now_s: float) -> None:
         self.sequence = 0
-        self.heard = 0
+        self.received = 0
         self.reached_s = now_s
         self._sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
     def next(self, now_s: float) -> int:
-        """Return the number of the heartbeat that is sent now, together with `heard`."""
+        """Return the number of the heartbeat that is sent now, together with `received`."""
         self.sequence += 1
         self._sent.append((self.sequence, now_s))
         return self.sequence
 
-    def hear(self, sequence: int, heard: int) -> bool:
-        """Record heartbeat `sequence` of the other side, which acknowledges this side's `heard`.
+    def record(self, sequence: int, received: int) -> bool:
+        """Record heartbeat `sequence` of the other side, which acknowledges this side's `received`.
 
         Returns whether that is news of both directions: the same heartbeat may come twice, on two paths.
         """
-        self.heard = max(self.heard, sequence)
+        self.received = max(self.received, sequence)
         before_s = self.reached_s
-        while self._sent and self._sent[0][0] <= heard:
+        while self._sent and self._sent[0][0] <= received:
             self.reached_s = self._sent.popleft()[1]
         return self.reached_s > before_s
 
@@ -86,19 +86,19 @@ class HeartbeatSeal:
             for each in (role, role.other)
         )
 
-    def seal(self, sequence: int, heard: int) -> bytes:
-        heartbeat = _HEARTBEAT.pack(self._id, sequence, heard)
+    def seal(self, sequence: int, received: int) -> bytes:
+        heartbeat = _HEARTBEAT.pack(self._id, sequence, received)
         return heartbeat + _mac(self._own_key, heartbeat)
 
     def open(self, datagram: bytes) -> tuple[int, int] | None:
-        """Return (sequence, heard) of a heartbeat of the other end; None for any other datagram."""
+        """Return (sequence, received) of a heartbeat of the other end; None for any other datagram."""
         if heartbeat_id_of(datagram) != self._id:
             return None
         heartbeat, mac = datagram[: _HEARTBEAT.size], datagram[_HEARTBEAT.size :]
         if not hmac.compare_digest(mac, _mac(self._other_key, heartbeat)):
             return None
-        _, sequence, heard = _HEARTBEAT.unpack(heartbeat)
-        return sequence, heard
+        _, sequence, received = _HEARTBEAT.unpack(heartbeat)
+        return sequence, received
 
 
 def _mac(key: bytes, heartbeat: bytes) -> bytes:

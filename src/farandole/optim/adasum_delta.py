@@ -41,7 +41,7 @@ class DeltaOptimizer(WrappedOptimizer):
 
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         if options.process_set is not global_process_set:
-            raise NotImplementedError("op=Adasum works over all workers only; leave process_set out, or use Average")
+            raise NotImplementedError("op=Adasum combines all workers only; leave process_set out, or use Average")
         if not loop_hooks.is_elastic():
             require_power_of_two(world.current().placement.size)
         self._compression = options.compression
@@ -120,8 +120,8 @@ class DeltaOptimizer(WrappedOptimizer):
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"Adasum needs a power of two of workers, and there are {size} now: the workers' steps are averaged "
-                f"until there are as many again",
+                f"Adasum needs a power of two as the number of workers, which is {size} now: steps are averaged until "
+                f"it is a power of two again",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -131,6 +131,6 @@ class DeltaOptimizer(WrappedOptimizer):
 def _refuse_batch() -> None:
     if step.batch() is not None:
         raise StepError(
-            "op=Adasum combines whole steps and does not know of a DataLoader of Farandole, which weights gradients "
-            "by the size of each worker's local batch; use op=Average with it, or torch's DataLoader"
+            "op=Adasum combines whole steps, and cannot be used with a DataLoader of Farandole, which weights "
+            "gradients by the size of each worker's local batch; use op=Average with it, or torch's DataLoader"
         )

@@ -73,7 +73,7 @@ class BucketedGradients:
             raise StepError(
                 f"the gradient of {self._names[parameter]} has shape {tuple(gradient.shape)}, but the parameter had "
                 f"shape {tuple(view.shape)} when its bucket was made: change the model before the first step, and "
-                f"wrap the optimizer then"
+                f"wrap the optimizer afterwards"
             )
         if not adds:
             if factor:
@@ -177,7 +177,7 @@ class BucketedGradients:
         self._cut(sizes[0])
         self._agreed_in = here
         if self._autotune is None and sizes[0] and here.placement.rank == 0:
-            logger.info("%.1f MB of gradients are reduced in buckets of %s", total / 2**20, _in_words(sizes[0]))
+            logger.info("%.1f MB of gradients are reduced in buckets of %s", total / 2**20, _format_size(sizes[0]))
 
     def _cut(self, least_bytes: int) -> None:
         self._least_bytes = self._next_bytes = least_bytes
@@ -206,8 +206,8 @@ class BucketedGradients:
             logger.info(
                 "%.1f MB of gradients are reduced in buckets of %s, after the autotune; first gradient to last sum: %s",
                 self._buckets.total_bytes / 2**20,
-                _in_words(self._fastest),
-                ", ".join(f"{1e3 * seconds:.1f} ms with {_in_words(size)}" for size, seconds in times),
+                _format_size(self._fastest),
+                ", ".join(f"{1e3 * seconds:.1f} ms with {_format_size(size)}" for size, seconds in times),
             )
 
     def scale(self, factor: float) -> None:
@@ -228,10 +228,10 @@ class BucketedGradients:
         return self._buckets.flats
 
 
-def _in_words(least_bytes: int) -> str:
+def _format_size(least_bytes: int) -> str:
     if not least_bytes:
-        return "any size, when backward has ended"
-    return f"{least_bytes / 2**20:.1f} MB, while backward goes on"
+        return "any size, after the end of backward"
+    return f"{least_bytes / 2**20:.1f} MB, during backward"
 
 
 # Reductions that run while the main thread computes: one after the other, in one thread of the process ----------------

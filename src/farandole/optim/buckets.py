@@ -139,7 +139,7 @@ class Arrivals:
 
 # Digest, bytes, whether tensors go by the network, whether there is a core to spare; the requested bytes of a bucket,
 # and the bytes that were fastest in an earlier generation, each -1 if there are none.
-_WORD = struct.Struct("<6q")
+_PROPOSAL = struct.Struct("<6q")
 
 
 def agree_on_buckets(
@@ -169,14 +169,16 @@ def agree_on_buckets(
     )
     is_by_network = around.is_by_network or is_on_device
     asked, tried = (-1 if each is None else each for each in (pinned_bytes, tried_bytes))
-    word = _WORD.pack(digest, total_bytes, is_by_network, around.has_core_to_spare, asked, tried)
-    said = [_WORD.unpack(each) for each in here.transport.all_gather(word)]
-    if any(each[0] != digest for each in said):
+    proposal = _PROPOSAL.pack(digest, total_bytes, is_by_network, around.has_core_to_spare, asked, tried)
+    proposals = [_PROPOSAL.unpack(each) for each in here.transport.all_gather(proposal)]
+    if any(each[0] != digest for each in proposals):
         texts = here.transport.all_gather("\n".join(described).encode())
         raise CollectiveMismatch(difference_of_models([text.decode().split("\n") for text in texts]))
-    pinned = None if said[0][4] < 0 else said[0][4]
-    sizes = bucket_sizes(total_bytes, len(said), any(each[2] for each in said), all(each[3] for each in said), pinned)
-    tried_by_some = [each[5] for each in said if each[5] >= 0]
+    pinned = None if proposals[0][4] < 0 else proposals[0][4]
+    sizes = bucket_sizes(
+        total_bytes, len(proposals), any(each[2] for each in proposals), all(each[3] for each in proposals), pinned
+    )
+    tried_by_some = [each[5] for each in proposals if each[5] >= 0]
     return tried_by_some[:1] if tried_by_some and len(sizes) > 1 else sizes
 
 
@@ -191,7 +193,7 @@ def difference_of_models(by_rank: Sequence[Sequence[str]]) -> str:
     found = "; ".join(f"{text} on {_on(numbers)}" for text, numbers in ranks.items())
     return (
         f"workers have different models. The first parameter of the optimizer that differs is number {place}: {found}. "
-        f"Every worker must build the same model, and give its parameters in the same order; nothing was applied"
+        f"Every worker must build the same model, and pass its parameters in the same order; nothing was applied"
     )
 
 

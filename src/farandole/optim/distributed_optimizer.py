@@ -148,7 +148,7 @@ class ReducingOptimizer(WrappedOptimizer):
         if batch is not None:
             return self._native.step(self, batch, self._apply, closure)
         if self._loss == "sum":
-            raise StepError('loss="sum" is for a DataLoader of Farandole, and no batch of one is out; use op=Sum')
+            raise StepError('loss="sum" needs a batch of a DataLoader of Farandole, and there is none; use op=Sum')
         if closure is None:
             self._reduce_for_step()
         loss = self._apply(None if closure is None else self._reduced(closure), self._gradients())

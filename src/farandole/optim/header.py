@@ -25,7 +25,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/g
     samples     real samples of this rank's local batch
     prepared    number of the planned generation it holds; 0 for none
     ids_hash    hash of the samples of its local batch, where a sample ledger is kept; else 0
-    weight      result of weighting.Weights.said()
+    weight      result of weighting.Weights.header_weight()
     digest      digest of a part of the state before the step (state/state_digest.py); 0 where nothing was hashed
     saved       1 where this rank has begun a checkpoint before the step
     """
@@ -96,7 +96,7 @@ def check(headers: list[StepHeader]) -> None:
         if len(held) > 1 and all(samples == whole for samples in held):
             raise CollectiveMismatch(
                 f"step {first.step}: each of the {len(held)} workers trained the whole global batch [{first.start}, "
-                f"{first.stop}), as if it were alone: their loaders do not know of each other. Give the loader to the "
+                f"{first.stop}), as if it were alone: their loaders are not connected. Pass the loader to the "
                 "state, TorchState(model=..., optimizer=..., loader=loader), and pass that state to the function under "
                 "elastic.run; nothing was applied"
             )

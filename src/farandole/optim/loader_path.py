@@ -164,7 +164,7 @@ class LoaderPath:
             self._reduction.drop()
             return
         try:
-            self._reduction.add_up(batch, self._weights.said())
+            self._reduction.add_up(batch, self._weights.header_weight())
         except RecoverableError:
             self._reduction.drop()
             step.aborted()
@@ -259,9 +259,9 @@ class LoaderPath:
     def _refuse_untracked(self, optimizer: torch.optim.Optimizer) -> None:
         if not step.is_tracked(optimizer):
             raise StepError(
-                "optimizer.step() of an optimizer that no TorchState has, while a batch of a DataLoader of Farandole "
-                "is out, whose step is decided by others: give it to the state, TorchState(..., NAME=optimizer), or "
-                "step it when no batch is out"
+                "optimizer.step() of an optimizer that belongs to no TorchState, within the loop over a DataLoader of "
+                "Farandole, whose steps all workers decide: pass it to the state, TorchState(..., NAME=optimizer), or "
+                "call its step() outside of the loop"
             )
 
     def _refuse_unplanned(self) -> None:
@@ -277,7 +277,7 @@ class LoaderPath:
                     f"step, or add it with add_param_group()"
                 )
             raise StepError(
-                f"{what} was put into a parameter group after the optimizer was wrapped; its gradients are not "
+                f"{what} was added to a parameter group after the optimizer was wrapped; its gradients are not "
                 f"reduced: use add_param_group(), or wrap the optimizer when the model is complete"
             )
 

@@ -76,7 +76,7 @@ class OwnMethods(ScaledStep):
         undo = protect(self)
         refusal = (
             f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
-            f"added up yet; leave micro_batch_size out, or make it as large as the worker's local batch"
+            f"complete yet; leave micro_batch_size out, or make it as large as the worker's local batch"
         )
         with _watching() as watch:
             before, self._is_inside = self._is_inside, True
@@ -168,10 +168,10 @@ def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
     """Return an instance of a class made of `mixin` and the user's class. It shares all attributes with the given
     optimizer: functions that its class has bound to `self` see the same ones."""
     if isinstance(optimizer, WrappedOptimizer):
-        raise StepError("this optimizer is a DistributedOptimizer already; wrap it once")
+        raise StepError("this optimizer is already a DistributedOptimizer; wrap it once")
     if any(isinstance(each, WrappedOptimizer) for each in with_inner("optimizer", optimizer).values()):
         raise StepError(
-            f"there is a DistributedOptimizer inside of this {type(optimizer).__name__}: wrap the outermost one only"
+            f"this {type(optimizer).__name__} contains a DistributedOptimizer: wrap only the outermost optimizer"
         )
     world.current()  # NotInitialized is clearer here than in the first backward pass
     base = optimizer.__class__

@@ -46,7 +46,9 @@ class Options:
             bytes_of(self.bucket_mb)
         if isinstance(self.groups, int):
             if self.groups < 0:
-                raise ValueError(f"groups must be a number of groups from 0, or lists of parameters, got {self.groups}")
+                raise ValueError(
+                    f"groups must be a number of groups, 0 or more, or lists of parameters, got {self.groups}"
+                )
         elif self.groups is not None:
             _check_groups(self.groups)
 
@@ -72,12 +74,12 @@ def refuse_for_loader(options: Options, passes_per_step: int) -> None:
     if passes_per_step != 1:
         raise StepError(
             f"backward_passes_per_step={passes_per_step} is for scripts without a DataLoader of "
-            f"Farandole, which accumulates by itself: DataLoader(global_batch_size=..., micro_batch_size=...)"
+            f"Farandole, which accumulates gradients itself: DataLoader(global_batch_size=..., micro_batch_size=...)"
         )
     if not options.is_plain:
         raise StepError(
             "op other than Average, gradient_predivide_factor, groups, sparse_as_dense and process_set are "
-            "for scripts without a DataLoader of Farandole, which weights gradients by itself: leave them out"
+            "for scripts without a DataLoader of Farandole, which weights gradients itself: leave them out"
         )
 
 
@@ -113,8 +115,8 @@ def names_of(param_groups: Sequence[dict[str, Any]], named_parameters: Iterable[
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                f"named_parameters holds a {type(pair).__name__}; it must hold tuples (name, parameter), as "
-                f"model.named_parameters() gives them"
+                f"named_parameters contains a {type(pair).__name__}; it must contain tuples (name, parameter), as "
+                f"model.named_parameters() returns them"
             )
     _refuse_duplicates([name for name, _ in pairs])
     names = {parameter: name for name, parameter in pairs}
@@ -131,8 +133,8 @@ def _refuse_duplicates(names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ValueError(
-            f"named_parameters has these names more than once: {', '.join(twice)}; give each model's parameters a "
-            f"prefix of their own"
+            f"named_parameters has these names more than once: {', '.join(twice)}; add a prefix to the names of each "
+            f"model"
         )
 
 
@@ -143,9 +145,9 @@ def _check_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
     for group in groups:
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):
-                raise ValueError(f"groups must hold lists of parameters, found a {type(parameter).__name__}")
+                raise ValueError(f"groups must contain lists of parameters, found a {type(parameter).__name__}")
             if id(parameter) in seen:
-                raise ValueError(f"groups: a parameter of shape {tuple(parameter.shape)} is in it twice")
+                raise ValueError(f"groups contains a parameter of shape {tuple(parameter.shape)} twice")
             seen.add(id(parameter))
 
 
@@ -174,7 +176,7 @@ def recommend_fused(optimizer: torch.optim.Optimizer) -> None:
     warnings.warn(
         f"{name} steps through {count / 1e6:.0f} million parameters with many small operations, which takes several "
         f"times as long as with {option}=True on the CPU: write {name}(..., {option}=True), or {option}=False to keep "
-        f"it as it is",
+        f"the current behaviour",
         RuntimeWarning,
         stacklevel=3,
     )

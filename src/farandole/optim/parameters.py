@@ -21,7 +21,7 @@ def check_devices(parameters: Mapping[torch.Tensor, str]) -> None:
             raise ConfigError(
                 f"{name} of shape {tuple(parameter.shape)} is on {parameter.device}, and the optimizer's parameters "
                 f"are on {', '.join(devices)}; a worker trains on one device: move the model to it, as in "
-                f"model.to(fd.device()), before the optimizer is made"
+                f"model.to(fd.device()), before the optimizer is created"
             )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _TOO_MANY = (
-    "a gradient was computed {count} times before optimizer.step(), which was told to expect {expected}: raise "
+    "a gradient was computed {count} times before optimizer.step(), expected {expected} times: increase "
     "backward_passes_per_step to {count} to accumulate gradients, or call step() (or synchronize()) after each pass"
 )
 _RACE = (
     "optimizer.zero_grad() between loss.backward() and optimizer.step(): it would erase gradients that other "
-    "workers count on. Call step() or synchronize() first, or abandon_step() on all workers to drop them"
+    "workers wait for. Call step() or synchronize() first, or abandon_step() on all workers to drop them"
 )
 
 

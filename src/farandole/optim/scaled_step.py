@@ -49,7 +49,7 @@ class ScaledStep(torch.optim.Optimizer):
         return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
 
 
-STEPPED_TWICE = "optimizer.step() twice for one batch of the loader; call it once in each loop body"
+STEPPED_TWICE = "optimizer.step() was called twice for one batch of the loader; call it once in each loop body"
 
 
 def refuse_closure(batch: Batch) -> None:
@@ -79,7 +79,7 @@ def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:
     patched = optimizer.__dict__["step"]
     if not getattr(patched, "_wrapped_by_lr_sched", False):
         raise ConfigError(
-            f"step() of this {type(optimizer).__name__} was replaced on the object; make a class of your own of it, so "
+            f"step() of this {type(optimizer).__name__} was replaced on the object; override step() in a subclass, so "
             f"that it can be called only when the step is applied"
         )
     reference = weakref.ref(optimizer)

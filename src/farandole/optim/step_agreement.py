@@ -11,7 +11,7 @@ from farandole.state import loop_hooks, recording, step
 from farandole.state.global_batch import Batch
 
 
-def header_of(batch: Batch, plan: int, weight_said: float) -> StepHeader:
+def header_of(batch: Batch, plan: int, own_weight: float) -> StepHeader:
     """Return the header of this rank. It must be made before anything is contributed, since the ledger's intent is
     written here. `plan`: parameters.digest()."""
     global_batch = batch.global_batch
@@ -24,7 +24,7 @@ def header_of(batch: Batch, plan: int, weight_said: float) -> StepHeader:
         stop=global_batch.stop,
         samples=global_batch.samples,
         prepared=loop_hooks.prepared(),
-        weight=weight_said,
+        weight=own_weight,
         ids_hash=recording.intend(batch),
         digest=loop_hooks.digest(),
         saved=int(loop_hooks.has_saved()),
@@ -34,12 +34,12 @@ def header_of(batch: Batch, plan: int, weight_said: float) -> StepHeader:
 def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     """Check that all ranks have reduced the same step. Returns the remaining factor for its gradients. Raises
     CollectiveMismatch, alike on every rank, if they have not."""
-    said = list(headers)
-    check(said)
-    weight = total([header.weight for header in said])
-    recording.agree(sum(header.samples for header in said), ids_hash(said))
-    loop_hooks.agree([header.prepared for header in said])
-    loop_hooks.compare([header.digest for header in said], any(header.saved for header in said))
+    all_headers = list(headers)
+    check(all_headers)
+    weight = total([header.weight for header in all_headers])
+    recording.agree(sum(header.samples for header in all_headers), ids_hash(all_headers))
+    loop_hooks.agree([header.prepared for header in all_headers])
+    loop_hooks.compare([header.digest for header in all_headers], any(header.saved for header in all_headers))
     return batch.global_batch.global_samples / weight if weight else 1.0  # with 0, nothing was added up
 
 

@@ -50,7 +50,7 @@ class StepReduction:
             if not named:
                 raise ConfigError(
                     f"none of the optimizer's {len(names)} parameters requires gradients, so it has nothing to train: "
-                    f"unfreeze those that it is to train before the first step, or do not step it"
+                    f"unfreeze its parameters before the first step, or do not call its step()"
                 )
             check_devices(named)
             self._planned, self._digest = named, digest(named)
@@ -117,14 +117,14 @@ class StepReduction:
         """Raise StepError if the last backward pass has raised during an overlapped reduction."""
         if isinstance(self._kept, BucketedGradients) and self._kept.is_overlapping():
             raise StepError(
-                "backward() has raised after some of its gradients were given away, to be reduced while it went on; "
-                "the batch cannot be tried again. Let the exception leave the elastic function, or set "
-                "FARANDOLE_BUCKET_MB=0 so that nothing is reduced before backward() has ended"
+                "backward() has raised an exception after the reduction of some of its gradients had started; the "
+                "batch cannot be repeated. Let the exception leave the elastic function, or set FARANDOLE_BUCKET_MB=0 "
+                "so that nothing is reduced before backward() has ended"
             )
 
     # At its end ------------------------------------------------------------------------------------------
 
-    def add_up(self, batch: Batch, weight_said: float) -> None:
+    def add_up(self, batch: Batch, own_weight: float) -> None:
         """Reduce the remaining gradients; every `.grad` is that of the global batch afterwards. Raises the errors of
         transports, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
         world.raise_if_refused("gradients cannot be reduced")
@@ -133,7 +133,7 @@ class StepReduction:
             self._add_up_alone(gradients, batch)
             return
         _active.refuse_reducing(id(self))
-        headers = gradients.reduce(header_of(batch, self._digest, weight_said))
+        headers = gradients.reduce(header_of(batch, self._digest, own_weight))
         _active.end_overlap(id(self))
         gradients.scale(conclude(headers, batch))
         gradients.publish()
@@ -190,8 +190,8 @@ class ActiveOptimizers:
         """Raise StepError while another optimizer reduces in the background."""
         if self._overlapping not in (None, key):
             raise StepError(
-                "an optimizer that had no part in the last steps takes part in the backward pass of another one; set "
-                "FARANDOLE_BUCKET_MB=0 so that nothing is reduced before backward() has ended"
+                "an optimizer that was not used in the last steps is used in the backward pass of another optimizer; "
+                "set FARANDOLE_BUCKET_MB=0 so that nothing is reduced before backward() has ended"
             )
 
 

@@ -10,7 +10,7 @@ from farandole.state.global_batch import Batch
 
 NOT_GIVEN = -1.0
 """Value in a step header: the number of this rank's samples is the weight."""
-NO_SAY = -2.0
+NO_SAMPLES = -2.0
 """Value in a step header: this rank has no real sample of the global batch."""
 
 
@@ -31,9 +31,9 @@ def weight(n: float) -> None:
     """
     number = float(n)
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"weight: how many things the mean was taken over must be 0 or more, got {n}")
+        raise ValueError(f"weight: the number of items in the mean must be 0 or more, got {n}")
     if step.batch() is None:
-        raise StepError("weight() is for the loop over a DataLoader of Farandole, and no batch of one is out")
+        raise StepError("weight() can be called only within the loop over a DataLoader of Farandole")
     step.set_weight(number)
 
 
@@ -42,11 +42,11 @@ class Weights:
 
     def __init__(self, loss: str) -> None:
         self._loss = loss
-        self._said: dict[int, float | None] = {}
+        self._by_body: dict[int, float | None] = {}
 
     def forget(self) -> None:
         """Drop the weights for the next global batch."""
-        self._said.clear()
+        self._by_body.clear()
 
     def record(self, batch: Batch) -> float:
         """Record the weight of a loop body. Returns the factor for its gradients. Raises StepError."""
@@ -57,30 +57,32 @@ class Weights:
             if given is not None:
                 raise StepError(f'weight({given:g}) with loss="sum": a sum needs no weights; leave one of them out')
             return 1.0
-        self._said[batch.index] = given
+        self._by_body[batch.index] = given
         # Of the same magnitude as with equal samples, so that gradients neither overflow nor vanish on the way.
         return batch.weight if given is None else given / batch.global_batch.global_samples
 
-    def said(self) -> float:
-        """Return the value for the step header: the sum of the weights, NOT_GIVEN or NO_SAY. Raises StepError."""
-        given = [each for each in self._said.values() if each is not None]
-        if given and len(given) < len(self._said):
-            raise StepError("weight() in some micro-batches of a global batch and not in others; call it in all")
+    def header_weight(self) -> float:
+        """Return the value for the step header: the sum of the weights, NOT_GIVEN or NO_SAMPLES. Raises StepError."""
+        given = [each for each in self._by_body.values() if each is not None]
+        if given and len(given) < len(self._by_body):
+            raise StepError(
+                "weight() was called in some micro-batches of a global batch and not in others; call it in all"
+            )
         if given:
             return sum(given)
-        return NOT_GIVEN if self._said else NO_SAY
+        return NOT_GIVEN if self._by_body else NO_SAMPLES
 
 
-def total(said: list[float]) -> float | None:
+def total(weights: list[float]) -> float | None:
     """Return the weight of the global batch, from the headers of all ranks; None when its samples count.
 
     Raises CollectiveMismatch, alike on every rank, when only some ranks have called weight().
     """
-    without = [rank for rank, each in enumerate(said) if each == NOT_GIVEN]
-    given = [each for each in said if each >= 0]
+    without = [rank for rank, each in enumerate(weights) if each == NOT_GIVEN]
+    given = [each for each in weights if each >= 0]
     if given and without:
         raise CollectiveMismatch(
-            f"ranks {without} did not call weight() for this global batch, others did; call it on every worker, in "
-            f"every loop body, or nowhere; nothing was applied"
+            f"ranks {without} did not call weight() for this global batch, other ranks did; call it on every worker, "
+            f"in every loop body, or never; nothing was applied"
         )
     return sum(given) if given else None

@@ -78,8 +78,8 @@ def traced(masters: Tensors, leaves: Tensors, outs: Tensors) -> Graph:
 def _foreign(variable: torch.Tensor) -> ConfigError:
     return ConfigError(
         f"forward() has used a tensor of shape {tuple(variable.shape)} that requires gradients and is neither a "
-        "parameter of the module that DataParallel has nor one of its inputs; register it, or pass it in. (A "
-        "parameter or a module that is reached through a plain list or a closure is not that of the replica)"
+        "parameter of the module in DataParallel nor one of its inputs; register it, or pass it as an input. (A "
+        "parameter or module in a plain list or a closure does not belong to the replica.)"
     )
 
 
@@ -111,7 +111,7 @@ class _Replicas(torch.autograd.Function):
         node: _Node = ctx.node
         if node.graphs is None:
             raise RuntimeError(
-                "Trying to backward through replicas a second time, whose graphs are freed: call backward() or "
+                "Trying to backward through replicas a second time, after their graphs were freed: call backward() or "
                 "autograd.grad() with retain_graph=True the first time"
             )
         incoming = iter(grads)

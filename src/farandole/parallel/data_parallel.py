@@ -81,7 +81,7 @@ class DataParallel(torch.nn.Module):
         if scalars not in ("mean", "sum", "each"):
             raise ConfigError(f'DataParallel: scalars must be "mean", "sum" or "each", got {scalars!r}')
         if isinstance(min_local_batch, bool) or not isinstance(min_local_batch, int) or min_local_batch < 1:
-            raise ConfigError(f"DataParallel: min_local_batch must be a number from 1 on, got {min_local_batch!r}")
+            raise ConfigError(f"DataParallel: min_local_batch must be 1 or more, got {min_local_batch!r}")
         for each in module.modules():
             refuse_in_replicas(each)
         # Not as a child: the names of parameters and buffers are the module's, not "module.weight".

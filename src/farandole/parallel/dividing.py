@@ -72,8 +72,8 @@ def _samples(inputs: Any, dim: int) -> int:
     if len(several) > 1:
         listed = ", ".join(f"{tuple(found[size][1])} at {found[size][0]}" for size in several)
         raise ConfigError(
-            f"inputs have different numbers of samples along dimension {dim}: {listed}; a tensor that every replica "
-            "needs whole belongs into the module as a buffer, or has size 1 there"
+            f"inputs have different numbers of samples along dimension {dim}: {listed}; register a tensor that "
+            "every replica needs as a whole as a buffer of the module, or give it size 1 there"
         )
     return several[0] if several else (1 if found else 0)
 
@@ -149,8 +149,8 @@ def _alike(values: Sequence[Any], what: Callable[[Any], object], name: str, path
     found = [what(value) if type(value) is type(values[0]) else type(value) for value in values]
     if any(each != found[0] for each in found):
         raise ConfigError(
-            f"the replicas returned outputs of different forms: output{path} has {name} {found}; forward() must return "
-            "the same form whatever part of the batch it sees"
+            f"the replicas returned outputs of different structure: output{path} has {name} {found}; forward() must "
+            "return the same structure for every part of the batch"
         )
 
 
@@ -206,8 +206,8 @@ def _same(leaves: list[Any], path: str) -> Any:
     if all(leaf is first or _equal(leaf, first) for leaf in leaves):
         return first
     raise ConfigError(
-        f"the replicas returned different values in output{path}: {leaves}; where that is no mean, return a "
-        'tensor, which DataParallel(..., scalars="sum") adds up and scalars="each" returns for each replica'
+        f"the replicas returned different values in output{path}: {leaves}; where the mean is not intended, return "
+        'a tensor, which DataParallel(..., scalars="sum") adds up and scalars="each" returns for each replica'
     )
 
 

@@ -45,13 +45,13 @@ def place(
 ) -> Placement:
     """Return the placement that the arguments of DataParallel select for this module. Raises ConfigError."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise ConfigError(f"DataParallel: threads must be a number from 1 on, got {threads!r}")
+        raise ConfigError(f"DataParallel: threads must be 1 or more, got {threads!r}")
     kind = _kind(module)
     if kind == "cpu":
         if device_ids is not None and any(_device(each).type != "cpu" for each in device_ids):
             raise ConfigError(
                 f"DataParallel: device_ids={list(device_ids)}, and the module is on the CPU; move it to the first of "
-                "them, or leave device_ids out and say threads="
+                "them, or leave device_ids out and pass threads="
             )
         count = threads or (len(device_ids) if device_ids else torch.get_num_threads())
         return Placement(count, (), torch.device(output_device if output_device is not None else "cpu"))
@@ -59,7 +59,7 @@ def place(
         raise ConfigError(f"DataParallel: the module is on {kind!r}; it must be on the CPU or on a CUDA device")
     if threads is not None:
         raise ConfigError(
-            f"DataParallel: threads={threads} is for a module on the CPU, this one is on CUDA: device_ids="
+            f"DataParallel: threads={threads} is for a module on the CPU, this module is on CUDA: pass device_ids="
         )
     ids = range(torch.cuda.device_count()) if device_ids is None else device_ids
     devices = tuple(_device(each) for each in ids)
@@ -77,7 +77,7 @@ def refuse_elsewhere(module: torch.nn.Module, home: torch.device) -> None:
                 if tensor is not None and tensor.device != home:
                     raise ConfigError(
                         f"DataParallel: {name!r} of {type(each).__name__}, of shape {tuple(tensor.shape)}, is on "
-                        f"{tensor.device}, and the module has to be on {home} as a whole: module.to({str(home)!r})"
+                        f"{tensor.device}, and the whole module must be on {home}: module.to({str(home)!r})"
                     )
 
 
@@ -86,11 +86,11 @@ def _kind(module: torch.nn.Module) -> str:
     of_kind: dict[str, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise ConfigError(f"DataParallel: {name!r} has no shape yet; let the module see a batch before wrapping it")
+            raise ConfigError(f"DataParallel: {name!r} has no shape yet; run the module on a batch before wrapping it")
         of_kind.setdefault(tensor.device.type, f"{name!r} on {tensor.device}")
     if len(of_kind) > 1:
         raise ConfigError(
-            f"DataParallel: the module is on several devices, {' and '.join(of_kind.values())}; move it to one"
+            f"DataParallel: the module is on several devices, {' and '.join(of_kind.values())}; move it to one device"
         )
     return next(iter(of_kind), "cpu")
 

@@ -50,8 +50,8 @@ def refuse_in_replicas(module: torch.nn.Module) -> None:
         raise ConfigError(f"{type(module).__name__} in a DataParallel: {reason}")
     if "_torchdynamo_orig_callable" in module.__dict__ or module._compiled_call_impl is not None:
         raise ConfigError(
-            f"a compiled module ({type(module).__name__}) in a DataParallel: it runs with the parameters that it was "
-            "compiled with, not with those of a replica; leave out torch.compile()"
+            f"a compiled module ({type(module).__name__}) in a DataParallel: it runs with the parameters with which it "
+            "was compiled, not with those of a replica; leave out torch.compile()"
         )
 
 
@@ -62,11 +62,11 @@ def _reason_against(kind: type) -> str | None:
     names = {base.__name__ for base in kind.__mro__}
     if "SyncBatchNorm" in names:
         return (
-            "replicas would enter its collective several times and in any order; use BatchNorm, whose statistics are "
-            "of each replica's part of the batch"
+            "replicas would call its collective several times and in any order; use BatchNorm, whose statistics are "
+            "those of each replica's part of the batch"
         )
     if names & {"DistributedDataParallel", "DataParallel"}:
-        return "wrap the other way round, DistributedDataParallel around DataParallel, and each once"
+        return "wrap in the opposite order, DistributedDataParallel around DataParallel, each of them once"
     return None
 
 
@@ -170,7 +170,8 @@ def _refuse_checkpoint(name: str) -> None:
         if frame.f_code.co_filename == checkpoint.__file__:
             raise ConfigError(
                 f"{name}() inside of torch.utils.checkpoint, in a replica that runs in a thread: computed again in "
-                "backward(), it would draw other numbers; leave out checkpoint() or the random layer, or use threads=1"
+                "backward(), it would yield other random numbers; leave out checkpoint() or the random layer, or use "
+                "threads=1"
             )
         frame = frame.f_back  # type: ignore[assignment]
 

@@ -90,7 +90,7 @@ def all_to_all(transport: Transport, outputs: Sequence[torch.Tensor], inputs: Se
         for target, (_, takes) in enumerate(everybody):
             if gives[target] != takes[source]:
                 raise CollectiveMismatch(
-                    f"all_to_all: rank {source} gives {gives[target]} bytes to rank {target}, which takes "
+                    f"all_to_all: rank {source} sends {gives[target]} bytes to rank {target}, which expects "
                     f"{takes[source]}"
                 )
     mine = torch.cat(sent)
@@ -140,11 +140,11 @@ def _cut(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> l
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % size:
-            raise ValueError(f"all_to_all: {rows} rows of the {what} are not the same number for each of {size} ranks")
+            raise ValueError(f"all_to_all: {rows} rows of the {what} cannot be divided equally among {size} ranks")
         return [rows // size] * size
     if len(splits) != size or sum(splits) != rows:
         raise ValueError(
-            f"all_to_all: {what} splits {list(splits)} do not cut {rows} rows for {size} ranks: they are to be {size} "
+            f"all_to_all: {what} splits {list(splits)} do not divide {rows} rows among {size} ranks: give {size} "
             f"numbers whose sum is {rows}"
         )
     return list(splits)
@@ -238,7 +238,7 @@ def _reduce(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> None:
     kind = _kind(op)
     if tensor.is_complex():
         if kind not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise ValueError(f"cannot reduce complex tensors by {_name(op)}; SUM and AVG are possible")
+            raise ValueError(f"cannot reduce complex tensors by {_name(op)}; use SUM or AVG")
         _reduce(transport, torch.view_as_real(tensor), op)
         return
     if tensor.dtype is torch.bool and kind in _OF_BOOLS:
@@ -246,7 +246,9 @@ def _reduce(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> None:
         return
     if kind in _BITWISE:
         if tensor.is_floating_point():
-            raise ValueError(f"cannot reduce {tensor.dtype} by {_name(op)}: it has no bits to speak of")
+            raise ValueError(
+                f"cannot reduce {tensor.dtype} by {_name(op)}: bitwise operations need an integer or bool dtype"
+            )
         _reduce_bits(transport, tensor, _BITWISE[kind])
         return
     if kind not in _BY_TRANSPORT or tensor.dtype is torch.bool:

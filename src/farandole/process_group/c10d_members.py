@@ -37,7 +37,7 @@ def alone_in(transport: Transport, op: str) -> Iterator[None]:
             _in_everybodys.release()
     else:
         raise StepError(
-            f"{op}: another thread is in a collective of all ranks at this moment. Make a group for this thread by "
+            f"{op}: another thread is in a collective of all ranks. Create a group for this thread with "
             f"torch.distributed.new_group(), and use it in this thread only (dcp.async_save(process_group=...))"
         )
 
@@ -145,10 +145,10 @@ class Some:
         here = world.current()
         if here is not self._world():
             raise GroupOutdated(
-                f"{op}: this group was made of ranks {self._ranks} in generation {self._generation}, and this is "
-                f"generation {here.id}: who has these ranks now, if anybody, is not the same. Make groups and device "
-                f"meshes anew in a callback of state.register_reset_callbacks(); without a DataLoader of Farandole the "
-                f"elastic function, which is called again, is a place, too"
+                f"{op}: this group was created for ranks {self._ranks} in generation {self._generation}, and this is "
+                f"generation {here.id}: these ranks are other workers now, or do not exist. Create groups and device "
+                f"meshes again in a callback of state.register_reset_callbacks(), or, without a DataLoader of "
+                f"Farandole, in the elastic function, which is called again"
             )
         if self._is_closed:
             raise GroupOutdated(f"{op}: this group of ranks {self._ranks} was destroyed")
@@ -157,5 +157,5 @@ class Some:
 
 def _p2p_of(here: world.World, op: str) -> PointToPoint:
     if here.p2p is None:
-        raise ValueError(f"{op}: this worker is alone, there is nobody to write to")
+        raise ValueError(f"{op}: this worker is the only one, there is no other rank")
     return here.p2p

@@ -49,8 +49,8 @@ def open_default_group() -> None:
     if dist.is_initialized():
         if not isinstance(dist.group.WORLD, FarandoleGroup):
             raise ConfigError(
-                f"the default group of torch.distributed is one of {dist.get_backend()} already: call "
-                f"torch.distributed.destroy_process_group() first, or do not ask for ours"
+                f"the default group of torch.distributed already has the backend {dist.get_backend()}: call "
+                f'torch.distributed.destroy_process_group() first, or do not request the backend "farandole"'
             )
         return
     hook = sys.excepthook
@@ -70,8 +70,8 @@ def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]
         return
     _enter_world()
     here = world.current().placement
-    said = _query_to_dict(urlparse(url).query)
-    yield _no_store, int(said.get("rank", here.rank)), int(said.get("world_size", here.size))
+    parameters = _query_to_dict(urlparse(url).query)
+    yield _no_store, int(parameters.get("rank", here.rank)), int(parameters.get("world_size", here.size))
 
 
 def _backend_asked_for() -> str | None:
@@ -93,7 +93,7 @@ def _create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup
     if (opts.group_rank, opts.group_size) != (here.rank, here.size):
         raise ConfigError(
             f"init_process_group(rank={opts.group_rank}, world_size={opts.group_size}): this is rank {here.rank} of "
-            f"{here.size}, and that may change; leave rank, world_size, RANK and WORLD_SIZE out"
+            f"{here.size}, which may change; leave rank, world_size, RANK and WORLD_SIZE out"
         )
     _open_p2p(world.current())
     return FarandoleGroup(Everybody())
@@ -103,8 +103,8 @@ def _subgroup(ranks: list[int]) -> FarandoleGroup:
     """Create a subgroup. Called on its members only, for each group of the same ranks in the same order."""
     if not isinstance(dist.group.WORLD, FarandoleGroup):
         raise ConfigError(
-            f'new_group(backend="farandole"): the default group is one of {dist.get_backend()}, whose ranks need not '
-            f'be ours; call init_process_group("farandole")'
+            f'new_group(backend="farandole"): the default group has the backend {dist.get_backend()}, whose ranks '
+            f'may differ; call init_process_group("farandole")'
         )
     key = tuple(ranks)
     number = _made[key] = _made.get(key, -1) + 1
@@ -112,7 +112,7 @@ def _subgroup(ranks: list[int]) -> FarandoleGroup:
 
 
 def _enter_world() -> None:
-    assert _init is not None, "register() comes first"
+    assert _init is not None, "call register() first"
     _init()
 
 
@@ -155,7 +155,7 @@ class NoStore(Store):
     def _refuse(self, *_: object) -> NoReturn:
         raise ConfigError(
             'torch.distributed was initialized with the backend "farandole", which has no store: no group of another '
-            "backend can be made by means of it, nor can ranks be counted or awaited there. Leave `backend` out of "
+            "backend can be created with it, and ranks cannot be counted or awaited with it. Leave `backend` out of "
             "new_group(), and unset TORCH_DIST_INIT_BARRIER"
         )
 

@@ -89,8 +89,8 @@ class Receiving(Work):
             return True
         if world.current().p2p is not self._p2p:
             raise GroupOutdated(
-                f"recv: a message of generation {self._p2p.generation} cannot come any more, this is generation "
-                f"{world.current().id}: ask for messages anew in each generation"
+                f"recv: a message of generation {self._p2p.generation} cannot arrive any more, this is generation "
+                f"{world.current().id}: call recv again in each generation"
             )
         try:
             message = self._p2p.wait_for(self._expected)
@@ -102,7 +102,7 @@ class Receiving(Work):
             if memory.numel() != len(message.content):
                 raise CollectiveMismatch(
                     f"recv: rank {self._ranks.index(message.source)} has sent {len(message.content)} bytes, and the "
-                    f"tensor of shape {tuple(dense.shape)} and dtype {dense.dtype} takes {memory.numel()}"
+                    f"tensor of shape {tuple(dense.shape)} and dtype {dense.dtype} has {memory.numel()}"
                 )
             if memory.numel():
                 memory.copy_(torch.frombuffer(message.content, dtype=torch.uint8))

@@ -81,8 +81,8 @@ def put_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: d
     known = {name for name, _ in [*whole["types"], *whole["plain"]]}
     if known != set(parameters):
         raise ConfigError(
-            f"the model has other parameters than the one that was committed: {sorted(known ^ set(parameters))[:5]} "
-            f"are in one of them only; every worker must build the same model, each time"
+            f"the parameters of the model differ from those of the last commit: {sorted(known ^ set(parameters))[:5]} "
+            f"exist in only one of them; every worker must always build the same model"
         )
     with torch.no_grad():
         for (name, key), value in whole["plain"].items():
@@ -125,7 +125,7 @@ def put_shards(
             if local.shape[dim] != stop - start:
                 raise ConfigError(
                     f"{key[0]}: this worker has {local.shape[dim]} of {length} rows, where shard {place[0]} of "
-                    f"{place[1]} has {stop - start}; use the mesh that build() is given"
+                    f"{place[1]} has {stop - start}; use the mesh that is passed to build()"
                 )
             for index, source in enumerate(plan.sources):
                 first, last = rows(length, index, plan.count)
@@ -154,8 +154,8 @@ def _entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
         for parameter in group["params"]:
             if parameter not in names:
                 raise ConfigError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not: make "
-                    f"it after fully_shard(), of model.parameters()"
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does not have: "
+                    f"create it after fully_shard(), from model.parameters()"
                 )
             for key in sorted(optimizer.state.get(parameter, {})):
                 yield (names[parameter], key), optimizer.state[parameter][key]
@@ -167,8 +167,8 @@ def _divided_dimension(key: Key, value: DTensor) -> int:
     placement = value.placements[-1]
     if len(value.placements) != 2 or not placement.is_shard() or not value.placements[0].is_replicate():
         raise ConfigError(
-            f"{key[0]}: placements {value.placements} are not (Replicate, Shard): give fully_shard() the mesh that "
-            f"build() is given, whole"
+            f"{key[0]}: placements {value.placements} are not (Replicate, Shard): pass the whole mesh of build() to "
+            f"fully_shard()"
         )
     return int(placement.dim)  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ logger = logging.getLogger("farandole")
 Build = Callable[[DeviceMesh], tuple[torch.nn.Module, torch.optim.Optimizer]]
 
 
-class _Word(msgspec.Struct, array_like=True):
+class _RankState(msgspec.Struct, array_like=True):
     """The data of each rank that all ranks exchange before they agree on the state."""
 
     local_rank: int
@@ -135,7 +135,7 @@ class ShardedState(State):
             ConfigError: No folder was given.
         """
         if self._checkpoint is None:
-            raise ConfigError("save_checkpoint(): give ShardedState a folder, ShardedState(..., checkpoint=folder)")
+            raise ConfigError("save_checkpoint() needs a folder: ShardedState(..., checkpoint=folder)")
         from farandole.sharding import pieces  # the import takes most of a second
 
         pieces.write_stored(self._checkpoint, self._number, self.model, self.optimizer, self._values())
@@ -151,12 +151,12 @@ class ShardedState(State):
         """Agree on the newest complete commit, and load it on all ranks, divided for the current world."""
         here = world.current()
         transport, placement = here.transport, here.placement
-        mine = _Word(placement.local_rank, placement.local_size, [each.held for each in self._commits])
-        words = [
-            msgspec.msgpack.decode(each, type=_Word) for each in transport.all_gather(msgspec.msgpack.encode(mine))
+        mine = _RankState(placement.local_rank, placement.local_size, [each.held for each in self._commits])
+        ranks = [
+            msgspec.msgpack.decode(each, type=_RankState) for each in transport.all_gather(msgspec.msgpack.encode(mine))
         ]
-        held = [word.held for word in words]
-        self._make([word.local_size for word in words if word.local_rank == 0])
+        held = [each_rank.held for each_rank in ranks]
+        self._make([each_rank.local_size for each_rank in ranks if each_rank.local_rank == 0])
         plan = choose(held)
         if plan is not None:
             self._take_over(plan, awaited(plan, held, self._shards_by_rank(), self.shards), transport)
@@ -175,7 +175,7 @@ class ShardedState(State):
         shards = self._shards(hosts) if callable(self._shards) else shards_within_hosts(hosts, self._shards)
         if shards < 1 or size % shards:
             raise ConfigError(
-                f"shards={self._shards} gave {shards} for hosts with {hosts} workers: it must divide {size}"
+                f"shards={self._shards} returned {shards} for hosts with {hosts} workers: it must divide {size}"
             )
         mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
         self._place = rank % shards, shards
@@ -220,7 +220,7 @@ class ShardedState(State):
                 raise ShardLost(f"{lost} {_advice(self._checkpoint)}")
             return False
         if lost:
-            logger.warning("%s All go back to the checkpoint %s", lost, newest)
+            logger.warning("%s All workers return to the checkpoint %s", lost, newest)
         self._number, values = pieces.read_stored(newest, self.model, self.optimizer)
         self.__dict__.update(values)
         return True
@@ -256,8 +256,8 @@ def _what_is_lost(held: list[list[Held]]) -> str:
 
 def _advice(checkpoint: Path | None) -> str:
     there = (
-        "Give ShardedState a checkpoint folder, and call save_checkpoint() now and then"
+        "Give ShardedState a checkpoint folder, and call save_checkpoint() periodically"
         if checkpoint is None
         else f"There is no checkpoint in {checkpoint} yet: call save_checkpoint() earlier"
     )
-    return f"{there}; or have more workers than shards, so that each shard has another holder."
+    return f"{there}; or use more workers than shards, so that each shard has another holder."

@@ -39,12 +39,12 @@ def synchronize_commits(shared: CommittedState, transport: Transport, bootstrap:
 
     Raises PeerLost or GenerationEnded with this rank's state unharmed.
     """
-    said = []
+    records = []
     if recorded := shared.recorded():
-        said = transport.all_gather(pickle.dumps((shared.is_holder, recorded)))
+        records = transport.all_gather(pickle.dumps((shared.is_holder, recorded)))
     shared.capture()
     report = synchronize(shared, transport, bootstrap)
-    shared.unite([states for is_holder, states in map(pickle.loads, said) if is_holder])
+    shared.unite([states for is_holder, states in map(pickle.loads, records) if is_holder])
     shared.settle()
     return report
 
@@ -80,30 +80,30 @@ class CommittedState:
         """Return the samplers that record progress, by name."""
         return {name: handler.value for name, handler in self._of(SamplerStateHandler).items()}
 
-    def tell_news(self) -> bytes:
+    def take_news(self) -> bytes:
         """Return the samples of this rank's samplers that no other rank knows of, pickled; usually b""."""
-        news = {name: each.tell_news() for name, each in self._with_news()}
+        news = {name: each.take_news() for name, each in self._with_news()}
         return pickle.dumps(news) if any(news.values()) else b""
 
-    def hear_news(self, told: bytes) -> None:
-        """Add the samples that tell_news() has returned on another rank."""
-        if told:
-            news = pickle.loads(told)
+    def add_news(self, payload: bytes) -> None:
+        """Add the samples that take_news() has returned on another rank."""
+        if payload:
+            news = pickle.loads(payload)
             for name, sampler in self._with_news():
-                sampler.hear_news(news.get(name, ()))
+                sampler.add_news(news.get(name, ()))
 
     def _with_news(self) -> list[tuple[str, Any]]:
-        return [(name, each) for name, each in self.samplers().items() if hasattr(each, "tell_news")]
+        return [(name, each) for name, each in self.samplers().items() if hasattr(each, "take_news")]
 
     def recorded(self) -> dict[str, dict[str, Any]]:
         """Return the records of this rank's samplers, by name."""
         return {name: dict(handler.value.state_dict()) for name, handler in self._of(SamplerStateHandler).items()}
 
-    def unite(self, said: Sequence[dict[str, dict[str, Any]]]) -> None:
+    def unite(self, records: Sequence[dict[str, dict[str, Any]]]) -> None:
         """Load the source's record, which is live now, with the sets of all holders. The source does so too, since the
         remaining samples are divided among the new world then."""
         for name, handler in self._of(SamplerStateHandler).items():
-            handler.load_united([handler.value.state_dict(), *(states[name] for states in said)])
+            handler.load_united([handler.value.state_dict(), *(states[name] for states in records)])
 
     # Metadata -----------------------------------------------------------------------------------------
 

@@ -177,8 +177,8 @@ def _refuse_uncopyable(name: str, value: object, owner: str) -> None:
         _copied(value)
     except Exception as error:  # deepcopy raises any error of the value's own methods
         raise ConfigError(
-            f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}); a commit could not keep it: "
-            f"give {owner} values that can be copied and pickled, or objects with state_dict()"
+            f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}), and so not committed: "
+            f"use values in {owner} that can be copied and pickled, or objects with state_dict()"
         ) from error
 
 
@@ -193,8 +193,8 @@ def _refuse_uncopyable(name: str, value: object, owner: str) -> None:
 _INLINE_BYTES = 1 << 20
 
 _REFUSAL = (
-    "between optimizer.step() and state.commit(): the state was made with commit_follows_step=True, so nothing is left "
-    "to return to if another worker is lost now; put it before the step or behind the commit, or leave "
+    "between optimizer.step() and state.commit(): the state has commit_follows_step=True, so there is "
+    "no commit to return to if another worker is lost now; call it before the step or after the commit, or leave "
     "commit_follows_step out"
 )
 
@@ -257,7 +257,7 @@ class BackgroundCopy:
         """Run finish(), and raise StepError when the targets do not hold a commit."""
         self.finish()
         if self._was_passed:
-            raise StepError(f"returning to the last commit {_REFUSAL}")
+            raise StepError(f"a return to the last commit is not possible {_REFUSAL}")
 
     def finish(self) -> None:
         """Wait until all targets hold the values that their sources had at begin(). May be called from any thread;

@@ -29,8 +29,8 @@ class Divergence(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         more = f" and {self.objects - 1} more" if self.objects > 1 else ""
         who = "rank" if len(self.ranks) == 1 else "ranks"
-        said = ", ".join(map(str, self.ranks))
-        return f"at step {self.step} {self.name}{more} of {who} {said} differed from that of rank {self.source}"
+        ranks = ", ".join(map(str, self.ranks))
+        return f"at step {self.step} {self.name}{more} of {who} {ranks} differed from that of rank {self.source}"
 
 
 def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks: Collection[int]) -> int:

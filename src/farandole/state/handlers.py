@@ -372,5 +372,5 @@ def _refuse_unpicklable(name: str, value: object, error: Exception) -> None:
     except Exception:  # noqa: BLE001 - pickle raises any error of the value's own methods
         raise ConfigError(
             f"state.{name} of type {type(value).__name__} cannot be pickled ({error}); other workers could not "
-            f"take it over: give TorchState values that can, or objects with state_dict()"
+            f"receive it: use values in TorchState that can be pickled, or objects with state_dict()"
         ) from error

@@ -117,8 +117,8 @@ def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[Named
                 path = ("state", parameter)
                 entry = optimizer.state[parameter]
                 for keys, _ in tensors_in({key: entry[key] for key in sorted(entry, key=str)}):
-                    said = ".".join(map(str, (number, *keys)))
-                    yield NamedTensor(f"{name}.{said}", owner, (*path, *keys), is_trained=True)
+                    path_text = ".".join(map(str, (number, *keys)))
+                    yield NamedTensor(f"{name}.{path_text}", owner, (*path, *keys), is_trained=True)
             number += 1
 
 

@@ -210,8 +210,8 @@ class KeptValues:
 
     def agree(self, transport: Transport) -> None:
         """Set the same commit count on all ranks, newcomers included; their values are equal already. A collective."""
-        said = transport.all_gather(_COUNT.pack(self._commits))
-        self._commits = max(_COUNT.unpack(each)[0] for each in said)
+        counts = transport.all_gather(_COUNT.pack(self._commits))
+        self._commits = max(_COUNT.unpack(each)[0] for each in counts)
         self.is_holder = True
 
     def capture(self) -> None:

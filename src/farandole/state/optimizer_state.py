@@ -453,8 +453,8 @@ class _Putter:
         if kind == _STAYS[0]:
             if isinstance(live, _Missing):
                 raise ConfigError(
-                    f"{path} is a function, or another thing that cannot be sent to other workers, and is missing on "
-                    f"this one: make it in the optimizer's __init__()"
+                    f"{path} is a function, or another object that cannot be sent to other workers, and is missing "
+                    f"on this worker: create it in the optimizer's __init__()"
                 )
             return live
         if kind == _STRIDED:

@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(place: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    raise AssertionError("a skeleton is read by unpack() and make_room() only")
+    raise AssertionError("only unpack() and make_room() read a skeleton")
 
 
 class _Unpickler(pickle.Unpickler):

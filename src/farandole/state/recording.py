@@ -103,7 +103,7 @@ def install_for_samplers(recorder: SamplerRecorder | None) -> None:
     _sampler_recorder = recorder
 
 
-def hears_samplers() -> bool:
+def records_samplers() -> bool:
     """Return whether a recorder is installed: collecting its arguments takes time."""
     return _sampler_recorder is not None
 

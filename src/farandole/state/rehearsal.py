@@ -72,8 +72,8 @@ def _message(what: str, before: Any, after: Any) -> str:
         if keys:
             what = f"{what} ({', '.join(map(str, keys[:3]))})"
     return (
-        f"{what} changed in the loop body before optimizer.step() and is not restored: after load_state_dict() of what "
-        f"was saved before the loop body it is another one. When a worker is lost the step would be done again with "
-        f"it. Make its state_dict() and load_state_dict() save and load all that the loop body changes, change it in "
-        f"TorchState(after_step=[...]), or leave it out of the state"
+        f"{what} changed in the loop body before optimizer.step() and is not restored: it differs after "
+        f"load_state_dict() of the value that was saved before the loop body. When a worker is lost, the step would be "
+        f"repeated with the changed value. Make its state_dict() and load_state_dict() save and load everything that "
+        f"the loop body changes, change it in TorchState(after_step=[...]), or leave it out of the state"
     )

@@ -24,7 +24,7 @@ Ask = Callable[[str, Progress, str], str]
 """Signature ask(name, progress, file): returns "" if this worker may save, else the reason. `name` identifies the
 request."""
 
-_UNNAMED = "what save_once was given"
+_UNNAMED = "the argument of save_once"
 
 _ask: Ask | None = None
 

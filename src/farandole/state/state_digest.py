@@ -105,7 +105,7 @@ class _Layout:
         self.sizes = []
         for each in tensors:
             tensor = each.find()
-            assert tensor is not None, "they were found a moment ago"
+            assert tensor is not None, "the tensor was found before"
             self._shapes.append((tensor.shape, tensor.dtype))
             self.sizes.append(tensor.numel() * tensor.element_size())
         self.blocks = cut(self.sizes)

@@ -300,7 +300,7 @@ def set_weight(weight: float) -> None:
     """Set the weight of the current batch's mean loss, in the user's units. Raises StepError when it is too late."""
     if _step.is_weighed and _step.weight != weight:
         raise StepError(
-            f"weight({weight:g}) after backward(): its gradients count already, with weight {_step.weight}; call it "
+            f"weight({weight:g}) after backward(): its gradients already have weight {_step.weight}; call it "
             f"before the backward() of the same loop body"
         )
     _step.weight = weight

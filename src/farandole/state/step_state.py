@@ -126,7 +126,7 @@ class StepState(TorchState):
         self._names = list(tracked)
         for name, value in tracked.items():
             if hasattr(self, name):
-                raise ConfigError(f"TorchState: {name!r} is taken; give the value another name")
+                raise ConfigError(f"TorchState: the name {name!r} is reserved; give the value another name")
             setattr(self, name, value)
         self.rehearse, self.has_rehearsed = rehearse, not rehearse
         self.on_step: Callable[[], None] | None = None  # in a rehearsal: inspects the state when a step is called
@@ -222,8 +222,8 @@ class StepState(TorchState):
                 self.is_holder = False
                 logger.error(
                     "state.%s was changed in the loop body before optimizer.step(), for the first time in this job, "
-                    "and a worker was lost in the same step: it cannot be put back, and is copied from a worker that "
-                    "has not changed it, if there is one. Change it behind optimizer.step(), or in after_step",
+                    "and a worker was lost in the same step: it cannot be restored, and is copied from a worker "
+                    "that has not changed it, if there is one. Change it after optimizer.step(), or in after_step",
                     ", state.".join(lost),
                 )
 
@@ -395,7 +395,7 @@ _WHY_REFUSED = {
         "to different numbers of reductions"
     ),
     torch.optim.SparseAdam: (
-        "takes sparse gradients only, and those of the global batch are dense; torch.optim.Adam takes them"
+        "needs sparse gradients, and those of the global batch are dense; use torch.optim.Adam for them"
     ),
 }
 
@@ -405,8 +405,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for each in with_inner("optimizer", optimizer).values():
         if each is not optimizer and hasattr(each, "abandon_step"):
             raise ConfigError(
-                f"there is a DistributedOptimizer inside of the {type(optimizer).__name__} of the TorchState, which "
-                f"would step whether or not its step is applied: DistributedOptimizer(...) belongs around all of it"
+                f"the {type(optimizer).__name__} of the TorchState contains a DistributedOptimizer, and would step "
+                f"even when the step is skipped: wrap the outermost optimizer in DistributedOptimizer(...)"
             )
         for kind, why in _WHY_REFUSED.items():
             if isinstance(each, kind):

@@ -99,7 +99,9 @@ def choose_source(standings: list[Standing], bootstrap: bool) -> int:
         return 0
     holders = [rank for rank, standing in enumerate(standings) if standing.is_holder]
     if not holders:
-        raise FatalError("no worker holds the state of the job; it would have to start over, and does not")
+        raise FatalError(
+            "no worker holds the state of the job; the job ends, since it must not silently start from the beginning"
+        )
     return max(holders, key=lambda rank: (standings[rank].progress, -rank))
 
 
@@ -147,8 +149,8 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
         tables = _tables(transport, _by_name(new_tensors or state.live_tensors()))
         if transport.rank in behind and tables[transport.rank] != tables[source]:
             raise FatalError(
-                f"the state of rank {source} arrived as another one: its digest differs. Does anything change "
-                "parameters or the optimizer's state while workers regroup, for example another thread?"
+                f"the state of rank {source} has another digest after its transfer: check whether anything, for "
+                "example another thread, changes parameters or the optimizer's state while workers regroup"
             )
         if not bootstrap and state.digests is not None:
             source = findings.judge(tables, without=copied)

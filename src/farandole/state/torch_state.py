@@ -82,9 +82,7 @@ class TorchState(ObjectState):
         if not issubclass(StepState, cls):
             if issubclass(cls, StepState):
                 return super().__new__(cls)
-            raise ConfigError(
-                f"{cls.__name__}(loader=...): a class of your own with a loader must derive from StepState"
-            )
+            raise ConfigError(f"{cls.__name__}(loader=...): a subclass with a loader must derive from StepState")
         return super().__new__(StepState)
 
     def __init__(
@@ -208,9 +206,9 @@ def _refuse_undivided(loader: Any) -> None:
         how = "its data set is an IterableDataset" if is_iterable else f"its sampler is a {type(sampler).__name__}"
         raise ConfigError(
             f"TorchState(loader=...) has torch's DataLoader, which does not divide the data among workers ({how}): "
-            f"each one would train all of it, and begin anew after a fault. Give it fd.elastic.{ours}(dataset, "
-            f"global_batch_size=...); or, under the commit rule as in Horovod, make the DataLoader with sampler="
-            f"fd.elastic.ElasticSampler(dataset). Where the data set has this worker's part only, leave the loader "
+            f"each worker would train all of it, and start again after a fault. Use fd.elastic.{ours}(dataset, "
+            f"global_batch_size=...); or, under the commit rule as in Horovod, create the DataLoader with sampler="
+            f"fd.elastic.ElasticSampler(dataset). Where the data set has only this worker's part, leave the loader "
             f"out of the state"
         )
 

@@ -72,7 +72,7 @@ class WatchedTensors:
         size = sum(_bytes(each) for name, each in self.items() if name in new)
         logger.info(
             "%d tensor%s (%s) of the state, %.1f MB, change in the loop body before optimizer.step(): they are copied "
-            "in each step, to be put back when a worker is lost",
+            "in each step, to be restored when a worker is lost",
             len(new),
             "" if len(new) == 1 else "s",
             min(new) + (", …" if len(new) > 1 else ""),

@@ -96,7 +96,9 @@ class RunningJob:
             if condition(latest):
                 return latest
             time.sleep(_POLL_S)
-        raise TimeoutError(f"not reached; exit code {self.process.poll()}, latest records: {self.latest()}")
+        raise TimeoutError(
+            f"the condition was not reached; exit code {self.process.poll()}, latest records: {self.latest()}"
+        )
 
     def forget(self, record: dict[str, Any]) -> None:
         """Exclude an ended worker from latest(), unless another one gets the same process id."""

@@ -162,15 +162,15 @@ class Handshake:
 def _unpack(layout: struct.Struct, payload: bytes) -> tuple[bytes, ...]:
     """Return the fields after magic and version."""
     if len(payload) < _BEGINNING.size or not payload.startswith(_MAGIC):
-        raise ProtocolError("the other side does not speak Farandole's protocol")
+        raise ProtocolError("the other side does not use Farandole's protocol")
     _, version = _BEGINNING.unpack_from(payload)
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the other side speaks version {version} of the protocol, this side {PROTOCOL_VERSION}; "
+            f"the other side uses version {version} of the protocol, this side version {PROTOCOL_VERSION}; "
             "install the same version of Farandole on all hosts"
         )
     if len(payload) != layout.size:
-        raise ProtocolError("the other side does not speak Farandole's protocol")
+        raise ProtocolError("the other side does not use Farandole's protocol")
     return tuple(layout.unpack(payload)[2:])
 
 

@@ -142,18 +142,18 @@ async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     # A message must not wait for the acknowledgement of the one before it.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock)
-    said = handshake.begin()
+    payload = handshake.begin()
     while True:
-        if said is not None:
-            writer.write(frame(said))
+        if payload is not None:
+            writer.write(frame(payload))
         if handshake.session is not None:
             return handshake.session
-        has_proved = said is not None and not handshake.is_listener
+        has_proved = payload is not None and not handshake.is_listener
         try:
             received = await _read_frame(reader, HANDSHAKE_FRAME_LIMIT)
         except ConnectionError as error:
-            raise TokenRefused(f"{error} when this side had proved the token") if has_proved else error from None
-        said = handshake.receive(received)
+            raise TokenRefused(f"{error} after this side had proved the token") if has_proved else error from None
+        payload = handshake.receive(received)
 
 
 async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:

@@ -349,10 +349,10 @@ class WorkersSeen(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """The agent is alive. `heard` is the newest CoordinatorHeartbeat that it received; None when it gets none."""
+    """The agent is alive. `received` is the newest CoordinatorHeartbeat that it received; None when it gets none."""
 
     sequence: int
-    heard: int | None = None
+    received: int | None = None
 
 
 class WorkerPrinted(Message, frozen=True):
@@ -433,10 +433,10 @@ class Refused(Message, frozen=True):
 
 
 class CoordinatorHeartbeat(Message, frozen=True):
-    """The coordinator is alive. `heard` is the newest Heartbeat that it received."""
+    """The coordinator is alive. `received` is the newest Heartbeat that it received."""
 
     sequence: int
-    heard: int
+    received: int
 
 
 class Spawn(Message, frozen=True):
@@ -462,7 +462,7 @@ class Kill(Message, frozen=True):
     dumps_stacks: bool = False
 
 
-class TellWorkers(Message, frozen=True):
+class ForwardToWorkers(Message, frozen=True):
     """Send the same message to several workers of this agent."""
 
     workers: tuple[str, ...]
@@ -493,5 +493,5 @@ class JobEnded(Message, frozen=True):
 
 
 ToAgent: TypeAlias = (
-    Welcome | Refused | CoordinatorHeartbeat | Spawn | Kill | TellWorkers | StartWorkers | Dismissed | JobEnded
+    Welcome | Refused | CoordinatorHeartbeat | Spawn | Kill | ForwardToWorkers | StartWorkers | Dismissed | JobEnded
 )

@@ -102,13 +102,13 @@ class BodyCalls:
 
     def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor | None:
         """Return the result of one round; None: other workers needed a result first, another round follows."""
-        said = _all_gather(transport, msgspec.msgpack.encode(Round(key, _to_bytes(mine), self._last, self._result)))
-        results = {each.last: each.result for each in said if each.last is not None}
+        rounds = _all_gather(transport, msgspec.msgpack.encode(Round(key, _to_bytes(mine), self._last, self._result)))
+        results = {each.last: each.result for each in rounds if each.last is not None}
         if key in results:
             return _like(mine, results[key])
-        if any(each.waits_in in results for each in said):
+        if any(each.waits_in in results for each in rounds):
             return None
-        parts = [_like(mine, each.value) for each in said if each.waits_in == key]
+        parts = [_like(mine, each.value) for each in rounds if each.waits_in == key]
         return torch.stack(parts).sum(0).to(mine.dtype)
 
     def _key(self, what: str) -> CallKey:

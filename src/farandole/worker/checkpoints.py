@@ -55,7 +55,7 @@ class Checkpoints:
         self._due = Due(parse_every(settings.every), now_s(), 0)
         self._restored = 0  # the run id that this worker has begun from a checkpoint
         self._folder = CheckpointFolder(open_store(settings.folder))
-        self._writer = Writer(self._folder, rule, settings.keep, self._ask, authority.tell)
+        self._writer = Writer(self._folder, rule, settings.keep, self._ask, authority.report)
         self._is_judged = threading.Event()  # whether all workers had the state that is being written is known
         self._is_judged.set()
         self._refusal = ""
@@ -84,7 +84,7 @@ class Checkpoints:
             )
         restore(self._state, found, value, run_id)
         self._state.capture()
-        logger.info("begun from %s: step %d", found.place, found.manifest.step)
+        logger.info("training starts from %s: step %d", found.place, found.manifest.step)
 
     def entered(self) -> None:
         """Note that this worker has the state of the job for the first time. Raises ConfigError for a state that cannot
@@ -126,7 +126,11 @@ class Checkpoints:
         that differ do not become the same by themselves."""
         if not self._is_judged.is_set():
             self._is_owed = not is_equal
-            self._judge("" if is_equal else "the states of the workers differ; the next one follows when they do not")
+            self._judge(
+                ""
+                if is_equal
+                else "the states of the workers differ; the next checkpoint is written when they are equal"
+            )
 
     def _judge(self, refusal: str) -> None:
         if not self._is_judged.is_set():
@@ -184,7 +188,7 @@ class Checkpoints:
 # The authority decides whether a checkpoint counts, and learns the result of each: a job's coordinator, or only the
 # folder itself.
 
-_TAKEN = "another job has taken this place for its checkpoints since"
+_TAKEN = "another job now uses this place for its checkpoints"
 
 
 class CheckpointAuthority(Protocol):
@@ -200,7 +204,7 @@ class CheckpointAuthority(Protocol):
         """Ask whether a checkpoint may be published. Return "", or the reason for a refusal. Raises OSError."""
         ...
 
-    def tell(self, written: Written) -> None:
+    def report(self, written: Written) -> None:
         """Report the result of a checkpoint."""
         ...
 
@@ -228,7 +232,7 @@ class CoordinatorAuthority:
             return _TAKEN
         return self._job.may_publish(name, progress)
 
-    def tell(self, written: Written) -> None:
+    def report(self, written: Written) -> None:
         self._job.link.send(CheckpointEnded(written.name, written.step, written.took_s, written.error))
 
     def is_emergency_writer(self) -> bool:
@@ -255,7 +259,7 @@ class LocalAuthority:
         assert self._begun is not None, "only rank 0 writes"
         return _TAKEN if has_lost_it(self._begun.lock.store, self.settings.owner) else ""
 
-    def tell(self, written: Written) -> None:
+    def report(self, written: Written) -> None:
         if written.error:
             logger.warning(
                 "step %d could not be saved: %s; earlier checkpoints are untouched", written.step, written.error

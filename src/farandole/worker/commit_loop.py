@@ -44,7 +44,7 @@ logger = logging.getLogger("farandole")
 
 ResultT = TypeVar("ResultT")
 
-_WORD = struct.Struct("<2q")  # prepared, update
+_PREPARED_UPDATE = struct.Struct("<2q")  # prepared, update
 
 
 class CommitLoop:
@@ -211,7 +211,7 @@ class CommitLoop:
                 if abandon is not None:
                     abandon()
         self._state.on_reset()
-        self._updates.tell_again()
+        self._updates.repeat()
 
     def _agree(self, transport: Transport, bootstrap: bool) -> SyncReport | None:
         """Make the state the same on all ranks. Never skipped, whatever the change was."""
@@ -274,21 +274,21 @@ class CommitLoop:
         if job.link.is_over():
             job.link.raise_if_over()  # a worker alone is in no collective that would end
         number = job.link.prepared
-        word = _WORD.pack(number, self._updates.update(number))
+        payload = _PREPARED_UPDATE.pack(number, self._updates.update(number))
         if transport.size > 1:
-            word += self._committed.tell_news() if self._committed is not None else b""
-            words = transport.all_gather(word)
-            for rank, each in enumerate(words):
+            payload += self._committed.take_news() if self._committed is not None else b""
+            payloads = transport.all_gather(payload)
+            for rank, each in enumerate(payloads):
                 if self._committed is not None and rank != transport.rank:
-                    self._committed.hear_news(each[_WORD.size :])
+                    self._committed.add_news(each[_PREPARED_UPDATE.size :])
         else:
-            words = [word]
-        said = [_WORD.unpack_from(each) for each in words]
-        job.agree([prepared for prepared, _ in said])
+            payloads = [payload]
+        unpacked = [_PREPARED_UPDATE.unpack_from(each) for each in payloads]
+        job.agree([prepared for prepared, _ in unpacked])
         if not job.has_to_regroup():
             return None
         update = HostUpdateResult.no_update
-        for _, each in said:
+        for _, each in unpacked:
             update |= HostUpdateResult(each)
         return update
 
@@ -316,9 +316,9 @@ def _checkpoints(job: Job | None, committed: CommittedState | None, values: Kept
         return checkpoints(job, values, "commit")
     if read_checkpoint_env() is not None:
         raise ConfigError(
-            "--checkpoint needs a TorchState or an ObjectState without a save(), restore() or sync() of your own, and "
-            "without handlers of your own: from others only they know what would have to be written; without "
-            "--checkpoint, state.save_once() lets one worker write a file"
+            "--checkpoint needs a TorchState or an ObjectState that does not override save(), restore() or sync(), "
+            "and has no handlers of its own, since Farandole cannot save their data; without --checkpoint, "
+            "state.save_once() lets one worker write a file"
         )
     return None
 

@@ -73,7 +73,7 @@ def init(
     _is_dynamic = process_sets == "dynamic"
     wanted: list[Any] = [] if process_sets is None or _is_dynamic else list(process_sets)
     if not all(isinstance(each, ProcessSet) for each in wanted):
-        raise ValueError(f'init(process_sets={process_sets!r}): a list of ProcessSet, or "dynamic"')
+        raise ValueError(f'init(process_sets={process_sets!r}): expected a list of ProcessSet, or "dynamic"')
     keep_freed_memory()
     if level := read_horovod_settings().log_level:
         process_setup.set_log_level(level)
@@ -223,33 +223,33 @@ def _enter_alone() -> None:
 
 
 def _no_connection(ranks: tuple[int, ...], process_set: int) -> Transport:
-    raise AssertionError(f"a world of one connects to nobody, asked for {ranks} of process set {process_set}")
+    raise AssertionError(f"a world of one has no connections, requested ranks {ranks} of process set {process_set}")
 
 
 def _settings() -> NamedSettings:
     """Return the current settings of the environment: scripts set variables before each init()."""
-    said = read_horovod_settings()
+    settings = read_horovod_settings()
     return NamedSettings(
-        cache_capacity=said.cache_capacity,
-        fusion_bytes=said.fusion_bytes,
-        stall_warning_s=0.0 if said.stall_check_is_off else said.stall_warning_s,
-        stall_abort_s=said.stall_shutdown_s,
-        dynamic_process_sets=said.dynamic_process_sets or _is_dynamic,
+        cache_capacity=settings.cache_capacity,
+        fusion_bytes=settings.fusion_bytes,
+        stall_warning_s=0.0 if settings.stall_check_is_off else settings.stall_warning_s,
+        stall_abort_s=settings.stall_shutdown_s,
+        dynamic_process_sets=settings.dynamic_process_sets or _is_dynamic,
     )
 
 
 def _start_timeline() -> None:
     """Start the timeline of HOROVOD_TIMELINE. Not in a newcomer: it is a rank 0, too, until it is admitted."""
-    said = read_horovod_settings()
-    if said.timeline_file is not None and not (_job is not None and _job.is_newcomer()):
-        start_timeline(said.timeline_file, said.mark_cycles)
+    settings = read_horovod_settings()
+    if settings.timeline_file is not None and not (_job is not None and _job.is_newcomer()):
+        start_timeline(settings.timeline_file, settings.mark_cycles)
 
 
 def _check_comm(comm: Sequence[int] | None) -> None:
     everybody = list(range(size()))
     if comm is not None and list(comm) != everybody:
         raise ValueError(
-            f"init(comm={list(comm)}): this job has ranks {everybody}; for a part of them use "
+            f"init(comm={list(comm)}): this job has ranks {everybody}; for a subset use "
             f"init(process_sets=[ProcessSet({list(comm)})])"
         )
 

@@ -106,14 +106,14 @@ class Rendezvous:
         if env.local_size < env.size and ipaddress.ip_address(address.host).is_loopback:
             raise ConfigError(
                 f"{env.size} workers under {env.launcher}, {env.local_size} of them on this host: workers on several "
-                f"hosts are not possible yet, they are reached at {address.host} only"
+                f"hosts are not supported, since this worker can be reached at {address.host} only"
             )
         try:
             return _within(self._timeout_s + _GRACE_S, lambda: self._exchange(address))
         except (futures.TimeoutError, RuntimeError) as error:
             raise JobEnded(
                 f"rank {env.rank} of {env.size} under {env.launcher} waited {self._timeout_s:g} s in init() at "
-                f"{env.master_addr}:{env.master_port}; ranks that did not come: {self._missing()}"
+                f"{env.master_addr}:{env.master_port}; missing ranks: {self._missing()}"
             ) from error
 
     def _open(self) -> TCPStore:
@@ -162,7 +162,7 @@ class Rendezvous:
         try:
             return str(_within(_GRACE_S, look))
         except (futures.TimeoutError, RuntimeError):
-            return "unknown, the rendezvous is gone"
+            return "unknown, the rendezvous cannot be reached"
 
 
 def _listen(host: str, port: int) -> int:

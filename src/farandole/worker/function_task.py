@@ -54,7 +54,7 @@ def _pickled(result: object) -> bytes:
         data: bytes = cloudpickle.dumps(result)
     except Exception as error:  # noqa: BLE001 - any: it is that of the object's own __reduce__
         raise TypeError(
-            f"the function returned a {type(result).__name__} that cannot be sent back: {error}; return something "
+            f"the function returned a {type(result).__name__} that cannot be pickled: {error}; return an object "
             "that can be pickled"
         ) from None
     return data

@@ -58,7 +58,7 @@ class PlannedUpdates:
         newest = self._newest
         return newest.update if newest is not None and newest.number == number else 0
 
-    def tell_again(self) -> None:
+    def repeat(self) -> None:
         """Repeat a message that came for a generation beyond the current one, since the state has forgotten its
         messages."""
         newest = self._newest

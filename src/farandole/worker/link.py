@@ -208,7 +208,7 @@ class Link:
                     data = self._receive()
                     if not data:
                         # No process is left that knows the membership: no worker may outlive its agent.
-                        self._end_worker("the agent of this worker is gone; ending the worker")
+                        self._end_worker("the connection to the agent of this worker is closed; ending the worker")
                         return
                     for payload in buffer.feed(data):
                         self._obey(codec.decode(codec.TO_WORKER, payload))

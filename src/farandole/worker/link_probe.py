@@ -42,9 +42,9 @@ class LinkProbe:
     """
 
     def __init__(
-        self, budget_s: float, connections: Callable[[], Connections | None], tell: Callable[[Probed], None]
+        self, budget_s: float, connections: Callable[[], Connections | None], report: Callable[[Probed], None]
     ) -> None:
-        self._budget_s, self._connections, self._tell = budget_s, connections, tell
+        self._budget_s, self._connections, self._report = budget_s, connections, report
         self.look_every_s = min(1.0, budget_s / 16)
         self._still_since_s: float | None = None
         self._pause_s = self._due_s = 0.0
@@ -93,7 +93,7 @@ class LinkProbe:
         finally:
             with self._lock:
                 self._is_probing = False
-        self._tell(Probed(now.number, tuple(sorted(names)), tuple(sorted(others))))
+        self._report(Probed(now.number, tuple(sorted(names)), tuple(sorted(others))))
 
 
 # Connection attempts --------------------------------------------------------------------------------------------------

@@ -56,8 +56,8 @@ def run(
         job = context.job()
         if job is not None and job.has_finished:
             raise ConfigError(
-                f"{function.__name__} is the second elastic function of this script: a worker that joins begins at "
-                f"the top, and cannot know which one the others are in; train in one elastic function"
+                f"{function.__name__} is the second elastic function of this script: a worker that joins starts "
+                f"at the first one, and cannot know which one the others are in; train in one elastic function"
             )
         return _loop(job, state).run(lambda: function(state, *args, **kwargs))
 

@@ -79,29 +79,29 @@ class StateWatch:
             if self._records is not None:
                 self._records.found_local(self._state.step, report.local)
             logger.warning(
-                "%s differs between workers after every step, however often it is made the same: it is computed from "
-                "each worker's own samples. It is treated as BatchNorm's statistics are, and not compared any more",
+                "%s differs between workers after every step, also after it was made equal: it is computed from each "
+                "worker's own samples. It is treated like the statistics of BatchNorm, and no longer compared",
                 ", ".join(report.local),
             )
         if report.divergence is not None:
-            self._tell(report.divergence)
+            self._report(report.divergence)
 
     def _judge_checkpoint(self, is_equal: bool) -> None:
         if self._checkpoints is not None:
             self._checkpoints.compared(is_equal)
 
-    def _tell(self, found: Divergence) -> None:
+    def _report(self, found: Divergence) -> None:
         fails = self._state.on_divergence == "fail"
         here = world.current()
         if self._records is not None:
             self._records.differed(found)
         if self._job is None:
-            logger.warning("%s%s", found, "" if fails else "; they have copied it")
+            logger.warning("%s%s", found, "" if fails else "; they copied its state")
         elif here.placement.rank == 0:
-            said = (found.step, found.name, found.objects, found.ranks, found.source)
-            self._job.link.send(StatesDiffered(here.id.number, *said, fails))
+            fields = (found.step, found.name, found.objects, found.ranks, found.source)
+            self._job.link.send(StatesDiffered(here.id.number, *fields, fails))
         if fails:
             raise StateDiverged(
-                f'{found}; the job ends, as TorchState(on_divergence="fail") says. Does the script change {found.name} '
-                "on some workers only, or from values of their own samples?"
+                f'{found}; the job ends, as TorchState(on_divergence="fail") requires. Check whether the script '
+                f"changes {found.name} on some workers only, or from values of their own samples"
             )

@@ -42,10 +42,10 @@ logger = logging.getLogger("farandole")
 _ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
 _EPOCH_END = struct.Struct("<3qQ")  # epoch, decided steps, prepared, digest
 _SECOND_CALL = (
-    "Farandole has called this elastic function before, on this worker, to warm up before the worker joined. Code in "
-    "front of its loop has to work in a second call, too; TorchState(rehearse=False) leaves the warm-up out"
+    "Farandole has called this elastic function before, on this worker, to warm up before the worker joined. Code "
+    "before its loop must work in a second call, too; TorchState(rehearse=False) skips the warm-up"
 )
-_INTERRUPTED = "a worker was lost in this run of the loop body; the others take part again after it"
+_INTERRUPTED = "a worker was lost in this run of the loop body; other ranks take part again after it"
 
 
 class StepLoop:

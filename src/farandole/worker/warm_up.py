@@ -49,14 +49,14 @@ def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> bool:
         except _WarmedUp:
             took_s = now_s() - began_s
             level = logging.INFO if took_s > _WORTH_TELLING_S else logging.DEBUG
-            logger.log(level, "ran the loop body ahead of the admission, which took %.1f s", took_s)
+            logger.log(level, "the warm-up of the loop body before the admission took %.1f s", took_s)
         except Exception as error:
             logger.info(
-                "the loop body cannot be run ahead of the admission, so that the others wait for its first run: %s: %s",
+                "the warm-up of the loop body failed, so that the other workers wait for its first run: %s: %s",
                 type(error).__name__,
                 error,
             )
-            logger.debug("where it was raised", exc_info=True)
+            logger.debug("the traceback of the failed warm-up", exc_info=True)
         finally:
             loader.hooks = hooks
             step.close()

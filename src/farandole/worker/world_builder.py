@@ -120,7 +120,7 @@ class WorldBuilder:
         control_blocks: Sequence[ControlBlocks | str | None],
     ) -> Built:
         host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, control_blocks[_STEPS])
-        steps, words = for_devices(
+        steps, description = for_devices(
             host, ring, way, [each.host for each in directory], [each.devices for each in directory], read_transport()
         )
         if steps is not host:
@@ -139,7 +139,7 @@ class WorldBuilder:
         named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=self._settings())
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
         entered = World(start.id, start.placement, steps, named, is_homogeneous, p2p)
-        self._say(words, start)
+        self._report_way(description, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
     def _member(self, p2p: Address, control_blocks: ControlBlockRefs) -> Member:
@@ -178,7 +178,7 @@ class WorldBuilder:
         def connect(ranks: Sequence[int], number: int) -> RingTransport:
             subset = _among(start, [members[rank] for rank in ranks], ranks.index(start.placement.rank), ranks)
             connected = self._ring(subset, channel + 1 + number, timeout_s)
-            assert isinstance(connected, RingTransport), "there are two ranks at least"
+            assert isinstance(connected, RingTransport), "there are at least two ranks"
             return connected
 
         transport, way = choose(ring, [member.host for member in members], read_transport(), connect, control_blocks)
@@ -193,10 +193,10 @@ class WorldBuilder:
         if self._aborts is not None:
             self._aborts.register(start.id.number, abortable, is_builder=is_builder, replaces=replaces)
 
-    def _say(self, way: str, start: Start) -> None:
+    def _report_way(self, way: str, start: Start) -> None:
         """Report how tensors move, once, and when that has changed."""
         if way != self._last_way and start.placement.rank == 0:
-            logger.info("generation %s: tensors move %s", start.id, way)
+            logger.info("transport of generation %s: %s", start.id, way)
             self._on_way(start.id.number, way)
         self._last_way = way
 
@@ -210,7 +210,7 @@ class WorldBuilder:
 def _directory(ring: Transport, mine: Member) -> list[Member]:
     """Return every member's data, by rank. START names the neighbours only: the coordinator cannot send all members to
     each worker."""
-    return [msgspec.msgpack.decode(said, type=Member) for said in ring.all_gather(msgspec.msgpack.encode(mine))]
+    return [msgspec.msgpack.decode(each, type=Member) for each in ring.all_gather(msgspec.msgpack.encode(mine))]
 
 
 def _may_share_memory(start: Start) -> bool:

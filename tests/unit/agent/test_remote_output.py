@@ -94,7 +94,7 @@ def test_a_connection_that_takes_nothing_costs_lines_and_says_how_many_bytes() -
         (printed,) = wire.sent
         assert printed == WorkerPrinted("w1", "stdout", (b"again",), dropped_bytes=10)
         remote("b", printed)
-        assert b"10 bytes were dropped" in shown.told[0][2]
+        assert b"10 bytes of output were dropped" in shown.told[0][2]
 
     run(test())
 

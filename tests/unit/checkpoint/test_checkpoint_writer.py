@@ -205,9 +205,16 @@ def test_one_that_is_given_up_leaves_nothing_and_says_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"width": 5}, r"parameter model\.0\.weight: \[4, 3\] float32 there, \[5, 3\] float32 here"),
+        (
+            {"width": 5},
+            r"parameter model\.0\.weight: \[4, 3\] float32 in the checkpoint, \[5, 3\] float32 in this script",
+        ),
         ({"samples": 41}, r"other data: the saved loader has size=40, this one 41"),
-        ({"accuracy": 0.0}, r"tracked values: \['best', 'scheduler'\] there, \['accuracy', 'best', 'scheduler'\] here"),
+        (
+            {"accuracy": 0.0},
+            r"tracked values: \['best', 'scheduler'\] in the checkpoint, "
+            r"\['accuracy', 'best', 'scheduler'\] in this script",
+        ),
     ],
 )
 def test_another_model_or_data_set_is_refused_with_both_values(
@@ -232,7 +239,9 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     different = make()
     different.optimizer = torch.optim.SGD(different.model.parameters(), lr=0.1)
     different.capture()
-    with pytest.raises(ConfigError, match=r"optimizer options: .*betas.* there, .*momentum.* here"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer options: .*betas.* in the checkpoint, .*momentum.* in this script"
+    ):
         restore(different, heard.folder.complete()[0][0], read_files(heard.folder.complete()[0][0]), 2)
 
 

@@ -122,7 +122,7 @@ def test_errors_of_other_packages_come_as_those_of_a_disk(tmp_path: Path) -> Non
     [
         ("memory://job", "in the memory of one process"),
         ("nosuch://job", r"cannot be reached from here \(Protocol not known: nosuch\); install"),
-        ("file://job", "a whole path is needed, as in file:///data/job"),
+        ("file://job", "an absolute path is needed, as in file:///data/job"),
     ],
 )
 def test_a_place_that_cannot_be_reached_is_refused_with_what_to_do(place: str, message: str) -> None:

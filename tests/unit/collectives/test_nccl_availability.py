@@ -13,7 +13,7 @@ from farandole.collectives.nccl_transport import nccl_problem, own_nccl_problem
     [
         (False, False, 0, "without CUDA"),
         (True, False, 2, "without NCCL"),
-        (True, True, 0, "no CUDA device: look at nvidia-smi"),
+        (True, True, 0, "no CUDA device: check nvidia-smi"),
     ],
 )
 def test_what_is_missing_is_said(has_cuda: bool, has_nccl: bool, devices: int, said: str) -> None:

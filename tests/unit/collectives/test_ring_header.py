@@ -27,7 +27,7 @@ def test_a_broadcast_names_its_source() -> None:
 def test_bytes_that_are_no_header_are_called_so() -> None:
     packed = Header(Operation.BARRIER, 1).pack()
     for wrong in (bytes(HEADER_BYTES), packed[:4] + b"\xff" + packed[5:], packed[:5] + b"\xff" + packed[6:]):
-        assert "no operation" in describe_packed(wrong)
+        assert "an operation that this version does not know" in describe_packed(wrong)
 
 
 def test_a_packed_header_tells_its_sequence_number() -> None:

@@ -25,13 +25,13 @@ def is_readable(store: ExchangedStore, timeout_s: float = 0) -> bool:
 def test_who_asks_waits_until_it_was_brought(store: ExchangedStore) -> None:
     got: list[bytes] = []
     store.set("0/0", b"here")
-    assert store.take_untold() == {"0/0": b"here"}
+    assert store.take_unsent() == {"0/0": b"here"}
     assert not is_readable(store)
     thread = threading.Thread(target=lambda: got.append(store.get("0/1")))
     thread.start()
     assert is_readable(store, 5)
     store.bring([{}, {"1/0": b"others"}])
-    assert store.has_to_speak
+    assert store.has_to_send
     store.bring([{}, {"0/1": b"there"}])
     thread.join(5)
     assert got == [b"there"]
@@ -45,18 +45,18 @@ def test_each_value_and_the_end_are_told_once(store: ExchangedStore) -> None:
     store.set("a", "text")
     store.set("b", b"bytes")
     assert is_readable(store)
-    assert store.take_untold() == {"a": b"text", "b": b"bytes"}
-    assert store.take_untold() == {}
+    assert store.take_unsent() == {"a": b"text", "b": b"bytes"}
+    assert store.take_unsent() == {}
     store.end()
     assert is_readable(store)
-    assert store.take_untold() == {}
+    assert store.take_unsent() == {}
     assert not is_readable(store)
     assert store.mine == {"a": b"text", "b": b"bytes"}
 
 
 def test_who_asks_is_told_when_nothing_will_be_brought(store: ExchangedStore) -> None:
     store.abandon()
-    with pytest.raises(TimeoutError, match="did not tell '0/1'"):
+    with pytest.raises(TimeoutError, match="no other rank has set the key '0/1'"):
         store.wait(["0/1"])
 
 

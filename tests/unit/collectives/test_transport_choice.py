@@ -35,7 +35,7 @@ def test_the_way_follows_from_the_hosts(hosts: str, choice: str, way: Way) -> No
 
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
 def test_shared_memory_alone_cannot_join_hosts(hosts: str) -> None:
-    with pytest.raises(ConfigError, match="these are on 2: use auto"):
+    with pytest.raises(ConfigError, match="they are on 2: use auto"):
         decide(hosts, "shm")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator import AgentLost, AgentTold, ScaleRequested
+from farandole.coordinator import AgentLost, AgentReported, ScaleRequested
 from farandole.events import SlotsMissing, WorkerLost
 from farandole.membership import Address
 from farandole.wire.messages import (
@@ -68,7 +68,7 @@ def test_too_few_slots_end_the_job_after_the_start_timeout() -> None:
 
 def test_people_are_told_once_for_how_many_slots_the_start_waits_and_how_long() -> None:
     told = ToldJob(3, slots=1, start_timeout_s=60)
-    line = "waiting for 2 more slots (1 of 3 are there); the job ends in 60 s (--start-timeout)"
+    line = "waiting for 2 more slots (1 of 3 are available); the job ends in 60 s (--start-timeout)"
     assert [event.line() for event in told.logged(SlotsMissing)] == [line]
     assert told.passes(1).logged(SlotsMissing) == []
     assert told.connect("b", 1).logged(SlotsMissing) == []
@@ -79,7 +79,7 @@ def test_a_job_that_is_scaled_beyond_its_slots_says_so_and_goes_on() -> None:
     told = ToldJob(2, max_np=4).training()
     assert told.logged(SlotsMissing) == []
     told.feed(ScaleRequested(3))
-    assert [event.line() for event in told.logged(SlotsMissing)] == ["waiting for 1 more slot (2 of 3 are there)"]
+    assert [event.line() for event in told.logged(SlotsMissing)] == ["waiting for 1 more slot (2 of 3 are available)"]
     assert told.feed(ScaleRequested(3)).logged(SlotsMissing) == []
     assert told.job.ending is None
 
@@ -133,7 +133,7 @@ def test_kills_before_generation_1_use_the_restart_budget() -> None:
 
 
 def test_a_worker_that_cannot_be_started_ends_the_job() -> None:
-    told = ToldJob(1).feed(AgentTold("a", SpawnFailed("w0", "no such file: 'pyhton'")))
+    told = ToldJob(1).feed(AgentReported("a", SpawnFailed("w0", "no such file: 'pyhton'")))
     assert told.ending[0] == 1
     assert "no such file: 'pyhton'" in told.ending[1]
 
@@ -154,7 +154,7 @@ def test_a_worker_asked_to_leave_before_generation_1_goes_at_once_and_the_others
 def test_an_agent_that_is_known_already_and_beats_change_nothing() -> None:
     told = ToldJob(2)
     before = told.job
-    told.connect("a", 99).feed(AgentTold("a", Heartbeat(7))).feed(AgentTold("a", AgentHello("a", "h", 2, 1)))
+    told.connect("a", 99).feed(AgentReported("a", Heartbeat(7))).feed(AgentReported("a", AgentHello("a", "h", 2, 1)))
     assert (told.job, told.actions) == (before, [])
 
 
@@ -163,8 +163,8 @@ def test_a_worker_cannot_be_spoken_for_by_another_agent() -> None:
     told.connect("b", 1)
     before = told.job
     hello = Hello("w0", "", 1, 1, Address("127.0.0.1", 1))
-    assert told.feed(AgentTold("b", WorkerExited("w0", -9))).job == before
-    assert told.feed(AgentTold("b", FromWorker("w0", hello))).job == before
+    assert told.feed(AgentReported("b", WorkerExited("w0", -9))).job == before
+    assert told.feed(AgentReported("b", FromWorker("w0", hello))).job == before
 
 
 def test_a_state_confirmed_for_another_generation_makes_no_holder() -> None:

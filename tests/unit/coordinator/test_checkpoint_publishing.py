@@ -5,12 +5,12 @@ from __future__ import annotations
 from farandole.coordinator import StopRequested, new_job
 from farandole.events import CheckpointFailed, CheckpointSaved, StateLost
 from farandole.membership import Origin, Progress
-from farandole.wire.messages import CheckpointEnded, MayPublish, PublishAnswer, Stop, TellWorkers
+from farandole.wire.messages import CheckpointEnded, ForwardToWorkers, MayPublish, PublishAnswer, Stop
 from tests.support.told_job import ToldJob
 
 
 def refusals(told: ToldJob) -> list[str]:
-    said = [message.message for message in told.sent(TellWorkers)]
+    said = [message.message for message in told.sent(ForwardToWorkers)]
     return [each.refusal for each in said if isinstance(each, PublishAnswer)]
 
 
@@ -20,7 +20,7 @@ def asks(told: ToldJob, worker: str, step: int) -> list[str]:
 
 def emergency_writers(told: ToldJob) -> list[str]:
     """Who is to save the state."""
-    sent = told.sent(TellWorkers)
+    sent = told.sent(ForwardToWorkers)
     return [name for each in sent if isinstance(each.message, Stop) and each.message.saves for name in each.workers]
 
 
@@ -34,7 +34,7 @@ def test_a_member_may_publish_and_an_older_state_does_not_replace_a_newer_one() 
     told = saving(2).training()
     assert asks(told, "w0", 10) == [""]
     assert asks(told, "w1", 10) == [""]
-    assert asks(told, "w1", 9) == ["a newer one, of step 10, is published already"]
+    assert asks(told, "w1", 9) == ["a newer checkpoint, of step 10, is already published"]
     assert asks(told, "w0", 11) == [""]
 
 
@@ -47,7 +47,7 @@ def test_who_was_lost_or_replaced_may_not() -> None:
 
 def test_a_newcomer_may_not_before_it_is_a_member() -> None:
     told = saving(2).training().exited("w0").ready(2, "w1").synced("w1").hello("w2").elastic("w2")
-    assert asks(told, "w2", 10) == ["this worker is no member of the current generation"]
+    assert asks(told, "w2", 10) == ["this worker is not a member of the current generation"]
 
 
 def test_a_member_that_has_not_confirmed_the_state_may_not() -> None:
@@ -130,7 +130,7 @@ def test_in_the_new_run_id_a_checkpoint_of_the_old_one_never_counts_again() -> N
     said = told.says(told.members[0], MayPublish("late", Progress(2, 5)))
     assert refusals(said) == [""]
     said = told.says(told.members[0], MayPublish("late", Progress(1, 900)))
-    assert refusals(said) == ["a newer one, of step 5, is published already"]
+    assert refusals(said) == ["a newer checkpoint, of step 5, is already published"]
 
 
 def test_a_state_that_is_lost_before_the_first_checkpoint_ends_the_job() -> None:
@@ -156,6 +156,9 @@ def test_code_that_raises_on_all_workers_is_not_started_again_from_a_checkpoint(
 def test_a_file_of_the_scripts_own_is_older_or_newer_than_others_of_its_path_only() -> None:
     told = saving(2).training()
     assert asks(told, "w0", 10) == [""]
-    for step, file, refusal in ((5, "best.pt", ""), (4, "best.pt", "a newer one, of step 5, is published already")):
+    for step, file, refusal in (
+        (5, "best.pt", ""),
+        (4, "best.pt", "a newer checkpoint, of step 5, is already published"),
+    ):
         assert refusals(told.says("w0", MayPublish(f"{step}", Progress(1, step), file))) == [refusal]
     assert refusals(told.says("w1", MayPublish("x", Progress(1, 4), "last.pt"))) == [""]

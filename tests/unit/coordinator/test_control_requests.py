@@ -46,7 +46,7 @@ def test_more_workers_are_started_and_fewer_leave_at_a_boundary() -> None:
 
 def test_what_was_asked_for_already_changes_nothing() -> None:
     answer, happened = judge(ToldJob(2, slots=4).training().job, AskScale(2))
-    assert (answer, happened) == (Accepted("the job is to have 2 workers already"), None)
+    assert (answer, happened) == (Accepted("the job already has a target of 2 workers"), None)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_before_the_training_in_a_static_script_and_at_the_end_nothing_can_be_as
     told.hello("w0", "w1")
     assert "static script" in refused(told, request_)
     told.elastic("w0", "w1").synced("w0", "w1").finished("w0")
-    assert "at its end" in refused(told, request_)
+    assert "is finishing" in refused(told, request_)
     told.finished("w1").exited("w0", 0).exited("w1", 0)
     assert "the job is ending" in refused(told, request_)
 
@@ -89,7 +89,7 @@ def test_a_drained_host_is_left_and_undrained_it_is_filled_again() -> None:
     assert told.members == ("w0", "w1")
     assert told.exited("w2", 0).sent(Dismissed)
     assert is_drained(status_of(told.job, told.now_s), "host-b")
-    assert asked(told, AskDrain("host-b")).what == "host host-b is drained already"
+    assert asked(told, AskDrain("host-b")).what == "host host-b is already drained"
     asked(told, AskUndrain("host-b"))
     assert told.logged(HostUndrained) == [HostUndrained("host-b")]
     assert told.connect("b", 2).spawned() == {"w3": 0}
@@ -116,7 +116,7 @@ def test_unknown_hosts_are_refused_with_those_there_are() -> None:
     for request in (AskDrain("c"), AskUndrain("c")):
         assert refused(told, request) == "the job has no host 'c'; its hosts: host-a and host-b"
     assert refused(told, AskUndrain("host-a")) == "host host-a is not drained"
-    assert judge(told.job, AskDrain("host-b"))[1] == DrainRequested("host-b", "asked by a person")
+    assert judge(told.job, AskDrain("host-b"))[1] == DrainRequested("host-b", "requested by a user")
 
 
 def test_an_undrain_that_nobody_needs_changes_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentTold
+from farandole.coordinator import AgentReported
 from farandole.wire.messages import Leaving, WorkerDying
 from tests.support.told_job import ToldJob
 
@@ -23,7 +23,7 @@ def test_a_replacement_is_started_when_the_last_survivor_has_applied_a_step() ->
 
 
 def test_but_not_before_the_exit_that_frees_the_slot() -> None:
-    told = training_job().feed(AgentTold("a", WorkerDying("w1")))
+    told = training_job().feed(AgentReported("a", WorkerDying("w1")))
     told.ready(2, "w0", "w2").synced("w0", "w2").stepped("w0", "w2")
     assert told.spawned() == {}
     assert told.exited("w1").spawned() == {"w3": 1}

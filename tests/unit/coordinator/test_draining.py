@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentLost, AgentTold, hosts
+from farandole.coordinator import AgentLost, AgentReported, hosts
 from farandole.coordinator.transition import Transition
 from farandole.events import HostDrained, WorkerEnded
-from farandole.wire.messages import AgentLeaving, Dismissed, Kill, Left, Prepare, TellWorkers
+from farandole.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill, Left, Prepare
 from tests.support.told_job import ToldJob
 
 
@@ -15,11 +15,11 @@ def two_hosts(num_proc: int = 2, slots: int = 1, **config: object) -> ToldJob:
 
 
 def leaving(told: ToldJob, agent: str) -> ToldJob:
-    return told.feed(AgentTold(agent, AgentLeaving("SIGTERM was received")))
+    return told.feed(AgentReported(agent, AgentLeaving("SIGTERM was received")))
 
 
 def prepared(told: ToldJob) -> Prepare:
-    (message,) = {message.message for message in told.sent(TellWorkers)}
+    (message,) = {message.message for message in told.sent(ForwardToWorkers)}
     assert isinstance(message, Prepare)
     return message
 
@@ -29,7 +29,7 @@ def test_members_of_a_drained_host_leave_at_a_boundary_and_then_its_agent_goes()
     assert told.logged(HostDrained) == [HostDrained("host-b", "SIGTERM was received", ("w1",))]
     assert not told.sent(Kill)
     told.ready(prepared(told).number, "w0", "w1")
-    assert told.sent(TellWorkers)[0] == TellWorkers(("w1",), Left())
+    assert told.sent(ForwardToWorkers)[0] == ForwardToWorkers(("w1",), Left())
     assert told.members == ("w0",)
     assert not told.sent(Dismissed)
     assert told.exited("w1", 0).sent(Dismissed) == [Dismissed("host host-b is drained", is_drained=True)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentTold, ScaleRequested
+from farandole.coordinator import AgentReported, ScaleRequested
 from farandole.events import WorkerLost
 from farandole.wire.messages import Failed, WorkerDying
 from tests.support.told_job import ToldJob
 
 
 def dying(told: ToldJob, worker: str) -> ToldJob:
-    return told.feed(AgentTold("a", WorkerDying(worker)))
+    return told.feed(AgentReported("a", WorkerDying(worker)))
 
 
 def test_survivors_go_on_before_the_exit_is_known() -> None:
@@ -104,7 +104,7 @@ def test_when_all_raised_the_same_it_is_said_as_ever() -> None:
         told.says(worker, Failed("ValueError: x", "Traceback"))
         dying(told, worker)
     told.exited("w0", 1).exited("w1", 1)
-    assert "raised the same: ValueError: x" in told.ending[1]
+    assert "raised the same exception: ValueError: x" in told.ending[1]
 
 
 def test_where_a_lost_worker_costs_its_host_the_exit_is_awaited() -> None:
@@ -115,6 +115,6 @@ def test_where_a_lost_worker_costs_its_host_the_exit_is_awaited() -> None:
 def test_an_agent_that_is_lost_takes_its_dying_worker_along() -> None:
     told = ToldJob(2, slots=0)
     told.connect("a", 1).connect("b", 1).training()
-    told.feed(AgentTold("b", WorkerDying("w1")))
+    told.feed(AgentReported("b", WorkerDying("w1")))
     told.ready(2, "w0")
     assert told.members == ("w0",)

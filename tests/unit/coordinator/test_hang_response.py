@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import AgentTold
+from farandole.coordinator import AgentReported
 from farandole.coordinator.hang_detection import HangDetector
 from farandole.coordinator.inputs import StepsStalled
 from farandole.events import CollectiveStalled, Recovered, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
-from farandole.wire.messages import Kill, Stop, TellWorkers, WorkerDying, WorkerExited
+from farandole.wire.messages import ForwardToWorkers, Kill, Stop, WorkerDying, WorkerExited
 from farandole.worker_status import Phase, WorkerStatus
 from tests.support.told_job import ToldJob
 
@@ -123,16 +123,18 @@ def test_those_for_whom_the_others_wait_are_killed_with_their_stacks() -> None:
     (kill,) = told.sent(Kill)
     assert (kill.worker, kill.grace_s, kill.dumps_stacks) == ("w1", 0.0, True)
     assert [event.workers for event in told.logged(WorkersHung)] == [("w1",)]
-    told.feed(AgentTold("a", WorkerExited("w1", -9, (), "Thread 1 ...")))
+    told.feed(AgentReported("a", WorkerExited("w1", -9, (), "Thread 1 ...")))
     assert [event.stacks for event in told.logged(WorkerStacks)] == ["Thread 1 ..."]
     (loss,) = told.logged(WorkerLost)
-    assert loss.how.startswith("was stopped because the others have waited for it for 5 s (--step-timeout 5), and was")
+    assert loss.how.startswith(
+        "was stopped because the other workers have waited for it for 5 s (--step-timeout 5), and was"
+    )
     assert told.told() == {"w0": ["Abort"], "w2": ["Abort"]}
 
 
 def test_one_that_was_hinted_to_be_dying_after_it_was_killed_is_lost_like_any_other() -> None:
     told = stalled(training(restarts=0), ("w1",), ("w0", "w2"))
-    told.feed(AgentTold("a", WorkerDying("w1"))).ready(2, "w0", "w2").exited("w1", -9)
+    told.feed(AgentReported("a", WorkerDying("w1"))).ready(2, "w0", "w2").exited("w1", -9)
     assert len(told.logged(WorkerLost)) == 1
     told.stepped("w0", "w2")
     assert [event.lost[0][:15] for event in told.logged(Recovered)] == ["w1, which was s"]
@@ -167,13 +169,13 @@ def test_all_in_their_own_code_end_the_job_with_a_chance_to_save() -> None:
     assert "w0 and w1 are in their own code" in reason
     assert "--step-timeout 5" in reason
     assert all(kill.dumps_stacks and kill.grace_s > 0 for kill in told.sent(Kill))
-    stops = [each for each in told.sent(TellWorkers) if isinstance(each.message, Stop)]
+    stops = [each for each in told.sent(ForwardToWorkers) if isinstance(each.message, Stop)]
     assert any(isinstance(each.message, Stop) and each.message.saves for each in stops)
 
 
 def test_stacks_are_told_also_while_the_job_ends() -> None:
     told = stalled(training(2), ("w0", "w1"), ())
-    told.feed(AgentTold("a", WorkerExited("w0", -9, (), "Thread 1 ...")))
+    told.feed(AgentReported("a", WorkerExited("w0", -9, (), "Thread 1 ...")))
     assert len(told.logged(WorkerStacks)) == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farandole.events import HostAdded, HostRemoved
 from farandole.membership import Placement
-from farandole.wire.messages import Dismissed, Kill, Leaving, Prepare, Spawn, StartWorkers, TellWorkers
+from farandole.wire.messages import Dismissed, ForwardToWorkers, Kill, Leaving, Prepare, Spawn, StartWorkers
 from tests.support.told_job import ToldJob
 
 
@@ -14,7 +14,7 @@ def hosts_job(num_proc: int = 2, **config: object) -> ToldJob:
 
 
 def prepared(told: ToldJob) -> Prepare:
-    (message,) = {message.message for message in told.sent(TellWorkers)}
+    (message,) = {message.message for message in told.sent(ForwardToWorkers)}
     assert isinstance(message, Prepare)
     return message
 
@@ -71,7 +71,7 @@ def test_workers_of_a_removed_host_leave_at_a_boundary_and_then_its_agent_goes()
     told = hosts_job().offer(x=2, y=2).training().offer(y=2)
     assert prepared(told) == Prepare(2, "w0 and w1 leave", update=1)
     (removed,) = told.logged(HostRemoved)
-    assert removed.line() == "host x is no longer there; workers that leave: w0, w1"
+    assert removed.line() == "host x is no longer offered; workers that leave: w0, w1"
     starts = told.ready(2, "w0", "w1", "w2", "w3").starts()
     assert {name: start.placement.rank for name, start in starts.items()} == {"w2": 0, "w3": 1}
     assert told.exited("w0", 0).sent(Dismissed) == []

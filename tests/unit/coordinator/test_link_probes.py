@@ -6,7 +6,7 @@ import pytest
 
 from farandole.coordinator.link_failures import cover_but_one_holder, spread_to_hosts
 from farandole.events import LinksDistrusted, RegroupBegan
-from farandole.wire.messages import Kill, Probe, Probed, TellWorkers
+from farandole.wire.messages import ForwardToWorkers, Kill, Probe, Probed
 from tests.support.told_job import ToldJob
 
 WAIT_S = 0.375  # an eighth of the budget of 3 s
@@ -22,7 +22,10 @@ def stopped(told: ToldJob) -> list[str]:
 
 def asked(told: ToldJob) -> list[str]:
     return [
-        name for message in told.sent(TellWorkers) if isinstance(message.message, Probe) for name in message.workers
+        name
+        for message in told.sent(ForwardToWorkers)
+        if isinstance(message.message, Probe)
+        for name in message.workers
     ]
 
 

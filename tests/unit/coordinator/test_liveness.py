@@ -17,7 +17,7 @@ class HandClock:
 
 def test_an_agent_is_lost_after_two_looks_within_the_budget() -> None:
     silence = Silence(budget_s=2.0)
-    silence.heard("a", 0.0)
+    silence.record("a", 0.0)
     looks = [n * silence.look_every_s for n in range(25)]
     lost_at = [now_s for now_s in looks if silence.look(now_s)]
     assert 1.8 <= lost_at[0] <= 2.0
@@ -25,15 +25,15 @@ def test_an_agent_is_lost_after_two_looks_within_the_budget() -> None:
 
 def test_an_agent_heard_between_two_looks_is_not_lost() -> None:
     silence = Silence(budget_s=2.0)
-    silence.heard("a", 0.0)
+    silence.record("a", 0.0)
     assert silence.look(1.9) == {}
-    silence.heard("a", 1.95)
+    silence.record("a", 1.95)
     assert silence.look(2.0) == {}
 
 
 def test_a_forgotten_agent_is_never_lost() -> None:
     silence = Silence(budget_s=2.0)
-    silence.heard("a", 0.0)
+    silence.record("a", 0.0)
     silence.forget("a")
     assert "a" not in silence
     assert [silence.look(5.0), silence.look(6.0)] == [{}, {}]
@@ -61,7 +61,7 @@ def test_a_little_lateness_is_no_stall() -> None:
 def test_a_stalled_coordinator_gives_its_agents_their_budget_again() -> None:
     wall, silence = HandClock(), Silence(budget_s=2.0)
     clock = JobClock(wall, tolerance_s=0.5)
-    silence.heard("a", clock.now_s())
+    silence.record("a", clock.now_s())
     clock.expect_look(0.1)
     wall.time_s += 60.0
     clock.notice_stall()

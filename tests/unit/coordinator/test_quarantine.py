@@ -6,7 +6,7 @@ import pytest
 
 from farandole.coordinator import AgentLost
 from farandole.events import HostBlacklisted, HostCooledDown, WorkerLost
-from farandole.wire.messages import Abort, Kill, TellWorkers
+from farandole.wire.messages import Abort, ForwardToWorkers, Kill
 from tests.support.told_job import ToldJob
 
 
@@ -19,7 +19,7 @@ def hosts_job(num_proc: int = 2, **config: object) -> ToldJob:
 def test_the_lost_worker_s_host_is_out_with_all_its_workers_in_the_same_regroup() -> None:
     told = hosts_job().exited("w0")
     assert [(kill.worker, kill.grace_s) for kill in told.sent(Kill)] == [("w1", 0.0)]
-    (message,) = told.sent(TellWorkers)
+    (message,) = told.sent(ForwardToWorkers)
     assert isinstance(message.message, Abort)
     assert message.workers == ("w2", "w3")
     assert told.ready(2, "w2", "w3").members == ("w2", "w3")
@@ -30,7 +30,7 @@ def test_the_lost_worker_s_host_is_out_with_all_its_workers_in_the_same_regroup(
 def test_it_is_said_that_the_host_is_out_and_nothing_of_a_budget() -> None:
     told = hosts_job().exited("w0")
     (out,), (lost,) = told.logged(HostBlacklisted), told.logged(WorkerLost)
-    assert out.line() == "host x is out for good after 1 failure, and w1 with it"
+    assert out.line() == "host x is excluded permanently after 1 failure; stopping w1"
     assert lost.line() == "lost w0 (slot 0): it was killed by SIGKILL (signal 9)"
 
 
@@ -98,7 +98,7 @@ def test_too_few_hosts_for_min_np_end_the_job_at_once_only_if_no_other_can_come(
         assert told.ready(2, "w2", "w3").deadline_in_s == 5.0
         told.passes(5.0)
     assert "4 workers (--min-np) and had 2" in told.ending[1] or "4 workers (--min-np) and has 2" in told.ending[1]
-    assert "x is out after failures" in told.ending[1]
+    assert "x is excluded after failures" in told.ending[1]
 
 
 def test_a_host_that_will_have_cooled_down_is_waited_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import AgentLost, AgentTold, StepsSeen
+from farandole.coordinator import AgentLost, AgentReported, StepsSeen
 from farandole.events import Recovered
 from farandole.membership import Origin
 from farandole.wire.messages import WorkerDying, WorkerExited
@@ -61,9 +61,9 @@ def test_it_is_told_once() -> None:
 
 
 def test_the_exit_of_a_dying_worker_is_awaited_and_its_last_words_are_in_the_report() -> None:
-    told = ToldJob(2, restarts=0).training().feed(AgentTold("a", WorkerDying("w1")))
+    told = ToldJob(2, restarts=0).training().feed(AgentReported("a", WorkerDying("w1")))
     assert told.ready(2, "w0").stepped("w0").logged(Recovered) == []
-    told.feed(AgentTold("a", WorkerExited("w1", 3, ("what a pity",))))
+    told.feed(AgentReported("a", WorkerExited("w1", 3, ("what a pity",))))
     (report,) = told.logged(Recovered)
     assert report.lost == ("w1, which exited with code 3",)
     assert report.noticed == ("the end of its main thread",)
@@ -82,7 +82,7 @@ def test_two_faults_before_the_first_step_are_one_recovery() -> None:
 def test_the_silence_of_a_host_counts() -> None:
     told = ToldJob(2, slots=0)
     told.connect("a", 1).connect("b", 1).training()
-    told.feed(AgentLost("b", "nothing was heard of it", silent_s=3.0))
+    told.feed(AgentLost("b", "nothing was received from it", silent_s=3.0))
     told.ready(2, "w0").stepped("w0")
     (report,) = told.logged(Recovered)
     assert (report.silent_ms, report.total_ms) == (3000, 3000)
@@ -113,7 +113,7 @@ def test_members_that_have_finished_need_no_further_step() -> None:
 
 
 def test_an_exit_that_is_known_only_after_the_end_of_the_training_is_in_a_report_too() -> None:
-    told = ToldJob(2, restarts=0).training().feed(AgentTold("a", WorkerDying("w1")))
+    told = ToldJob(2, restarts=0).training().feed(AgentReported("a", WorkerDying("w1")))
     told.ready(2, "w0").stepped("w0").finished("w0")
     assert told.job.is_released
     (report,) = told.exited("w1", -9).logged(Recovered)

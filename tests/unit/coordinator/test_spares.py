@@ -142,7 +142,7 @@ def test_a_job_below_its_size_takes_whoever_comes_first() -> None:
 
 def test_missing_slots_are_warned_of_once() -> None:
     told = ToldJob(2, slots=3, spares=2).hello("w0", "w1").elastic("w0")
-    line = "of 2 spares (--spares) 1 cannot be started: the hosts have no more slots"
+    line = "1 of 2 spares (--spares) cannot be started: the hosts have no more slots"
     assert [event.line() for event in told.logged(SparesMissing)] == [line]
     assert told.elastic("w1").passes(1.0).logged(SparesMissing) == []
 

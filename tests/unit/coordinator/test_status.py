@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farandole.coordinator.control_requests import FOR_EVER, status_of
-from farandole.launch.control_commands import status_in_words
+from farandole.launch.control_commands import format_status
 from farandole.wire.control import HostStatus, PastEvent, Status
 from tests.support.told_job import ToldJob
 
@@ -68,7 +68,7 @@ def test_spares_and_slots_that_sit_out_are_shown() -> None:
     (backoffs,) = now.backoffs
     assert (backoffs.host, backoffs.slot, backoffs.failures) == ("host-a", 3, 2)
     assert backoffs.for_s > 0
-    text = "\n".join(status_in_words(now))
+    text = "\n".join(format_status(now))
     assert "1 of 2 spares wait" in text
     assert "slot 3 on host-a is in backoff for" in text
 
@@ -77,7 +77,7 @@ def test_a_status_goes_through_json_and_has_words_for_all_of_it() -> None:
     told = ToldJob(2, slots=3).training()
     now = msgspec.structs.replace(status(told), step=7, events=(PastEvent(7200.0, "generation 1 starts"),))
     assert msgspec.json.decode(msgspec.json.encode(now), type=Status) == now
-    text = "\n".join(status_in_words(now))
+    text = "\n".join(format_status(now))
     for words in ("job job: training, generation 1, step 7", "2 of 2 workers", "host-a", "w1", "2 h ago"):
         assert words in text, words
 
@@ -89,6 +89,6 @@ def test_steps_are_those_that_agents_see() -> None:
 
 
 def test_slots_that_are_missing_are_shown() -> None:
-    text = "\n".join(status_in_words(status(ToldJob(3, slots=2))))
-    assert "waiting for 1 more slot (2 of 3 are there)" in text
-    assert "more slot" not in "\n".join(status_in_words(status(ToldJob(2, slots=2))))
+    text = "\n".join(format_status(status(ToldJob(3, slots=2))))
+    assert "waiting for 1 more slot (2 of 3 are available)" in text
+    assert "more slot" not in "\n".join(format_status(status(ToldJob(2, slots=2))))

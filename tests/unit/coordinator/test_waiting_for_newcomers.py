@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.wire.messages import Prepare, TellWorkers
+from farandole.wire.messages import ForwardToWorkers, Prepare
 from tests.support.told_job import ToldJob
 
 
@@ -15,8 +15,8 @@ def grown() -> ToldJob:
 def test_members_hear_of_new_workers_as_soon_as_these_are_started() -> None:
     told = grown()
     assert told.spawned() == {"w2": 0, "w3": 1}
-    (message,) = told.sent(TellWorkers)
-    assert message == TellWorkers(("w0", "w1"), Prepare(2, "w2 and w3 join", update=2))
+    (message,) = told.sent(ForwardToWorkers)
+    assert message == ForwardToWorkers(("w0", "w1"), Prepare(2, "w2 and w3 join", update=2))
 
 
 def test_ready_members_wait_until_all_newcomers_are_ready_too() -> None:
@@ -62,7 +62,7 @@ def test_what_comes_and_what_goes_are_told_together() -> None:
     told = ToldJob(2, slots=0, fills_slots=True, waits_for_newcomers=True).offer(x=1, y=1).training()
     told.feed_hosts(y=1, z=1)
     # The agent of z is not there yet.
-    assert {message.message for message in told.sent(TellWorkers)} == {Prepare(2, "w0 leaves", update=1)}
+    assert {message.message for message in told.sent(ForwardToWorkers)} == {Prepare(2, "w0 leaves", update=1)}
     told.connect("z", 1, "z").ready(2, "w0", "w1")
     assert told.number == 1
     assert told.hello("w2").elastic("w2").members == ("w1", "w2")

@@ -6,14 +6,14 @@ import pytest
 
 from farandole.coordinator import AgentLost
 from farandole.events import GenerationStarted, WorkerLost
-from farandole.wire.messages import Abort, Kill, TellWorkers
+from farandole.wire.messages import Abort, ForwardToWorkers, Kill
 from tests.support.told_job import ToldJob
 
 
 def test_survivors_are_told_to_abort_and_the_slot_is_filled_at_once() -> None:
     told = ToldJob(3).training().exited("w1", -9)
     assert told.told() == {"w0": ["Abort"], "w2": ["Abort"]}
-    (message,) = told.sent(TellWorkers)
+    (message,) = told.sent(ForwardToWorkers)
     assert message.message == Abort(2, "w1 (slot 1) was killed by SIGKILL (signal 9)")
     assert told.spawned() == {"w3": 1}
     (lost,) = told.logged(WorkerLost)

@@ -103,7 +103,7 @@ def test_a_body_that_never_steps_is_an_error_after_a_while(monkeypatch: pytest.M
     for _ in range(6):
         (x,) = next(batches)
         model(x).square().mean().backward()
-    with pytest.raises(StepError, match="never called optimizer"):
+    with pytest.raises(StepError, match="without a call of optimizer"):
         next(batches)
     assert state.loader.cursor == 0
 

@@ -344,7 +344,7 @@ def test_a_step_that_nobody_commits_is_an_error_instead_of_the_same_batch_for_ev
     feed = iter(make())
     next(feed)
     step.decided()
-    with pytest.raises(StepError, match="give it to TorchState"):
+    with pytest.raises(StepError, match="pass the loader to TorchState"):
         next(feed)
 
 
@@ -605,7 +605,7 @@ def test_a_cursor_beyond_the_end_exists_with_a_carried_tail_only() -> None:
     make(tail="carry").load_state_dict({**state, "cursor": 13})
     for tail, cursor in (("carry", 14), ("short", 11), ("drop", 9)):
         loader = make(tail=tail)
-        with pytest.raises(DataError, match=f"no such place: epoch 0, cursor {cursor}"):
+        with pytest.raises(DataError, match=f"invalid position: epoch 0, cursor {cursor}"):
             loader.load_state_dict({**loader.state_dict(), "cursor": cursor})
 
 

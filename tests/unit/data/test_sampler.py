@@ -328,12 +328,12 @@ def test_ranks_tell_each_other_which_samples_each_has_recorded() -> None:
         for batch in range(4):
             sampler.record_indices(sampler.get_indices(batch, 2))
         assert sampler.has_news
-    told = [sampler.tell_news() for sampler in every]
+    told = [sampler.take_news() for sampler in every]
     for rank, sampler in enumerate(every):
         for other in {0, 1, 2} - {rank}:
-            sampler.hear_news(told[other])
+            sampler.add_news(told[other])
         assert sampler.processed_indices == set(range(21))
-        assert sampler.tell_news() == []
+        assert sampler.take_news() == []
 
 
 def test_what_cannot_be_a_state_or_a_batch_is_refused() -> None:

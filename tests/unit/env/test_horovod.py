@@ -89,7 +89,7 @@ def test_a_value_that_cannot_be_meant_is_refused_by_name(name: str, value: str) 
 def test_the_rank_that_a_process_was_started_with_is_read(prefix: str) -> None:
     assert env.read_rank_and_size({}) == (0, 1)
     assert env.read_rank_and_size({prefix + "RANK": "2", prefix + "SIZE": "3"}) == (2, 3)
-    with pytest.raises(RuntimeError, match=f"the environment has {prefix}SIZE, but not"):
+    with pytest.raises(RuntimeError, match=f"the environment has {prefix}SIZE, but needs both"):
         env.read_rank_and_size({prefix + "SIZE": "3"})
 
 

@@ -42,7 +42,7 @@ def test_a_feed_takes_elastic_loaders_with_equal_epochs_only() -> None:
         ({"max_epochs": 1, "accumulate_grad_batches": 2}, "micro_batch_size"),
         ({"max_epochs": 1, "precision": "16-mixed"}, "32-bit precision"),
         ({"max_epochs": 1, "devices": 2}, "farandole run -np N"),
-        ({"max_epochs": 1, "strategy": "ddp"}, "it is Farandole's"),
+        ({"max_epochs": 1, "strategy": "ddp"}, "Farandole sets the strategy"),
         ({}, "max_epochs or max_steps"),
     ],
 )
@@ -104,7 +104,7 @@ def test_fit_refuses_a_plain_loader_manual_optimization_and_a_checkpoint() -> No
         ({"bf16": True}, {}, "32-bit precision"),
         ({"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}, {}, r"after train\(\)"),
         ({}, {"train_dataset": DATA}, "train_loader"),
-        ({}, {"model_init": lambda: torch.nn.Linear(2, 1)}, "give the model"),
+        ({}, {"model_init": lambda: torch.nn.Linear(2, 1)}, "pass the model"),
     ],
 )
 def test_a_trainer_of_transformers_refuses_settings(

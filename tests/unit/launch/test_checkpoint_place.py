@@ -79,7 +79,7 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path) -> None:
 def test_with_damaged_ones_only_a_job_does_not_silently_start_at_the_beginning(tmp_path: Path) -> None:
     (publish(tmp_path, 5, 1, 1) / MANIFEST).write_bytes(b"{")
     with (
-        pytest.raises(ConfigError, match="no checkpoint there can be read"),
+        pytest.raises(ConfigError, match="no checkpoint in it can be read"),
         beginning(CheckpointEnv(str(tmp_path), "10m", 2)),
     ):
         pass

@@ -35,7 +35,7 @@ def test_a_script_that_can_be_executed_stays_as_it_stands() -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ([], "nothing to run"),
+        ([], "the command is missing"),
         ([sys.executable, "train.py"], "train.py: no such file"),
         ([sys.executable, "-u", "-W", "ignore", "-Xdev", "train.py"], "train.py: no such file"),
         (["train.py"], "train.py: no such file"),

@@ -63,7 +63,7 @@ def test_a_full_disk_is_said_once_and_raises_nothing() -> None:
         events.on_event(ScaleChanged(1, 2))
         assert has_said.wait(10.0)
         events.on_event(ScaleChanged(2, 3))
-    assert said == ["--events /dev/full: No space left on device; events are missing there from now on"]
+    assert said == ["--events /dev/full: No space left on device; events are missing from the file from now on"]
 
 
 def test_a_line_that_was_cut_by_a_full_disk_spoils_no_later_one(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_under_horovodrun_a_job_is_elastic_only_when_that_is_asked_for() -> None
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--spares 1", "--spares 1 needs a job that may go on when workers are lost"),
+        ("--spares 1", "--spares 1 needs a job that can continue when workers are lost"),
         ("--min-np 1 --spares 1", "--spares 1 needs --max-np"),
     ],
 )
@@ -159,12 +159,23 @@ def test_marks_without_a_timeline_are_not_told_to_the_workers_but_spoken_of() ->
 def test_what_has_no_effect_is_spoken_of_once_with_the_reason() -> None:
     text = "-np 2 --cycle-time-ms 1 -p 22 -i key --mpi --autotune --autotune-log-file a --fusion-threshold-mb 1 sh"
     assert parse_run(text.split()).notes == (
-        "--ssh-port, --ssh-identity-file have no effect: other machines join by 'farandole agent --join'; nothing is "
-        "started by ssh",
-        "--mpi has no effect: MPI is not used",
-        "--cycle-time-ms has no effect: operations are carried out as soon as all ranks have asked for them",
-        "--autotune, --autotune-log-file have no effect: only the size of buckets is tried out, in the first steps, "
+        "--ssh-port, --ssh-identity-file have no effect: other machines join with 'farandole agent --join'; ssh is "
+        "not used",
+        "--mpi has no effect: Farandole does not use MPI",
+        "--cycle-time-ms has no effect: operations start as soon as all ranks have submitted them",
+        "--autotune, --autotune-log-file have no effect: only the size of buckets is tuned, in the first steps, "
         "with a loader of Farandole",
+    )
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "gloo", "nccl"])
+def test_the_reasons_about_nccl_and_gloo_hold_for_every_transport(transport: str) -> None:
+    """None of them states that the transport is not used: a user may have chosen it."""
+    text = f"-np 2 --transport {transport} --num-nccl-streams 2 --gloo-timeout-seconds 60 sh"
+    assert parse_run(text.split()).notes == (
+        "--num-nccl-streams has no effect: torch determines the streams on which NCCL runs",
+        "--gloo-timeout-seconds has no effect: operations have no timeout; --detection-budget and --step-timeout limit "
+        "how long a fault stays undetected",
     )
 
 

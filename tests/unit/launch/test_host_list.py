@@ -25,10 +25,10 @@ def test_hosts_keep_their_order_and_have_one_slot_unless_they_say_more() -> None
     [
         ("a:two", "whole number, got 'two'"),
         ("a:0", "host a needs at least 1 slot, got 0"),
-        ("a:2,,b:2", "'' is not the name of a host"),
-        ("a:2,a:3", "host a is named twice"),
-        ("-np:2", "'-np' is not the name of a host"),
-        ("a;rm:2", "'a;rm' is not the name of a host"),
+        ("a:2,,b:2", "'' is not a valid host name"),
+        ("a:2,a:3", "host a is listed twice"),
+        ("-np:2", "'-np' is not a valid host name"),
+        ("a;rm:2", "'a;rm' is not a valid host name"),
     ],
 )
 def test_what_is_no_list_of_hosts_is_refused_with_the_reason(text: str, says: str) -> None:
@@ -49,7 +49,7 @@ def test_a_hostfile_has_a_host_in_each_line(tmp_path: Path) -> None:
         ("a slots=x", "whole number, got 'x'"),
         ("a slots=-1", "at least 1 slot, got -1"),
         ("a slot=2", "must look like 'host slots=2'"),
-        ("b slots=2", "host b is named twice"),
+        ("b slots=2", "host b is listed twice"),
     ],
 )
 def test_a_wrong_line_of_a_hostfile_is_named_and_shown(tmp_path: Path, line: str, says: str) -> None:
@@ -65,7 +65,7 @@ def test_a_hostfile_that_is_missing_or_empty_is_an_error(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="cannot be read"):
         parse_hostfile(tmp_path / "nothing")
     (tmp_path / "empty").write_text("# nobody\n")
-    with pytest.raises(ConfigError, match="names no host"):
+    with pytest.raises(ConfigError, match="contains no host"):
         parse_hostfile(tmp_path / "empty")
 
 

@@ -67,7 +67,7 @@ def test_a_folder_that_others_may_use_is_refused_and_the_job_runs_all_the_same(t
     folder = tmp_path / "jobs"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="not a folder of this user's alone"):
+    with pytest.raises(ConfigError, match="not a private folder of this user"):
         running(folder)
     with announced("abc", ADDRESS, b"token", [], folder) as problem:
         assert "XDG_RUNTIME_DIR" in problem

@@ -183,8 +183,8 @@ def test_files_that_cannot_be_written_later_are_told_once_and_stop_nothing(tmp_p
 
     out, err = shown(say, options)
     assert out == "[w0] 0\n[w0] 1\n[w0] 2\n"
-    assert err.count("[farandole] no more files are written") == 1
-    assert "the job goes on" in err
+    assert err.count("[farandole] no more output is written") == 1
+    assert "the job continues" in err
 
 
 def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_job_that_did_less_than_was_promised_is_not_called_a_success() -> None
     cut_short = TrainingCutShort(4, 3, 40, 30)
     *_, told_it, _, last = told(STARTED, cut_short, JobEnds(0, "x"))
     assert told_it == f"[farandole] {cut_short.line()}"
-    assert last == "[farandole] ended with less training than was promised. This is why."
+    assert last == "[farandole] ended earlier than planned. This is why."
     assert told(STARTED, cut_short, loudness=Loudness.QUIET)[0] == f"[farandole] {cut_short.line()}"
     assert told(cut_short, exit_code=3)[-1] == "[farandole] failed (exit code 3). This is why."
 

@@ -30,7 +30,7 @@ def test_a_short_token_is_refused_without_being_shown(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("hunter2\n")
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="holds 7 characters, a token has at least 32") as raised:
+    with pytest.raises(ConfigError, match="has 7 characters, a token needs at least 32") as raised:
         read_token_file(path)
     assert "hunter2" not in str(raised.value)
 
@@ -38,5 +38,5 @@ def test_a_short_token_is_refused_without_being_shown(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_and_one_that_cannot_be_made_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing cannot be read: No such file"):
         read_token_file(tmp_path / "missing")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         token_of_job(tmp_path / "no" / "folder")

@@ -9,7 +9,7 @@ import pytest
 
 from farandole.errors import ConfigError
 from farandole.ledger.check import Line, check
-from farandole.ledger.findings import Findings, as_json, in_words
+from farandole.ledger.findings import Findings, as_json, format_findings
 from farandole.ledger.records import HOLED, Intent, Missed, Opened, Record, compact, expand
 from tests.support.ledgers import TWO_STREAMS, WrittenJob
 
@@ -39,7 +39,7 @@ def test_whole_epochs_without_trouble_are_exact() -> None:
     findings = findings_of(job)
     assert findings.is_exact
     assert (findings.steps, findings.whole_epochs(), findings.redone, findings.workers) == (8, 2, 0, 3)
-    assert list(in_words(findings))[-1] == "exactly once: yes"
+    assert list(format_findings(findings))[-1] == "exactly once: yes"
 
 
 def test_an_unfinished_epoch_is_exact_so_far() -> None:
@@ -47,7 +47,7 @@ def test_an_unfinished_epoch_is_exact_so_far() -> None:
     job.train(STEPS + 1)
     findings = findings_of(job)
     assert findings.is_exact
-    assert "epoch 1: 10 samples; it is unfinished, 30 samples are left" in list(in_words(findings))
+    assert "epoch 1: 10 samples; it is unfinished, 30 samples are left" in list(format_findings(findings))
 
 
 def test_a_step_that_nobody_applied_and_that_was_done_again_counts_once() -> None:
@@ -109,7 +109,8 @@ def test_the_share_of_a_host_whose_files_are_gone_is_proved_by_its_hash() -> Non
     assert findings.is_exact
     assert findings.epochs[0].proved_by_hash == 8
     assert any(
-        "8 samples of workers whose files are missing; their hash is right" in line for line in in_words(findings)
+        "8 samples of workers whose files are missing; their hash is correct" in line
+        for line in format_findings(findings)
     )
 
 
@@ -133,7 +134,7 @@ def test_a_sample_that_was_trained_in_place_of_another_is_named_and_so_is_the_ot
     assert not findings.is_exact
     assert (findings.epochs[0].lost, findings.epochs[0].repeated) == ([lost], [wrong[0]])
     assert any("step 2" in problem for problem in findings.problems)
-    words = list(in_words(findings))
+    words = list(format_findings(findings))
     assert f"epoch 0: LOST: {lost} (1 in all)" in words
     assert f"epoch 0: REPEATED: {wrong[0]} (1 in all)" in words
 
@@ -164,13 +165,13 @@ def test_a_number_that_is_no_sample_is_named() -> None:
     assert findings_of(job).epochs[0].foreign == [40]
 
 
-def test_at_most_20_samples_are_named_in_words_and_all_in_json() -> None:
+def test_at_most_20_samples_are_named_format_findings_and_all_in_json() -> None:
     job = WrittenJob(samples=300, global_batch_size=100, members=["a"])
     job.train(3)
     change(job, "a", 1, ids_of(job, "a", 0))
     findings = findings_of(job)
     assert len(findings.epochs[0].lost) == len(findings.epochs[0].repeated) == 100
-    (line,) = (line for line in in_words(findings) if "LOST" in line)
+    (line,) = (line for line in format_findings(findings) if "LOST" in line)
     assert line.endswith(" 119, ... (100 in all)")
     assert msgspec.json.decode(as_json(findings))["epochs"][0]["lost"] == list(range(100, 200))
 
@@ -202,7 +203,7 @@ def test_an_epoch_that_was_ended_by_break_is_said_to_be_so() -> None:
     job.train(STEPS)
     findings = findings_of(job)
     assert findings.is_exact
-    assert any("20 samples left out" in line for line in in_words(findings))
+    assert any("ended without 20 samples" in line for line in format_findings(findings))
 
 
 def test_an_epoch_that_nobody_has_ended_is_not_left_in_silence() -> None:
@@ -222,7 +223,7 @@ def test_an_end_of_an_epoch_that_was_handed_out_again_is_void() -> None:
     job.epoch, job.cursor = epoch, cursor
     job.regroup(["a", "b"])
     job.train(1)
-    assert any("it is unfinished, 10 samples are left" in line for line in in_words(findings_of(job)))
+    assert any("it is unfinished, 10 samples are left" in line for line in format_findings(findings_of(job)))
 
 
 def test_a_ledger_may_begin_in_the_middle_of_an_epoch() -> None:
@@ -234,7 +235,7 @@ def test_a_ledger_may_begin_in_the_middle_of_an_epoch() -> None:
     findings = findings_of(job)
     assert findings.is_exact
     assert (findings.first_step, findings.whole_epochs()) == (11, 1)
-    assert "epoch 2: 10 samples from position 30 on" in list(in_words(findings))
+    assert "epoch 2: 10 samples from position 30 on" in list(format_findings(findings))
 
 
 def test_what_a_rank_said_last_of_a_step_is_what_it_contributed() -> None:
@@ -272,7 +273,7 @@ def test_what_is_missing_of_a_step_in_two_epochs_is_not_proved() -> None:
     findings = findings_of(job)
     assert not findings.is_exact
     assert findings.epochs[1].unproved
-    assert any("LOST, OR AMONG THE UNPROVED" in line for line in in_words(findings))
+    assert any("LOST, OR AMONG THE UNPROVED" in line for line in format_findings(findings))
 
 
 def test_where_samples_are_drawn_by_weights_each_position_has_to_come_once() -> None:
@@ -280,7 +281,7 @@ def test_where_samples_are_drawn_by_weights_each_position_has_to_come_once() -> 
     job.train(STEPS)
     findings = findings_of(job)
     assert findings.is_exact
-    assert any("each position came once" in line for line in in_words(findings))
+    assert any("each position was trained once" in line for line in format_findings(findings))
     job.begin()
     job.apply(by=[])
     job.train(1)
@@ -292,8 +293,8 @@ def test_what_is_alike_of_many_epochs_is_said_once() -> None:
     for _ in range(3):
         job.train(2)
         job.end_epoch()
-    assert [line for line in in_words(findings_of(job)) if line.startswith("epoch")] == [
-        "epochs 0 to 2, each: 20 samples; it was ended with 20 samples left out (break, or a tail that is dropped)"
+    assert [line for line in format_findings(findings_of(job)) if line.startswith("epoch")] == [
+        'epochs 0 to 2, each: 20 samples; it ended without 20 samples (break, or tail="drop")'
     ]
 
 
@@ -341,7 +342,7 @@ def test_of_streams_the_first_samples_of_each_have_to_come_once_without_a_gap() 
     findings = findings_of(job)
     assert findings.is_exact, findings
     assert (findings.samples, findings.streams, findings.whole_epochs()) == (0, 2, 2)
-    assert "2 ended epochs of 2 streams" in "\n".join(in_words(findings))
+    assert "2 ended epochs of 2 streams" in "\n".join(format_findings(findings))
 
 
 def test_a_gap_in_a_stream_is_named_also_in_an_unfinished_epoch() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.errors import ConfigError
 from farandole.ledger.check import Line
-from farandole.ledger.findings import Findings, in_words
+from farandole.ledger.findings import Findings, format_findings
 from farandole.ledger.proving import prove
 from farandole.ledger.records import FORMAT, WHOLE, Entered, EpochLeft, Opened, Record, Trained, compact, ids_hash
 
@@ -66,7 +66,7 @@ def test_what_was_trained_after_the_commit_that_a_generation_begins_with_is_void
     assert found.is_exact
     assert found.whole_epochs("sampler") == 1
     assert (found.redone, found.records) == (2, 6)
-    assert list(in_words(found))[:2] == [
+    assert list(format_findings(found))[:2] == [
         "6 recorded batches of 2 workers in 2 generations; 2 rolled back",
         "sampler: 1 whole epoch of 12 samples",
     ]
@@ -82,7 +82,7 @@ def test_what_was_committed_and_is_trained_again_is_named() -> None:
     found = job.findings()
     assert not found.is_exact
     assert found.epochs[0].repeated == [2, 3]
-    assert "sampler: epoch 0: REPEATED: 2, 3 (2 in all)" in list(in_words(found))
+    assert "sampler: epoch 0: REPEATED: 2, 3 (2 in all)" in list(format_findings(found))
 
 
 def test_samples_of_an_epoch_that_was_left_are_lost_unless_the_sampler_knew_of_as_many() -> None:
@@ -119,7 +119,7 @@ def test_padding_is_reported_and_more_than_the_ranks_but_one_is_wrong() -> None:
     found = job.findings()
     assert found.is_exact
     assert found.epochs[0].padding == 1
-    assert "sampler: epoch 0: 1 sample trained twice to fill up its end (padding)" in list(in_words(found))
+    assert "sampler: epoch 0: 1 sample trained twice as padding at its end" in list(format_findings(found))
     job.train(12, repeats=[1])
     assert not job.findings().is_exact
 
@@ -150,5 +150,5 @@ def test_a_ledger_without_a_sampler_and_one_of_two_jobs_are_refused() -> None:
         job.findings()
     job = WrittenJob("a")
     job.files["a"][1] = Entered(1, 1, 0, "n1", 0, 1, 0, [])
-    with pytest.raises(ConfigError, match="knows of no sampler"):
+    with pytest.raises(ConfigError, match="has no records of a sampler"):
         job.findings()

@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_once_in_the_log_and_in_the_file(tmp_path: Path, cap
     with caplog.at_level(logging.WARNING, "farandole"):
         for record in written(job_of_one(8)):
             writer.write(record)
-    assert ["has holes from here on" in message for message in caplog.messages] == [True]
+    assert ["lacks records from now on" in message for message in caplog.messages] == [True]
     (path,) = ledger_files(tmp_path)
     opened = said_by(path)[0]
     assert isinstance(opened, Opened)
@@ -141,7 +141,7 @@ def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
 def test_a_folder_without_a_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no ledger files"):
         Folder(tmp_path)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         Folder(tmp_path / "nowhere")
 
 

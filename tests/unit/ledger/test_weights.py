@@ -43,7 +43,7 @@ def test_a_step_that_did_not_move_the_weights_is_found() -> None:
     job = WrittenJob()
     job.train(4)
     change(job, "c", 1, updates=0)
-    assert findings_of(job).problems == ["step 1 was counted by c, and has not moved its weights"]
+    assert findings_of(job).problems == ["c counted step 1, but its weights did not change"]
 
 
 def test_a_step_that_one_worker_skipped_is_found() -> None:

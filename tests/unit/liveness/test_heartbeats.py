@@ -24,26 +24,26 @@ def sides() -> tuple[HeartbeatSeal, HeartbeatSeal]:
 def test_a_beat_that_was_acknowledged_tells_when_both_directions_worked() -> None:
     ours = Heartbeats(10.0)
     assert [ours.next(11.0), ours.next(12.0), ours.next(13.0)] == [1, 2, 3]
-    assert ours.hear(sequence=7, heard=2)
-    assert (ours.reached_s, ours.heard) == (12.0, 7)
+    assert ours.record(sequence=7, received=2)
+    assert (ours.reached_s, ours.received) == (12.0, 7)
 
 
 def test_beats_that_acknowledge_nothing_tell_nothing_of_the_way_there() -> None:
     ours = Heartbeats(10.0)
     ours.next(11.0)
-    assert not ours.hear(sequence=1, heard=0)
-    assert not ours.hear(sequence=2, heard=0)
-    assert (ours.reached_s, ours.heard) == (10.0, 2)
+    assert not ours.record(sequence=1, received=0)
+    assert not ours.record(sequence=2, received=0)
+    assert (ours.reached_s, ours.received) == (10.0, 2)
 
 
 def test_the_same_beat_on_another_way_and_an_old_one_change_nothing() -> None:
     ours = Heartbeats(10.0)
     for now_s in (11.0, 12.0):
         ours.next(now_s)
-    assert ours.hear(5, 2)
-    assert not ours.hear(5, 2)
-    assert not ours.hear(4, 1)
-    assert (ours.reached_s, ours.heard) == (12.0, 5)
+    assert ours.record(5, 2)
+    assert not ours.record(5, 2)
+    assert not ours.record(4, 1)
+    assert (ours.reached_s, ours.received) == (12.0, 5)
 
 
 def test_what_nobody_ever_hears_is_not_remembered_for_ever() -> None:
@@ -51,9 +51,9 @@ def test_what_nobody_ever_hears_is_not_remembered_for_ever() -> None:
     for now in range(1, 5001):
         ours.next(float(now))
     assert len(ours._sent) <= 1000
-    assert ours.hear(1, 4990)
+    assert ours.record(1, 4990)
     assert ours.reached_s == 4990.0
-    assert not ours.hear(2, 3000)
+    assert not ours.record(2, 3000)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
@@ -61,7 +61,7 @@ def test_the_time_of_the_last_answer_never_goes_back(heard: list[tuple[int, int]
     ours, before_s = Heartbeats(0.0), 0.0
     for now, (sequence, acknowledged) in enumerate(heard, start=1):
         ours.next(float(now))
-        ours.hear(sequence, acknowledged)
+        ours.record(sequence, acknowledged)
         assert before_s <= ours.reached_s <= now
         before_s = ours.reached_s
 

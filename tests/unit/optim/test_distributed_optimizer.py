@@ -412,7 +412,7 @@ def test_the_last_worker_of_an_elastic_job_counts_passes() -> None:
     wanted = torch.autograd.grad(loss(net, x), net.weight)[0]
     loss(net, x).backward()
     assert torch.allclose(net.weight.grad, wanted)
-    with pytest.raises(AssertionError, match="raise backward_passes_per_step to 2"):
+    with pytest.raises(AssertionError, match="increase backward_passes_per_step to 2"):
         loss(net, x).backward()
     with pytest.raises(AssertionError, match="zero_grad"):
         optimizer.zero_grad()
@@ -517,7 +517,7 @@ def test_a_parameter_put_into_a_group_by_hand_is_refused() -> None:
     optimizer.param_groups[0]["params"].append(extra.weight)
     for _ in hand_out([4]):
         (loss(net, samples(4)) + loss(extra, samples(4))).backward()
-        with pytest.raises(StepError, match=r"parameter 2 of shape \(1, 3\) was put into a parameter group"):
+        with pytest.raises(StepError, match=r"parameter 2 of shape \(1, 3\) was added to a parameter group"):
             optimizer.step()
 
 
@@ -543,7 +543,7 @@ def test_an_optimizer_that_no_state_has_must_not_step_while_a_batch_is_out() -> 
     for _ in hand_out([4]):
         loss(net, samples(4)).backward()
         loss(other, samples(4)).backward()
-        with pytest.raises(StepError, match="no TorchState has"):
+        with pytest.raises(StepError, match="belongs to no TorchState"):
             stranger.step()
         assert tracked.step() is True
 

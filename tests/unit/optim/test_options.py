@@ -71,7 +71,7 @@ def test_groups_that_cannot_work_are_refused(wrong: Any, message: str) -> None:
 
 def test_a_parameter_in_two_groups_is_refused() -> None:
     parameter = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"shape \(3,\) is in it twice"):
+    with pytest.raises(ValueError, match=r"shape \(3,\) twice"):
         Options(groups=[[parameter], [parameter]])
 
 

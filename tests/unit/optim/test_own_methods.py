@@ -231,8 +231,8 @@ def test_lbfgs_and_sparse_adam_are_refused_at_once() -> None:
 def test_the_outermost_optimizer_is_the_one_to_wrap() -> None:
     model = net()
     outer = LookaheadList(fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
-    with pytest.raises(StepError, match="inside of this LookaheadList"):
+    with pytest.raises(StepError, match="this LookaheadList contains a DistributedOptimizer"):
         fd.DistributedOptimizer(outer)
     loader = fd.elastic.DataLoader(torch.utils.data.TensorDataset(X), 6)
-    with pytest.raises(ConfigError, match="inside of the LookaheadList"):
+    with pytest.raises(ConfigError, match="the LookaheadList of the TorchState contains a DistributedOptimizer"):
         fd.elastic.TorchState(model=model, optimizer=outer, loader=loader)

@@ -20,7 +20,7 @@ def test_one_pass_too_many_says_what_to_raise_to_which_number() -> None:
     passes = Passes(2)
     passes.count(1)
     passes.count(1)
-    with pytest.raises(AssertionError, match=r"3 times .* expect 2: raise backward_passes_per_step to 3"):
+    with pytest.raises(AssertionError, match=r"3 times .* expected 2 times: increase backward_passes_per_step to 3"):
         passes.count(1)
 
 

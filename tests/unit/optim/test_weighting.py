@@ -41,7 +41,7 @@ def test_a_weight_that_only_some_workers_give_is_an_error_on_all_of_them() -> No
 
 def test_a_weight_comes_before_backward_and_belongs_to_a_mean() -> None:
     def train(_: int) -> None:
-        with pytest.raises(StepError, match="no batch of one is out"):
+        with pytest.raises(StepError, match="only within the loop over a DataLoader"):
             fd.weight(1)
         model, _, loader = make(0, 1)
         (x,) = next(iter(loader))

@@ -47,7 +47,7 @@ def test_a_group_is_over_with_its_generation(monkeypatch: pytest.MonkeyPatch) ->
     group = FarandoleGroup(Some([0], 0))
     group.barrier()
     monkeypatch.setattr(world, "_current", later := make_world(2))
-    with pytest.raises(GroupOutdated, match="made of ranks \\[0\\] in generation 1, and this is generation 2"):
+    with pytest.raises(GroupOutdated, match="created for ranks \\[0\\] in generation 1, and this is generation 2"):
         group.barrier()
     assert later.transport.size == group.size() == 1
 

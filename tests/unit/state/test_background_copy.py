@@ -159,7 +159,7 @@ def test_after_a_step_there_is_no_way_back_until_the_next_commit() -> None:
     optimizer.step()
     finish_all()
     assert target.eq(0).all()  # not a copy of what the step has left
-    with pytest.raises(StepError, match="returning to the last commit between"):
+    with pytest.raises(StepError, match="a return to the last commit is not possible between"):
         copies.finish_to_restore()
     with pytest.raises(StepError, match=r"mean of \(\) between optimizer.step\(\) and state.commit\(\)"):
         fd.mean(1.0)

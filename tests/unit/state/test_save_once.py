@@ -49,7 +49,7 @@ def test_without_a_coordinator_rank_0_writes(tmp_path: Path) -> None:
 def test_a_worker_that_was_cut_off_leaves_the_file_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_text("what its replacement has written")
-    module.install(Coordinator("this worker is no member of the current generation"))
+    module.install(Coordinator("this worker is not a member of the current generation"))
     assert not state().save_once(lambda temporary: temporary.write_text("old"), path)
     assert path.read_text() == "what its replacement has written"
     assert list(tmp_path.iterdir()) == [path]

@@ -61,16 +61,19 @@ def test_what_is_printed_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kill rank 0", "fault 1, 'kill rank 0': it takes a trigger, a colon, and what is done"),
-        ("at step 1: kill any; at noon: kill any", "fault 2, 'at noon: kill any': 'at noon' is no trigger; there are"),
-        ("during lunch: kill any", "'during lunch' is no trigger; .*'during' 'start', 'join', 'regroup', 'sync'"),
-        ("at step 1: tickle any", "'tickle any' is nothing that can be done; .*'segfault'"),
-        ("at step 1: kill everybody", "'kill everybody' is nothing that can be done; .*'all but one'"),
-        ("at step 1: kill rank -1", "nothing that can be done"),
-        ("at step 1: slow host 1", "'slow' takes 'to N mbit'"),
-        ("at step 1: cut host 1 to 5 mbit", "'slow' takes 'to N mbit'"),
-        ("after 2 s: kill any", "'after' is counted from the fault before, and this is the first one"),
-        ("at step 2: continue the same", "'the same' is who was hit by the fault before, and this is the first one"),
+        ("kill rank 0", "fault 1, 'kill rank 0': it needs a trigger, a colon and an action"),
+        (
+            "at step 1: kill any; at noon: kill any",
+            "fault 2, 'at noon: kill any': 'at noon' is not a trigger; triggers are",
+        ),
+        ("during lunch: kill any", "'during lunch' is not a trigger; .*'during' 'start', 'join', 'regroup', 'sync'"),
+        ("at step 1: tickle any", "'tickle any' is not an action; .*'segfault'"),
+        ("at step 1: kill everybody", "'kill everybody' is not an action; .*'all but one'"),
+        ("at step 1: kill rank -1", "is not an action"),
+        ("at step 1: slow host 1", "'slow' needs 'to N mbit'"),
+        ("at step 1: cut host 1 to 5 mbit", "'slow' needs 'to N mbit'"),
+        ("after 2 s: kill any", "'after' is counted from the previous fault, and this is the first one"),
+        ("at step 2: continue the same", "'the same' are the victims of the previous fault, and this is the first one"),
     ],
 )
 def test_what_cannot_be_read_says_why(text: str, said: str) -> None:

@@ -84,7 +84,7 @@ def test_another_version_is_refused_with_both_versions_named(monkeypatch: pytest
     challenge = Handshake(Role.LISTENER, TOKEN, "job").begin()
     assert challenge is not None
     monkeypatch.setattr(authentication, "PROTOCOL_VERSION", 99)
-    with pytest.raises(ProtocolError, match=f"speaks version {PROTOCOL_VERSION} of the protocol, this side 99"):
+    with pytest.raises(ProtocolError, match=f"uses version {PROTOCOL_VERSION} of the protocol, this side version 99"):
         Handshake(Role.DIALER, TOKEN, "job").receive(challenge)
 
 

@@ -21,7 +21,17 @@ from farandole.wire.codec import (
     encode,
     frame,
 )
-from farandole.wire.messages import Abort, FromWorker, Hello, Message, Ready, Spawn, Start, StartWorkers, TellWorkers
+from farandole.wire.messages import (
+    Abort,
+    ForwardToWorkers,
+    FromWorker,
+    Hello,
+    Message,
+    Ready,
+    Spawn,
+    Start,
+    StartWorkers,
+)
 
 PEER = Peer("w1", 1, Address("127.0.0.1", 4000))
 START = Start(GenerationId(1, 1, 2, "n"), Placement(0, 2, 0, 2, 0, 1), PEER, PEER, bootstrap=True)
@@ -55,7 +65,7 @@ def test_an_oversized_frame_is_refused_at_its_announcement() -> None:
         (WORKER_MESSAGES, Hello("w1", "s", 7, 1, Address("127.0.0.1", 80))),
         (TO_WORKER, START),
         (AGENT_MESSAGES, FromWorker("w1", Ready(3))),
-        (TO_AGENT, TellWorkers(("w1", "w2"), Abort(4, "lost w3"))),
+        (TO_AGENT, ForwardToWorkers(("w1", "w2"), Abort(4, "lost w3"))),
         (TO_AGENT, StartWorkers({"w1": START})),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_place_that_a_later_job_has_taken_is_not_written_to_any_more(
 
     with caplog.at_level(logging.WARNING, "farandole"):
         train(state)
-    assert "another job has taken this place for its checkpoints since" in caplog.text
+    assert "another job now uses this place for its checkpoints" in caplog.text
     assert list(folder.glob("step-*")) == []
 
 

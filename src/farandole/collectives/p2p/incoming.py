@@ -90,14 +90,14 @@ class Incoming:
 
     def _welcome(self) -> None:
         while (caller := self._listener.accept()) is not None:
-            self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._hear, caller))
+            self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._read_caller, caller))
             self._drop_surplus()
 
     def _drop_surplus(self) -> None:
         for old in self._listener.surplus(len(self._ranks)):
             self._drop(old)
 
-    def _hear(self, caller: Caller) -> None:
+    def _read_caller(self, caller: Caller) -> None:
         """Read from a caller that has not proved its identity yet."""
         if caller not in self._listener.callers:
             return  # dropped by an earlier event of the same round
@@ -105,30 +105,30 @@ class Incoming:
         try:
             data = caller.sock.recv(limit - len(caller.received))
             if not data:
-                raise ProtocolError("it hung up")
+                raise ProtocolError("the caller closed the connection")
             caller.received += data
             if caller.introduction is None:
-                self._hear_introduction(caller)
+                self._receive_introduction(caller)
             elif len(caller.received) == PROOF_BYTES:
-                self._hear_proof(caller, caller.introduction)
+                self._receive_proof(caller, caller.introduction)
         except BlockingIOError:
             return
         except (OSError, ProtocolError):
             self._drop(caller)
 
-    def _hear_introduction(self, caller: Caller) -> None:
-        said = decode_introduction(caller.received)
-        if said is None:
+    def _receive_introduction(self, caller: Caller) -> None:
+        introduction = decode_introduction(caller.received)
+        if introduction is None:
             return
-        expected = Introduction(self._generation, said.dialer, self._worker, b"", CHANNEL)
-        if said.dialer not in self._ranks or not said.announces(expected):
-            raise ProtocolError("it has come to the wrong place")
-        caller.introduction, caller.received = said, b""
-        caller.sock.send(acceptor_reply(self._key, said, caller.make_nonce()))
+        expected = Introduction(self._generation, introduction.dialer, self._worker, b"", CHANNEL)
+        if introduction.dialer not in self._ranks or not introduction.announces(expected):
+            raise ProtocolError("the introduction is for another worker or generation")
+        caller.introduction, caller.received = introduction, b""
+        caller.sock.send(acceptor_reply(self._key, introduction, caller.make_nonce()))
 
-    def _hear_proof(self, caller: Caller, introduction: Introduction) -> None:
+    def _receive_proof(self, caller: Caller, introduction: Introduction) -> None:
         if not is_dialer_proved(self._key, introduction, caller.nonce, caller.received):
-            raise ProtocolError("it proves nothing")
+            raise ProtocolError("the proof of the caller is wrong")
         sock = self._listener.release(caller)
         reader = _Reader(sock, self._ranks[introduction.dialer], self._deliver)
         self._selector.modify(sock, selectors.EVENT_READ, partial(self._read, reader))

@@ -16,7 +16,7 @@ from farandole.errors import CollectiveMismatch
 # Up to this size every rank gets every rank's tensor; beyond, each rank reduces a part of it for all.
 _WHOLE_BYTES = 16 * 1024
 
-_WORDS = struct.Struct("!8sBBQ")  # operation, dtype, reduction or source, bytes
+_HEADER = struct.Struct("!8sBBQ")  # operation, dtype, reduction or source, bytes
 
 _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER = b"reduce", b"gather", b"bcast", b"barrier"
 
@@ -47,16 +47,16 @@ class P2PTransport:
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
         nbytes = flat.numel() * flat.element_size()
-        words = _WORDS.pack(_ALL_REDUCE, dtype_code(flat.dtype), op, nbytes)
+        header = _HEADER.pack(_ALL_REDUCE, dtype_code(flat.dtype), op, nbytes)
         if nbytes <= _WHOLE_BYTES:
-            arrived = self._exchange(words, trailer + bytes(byte_view(flat)))
+            arrived = self._exchange(header, trailer + bytes(byte_view(flat)))
             if flat.numel():
                 first, *others = (_elements(each[len(trailer) :], flat.dtype) for each in arrived)
                 flat.copy_(first)
                 for other in others:
                     combine(flat, other, out=flat)
             return [bytes(each[: len(trailer)]) for each in arrived]
-        trailers = [bytes(each) for each in self._exchange(words, trailer)]
+        trailers = [bytes(each) for each in self._exchange(header, trailer)]
         bounds = chunk_bounds(flat.numel(), self.size)
         subject = self._next_subject()
         for place in self._others:
@@ -77,23 +77,23 @@ class P2PTransport:
         return trailers
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        return [bytes(each) for each in self._exchange(_WORDS.pack(_ALL_GATHER, 0, 0, 0), payload)]
+        return [bytes(each) for each in self._exchange(_HEADER.pack(_ALL_GATHER, 0, 0, 0), payload)]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self.size:
             raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
         flat = flat_view(tensor)
-        words = _WORDS.pack(_BROADCAST, dtype_code(flat.dtype), source, flat.numel() * flat.element_size())
+        header = _HEADER.pack(_BROADCAST, dtype_code(flat.dtype), source, flat.numel() * flat.element_size())
         subject = self._next_subject()
         if source == self._rank:
             for place in self._others:
-                self._p2p.send(self._ranks[place], subject, words, byte_view(flat))
+                self._p2p.send(self._ranks[place], subject, header, byte_view(flat))
         else:
-            content = self._open(words, self._receive(source, subject), source)
+            content = self._open(header, self._receive(source, subject), source)
             byte_view(flat)[:] = content
 
     def barrier(self) -> None:
-        self._exchange(_WORDS.pack(_BARRIER, 0, 0, 0), b"")
+        self._exchange(_HEADER.pack(_BARRIER, 0, 0, 0), b"")
 
     def wait_for_peer(self, wake: int) -> bool | None:
         raise NotImplementedError("the ranks of a subgroup do not wait for each other between operations")
@@ -105,27 +105,27 @@ class P2PTransport:
     def close(self) -> None:
         """Close the transport. The `PointToPoint` stays open."""
 
-    def _exchange(self, words: bytes, payload: bytes) -> list[memoryview]:
+    def _exchange(self, header: bytes, payload: bytes) -> list[memoryview]:
         """Return the payloads of all ranks, by rank. Raises CollectiveMismatch if others run another operation."""
         subject = self._next_subject()
         for place in self._others:
-            self._p2p.send(self._ranks[place], subject, words, payload)
+            self._p2p.send(self._ranks[place], subject, header, payload)
         return [
-            memoryview(payload) if place == self._rank else self._open(words, self._receive(place, subject), place)
+            memoryview(payload) if place == self._rank else self._open(header, self._receive(place, subject), place)
             for place in range(self.size)
         ]
 
     def _receive(self, place: int, subject: bytes) -> bytearray:
         return self._p2p.receive(self._ranks[place], subject)
 
-    def _open(self, words: bytes, content: bytearray, place: int) -> memoryview:
-        theirs = bytes(content[: _WORDS.size])
-        if theirs != words:
+    def _open(self, header: bytes, content: bytearray, place: int) -> memoryview:
+        theirs = bytes(content[: _HEADER.size])
+        if theirs != header:
             raise CollectiveMismatch(
-                f"rank {self._ranks[self._rank]} is in {_describe(words)}, but rank {self._ranks[place]} is in "
+                f"rank {self._ranks[self._rank]} is in {_describe(header)}, but rank {self._ranks[place]} is in "
                 f"{_describe(theirs)}; all ranks of a group must make the same calls"
             )
-        return memoryview(content)[_WORDS.size :]
+        return memoryview(content)[_HEADER.size :]
 
     def _next_subject(self) -> bytes:
         self._sequence += 1
@@ -136,8 +136,8 @@ def _elements(content: bytearray | memoryview, dtype: torch.dtype) -> torch.Tens
     return torch.frombuffer(bytearray(content) if isinstance(content, memoryview) else content, dtype=dtype)
 
 
-def _describe(words: bytes) -> str:
-    if len(words) < _WORDS.size:
-        return "something else"
-    operation, dtype, which, nbytes = _WORDS.unpack(words)
+def _describe(header: bytes) -> str:
+    if len(header) < _HEADER.size:
+        return "an unknown operation"
+    operation, dtype, which, nbytes = _HEADER.unpack(header)
     return f"{operation.rstrip(bytes(1)).decode(errors='replace')}({nbytes} bytes, dtype {dtype}, {which})"

@@ -193,7 +193,7 @@ class PointToPoint:
         try:
             self._incoming.serve()
         except BaseException as error:
-            self.abort(f"messages cannot be taken in any more: {type(error).__name__}: {error}")
+            self.abort(f"messages cannot be received any more: {type(error).__name__}: {error}")
             raise
 
     def _deliver(self, message: P2PMessage) -> None:

@@ -99,7 +99,7 @@ class SharedMemoryGroup:
     def meet(self, header: Header) -> None:
         """Return when all ranks have come here, too; the data that they stored before is visible then."""
         barrier = self._barrier
-        assert barrier is not None, "nothing can be posted in a closed group"
+        assert barrier is not None, "the group is closed"
         barrier.arrive()
         interruption = barrier.wait()
         if interruption is not None:

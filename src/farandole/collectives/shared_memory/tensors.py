@@ -189,7 +189,9 @@ def open_segment(ref: SegmentRef) -> memoryview:
     try:
         status = os.fstat(descriptor)
         if (status.st_dev, status.st_ino) != (ref.device, ref.inode) or status.st_size < ref.nbytes:
-            raise FileNotFoundError(f"process {ref.process} has another file in the place of its segment")
+            raise FileNotFoundError(
+                f"descriptor {ref.descriptor} of process {ref.process} is no longer its shared memory segment"
+            )
         mapped = _map(descriptor, ref.nbytes, mmap.PROT_READ)
     finally:
         os.close(descriptor)

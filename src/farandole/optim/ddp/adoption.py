@@ -41,7 +41,7 @@ def adopt(
         if isinstance(optimizer, WrappedOptimizer):
             raise ConfigError(
                 "a DistributedOptimizer has parameters of a DistributedDataParallel: their gradients would be reduced "
-                "twice. Give the state torch's optimizer, or do not wrap the model"
+                "twice. Pass torch's optimizer to the state, or do not wrap the model"
             )
         if not isinstance(optimizer, SteppingOptimizer):
             make_stepping(optimizer, of_this)
@@ -87,33 +87,33 @@ def _refuse(ddp: DistributedDataParallel) -> None:
     if not isinstance(group, FarandoleGroup) or group.size() != world.current().placement.size:
         raise ConfigError(
             f"DistributedDataParallel over a group of {group.size()} workers by {group.name()} cannot follow the "
-            f"world, which has {world.current().placement.size}: call "
+            f"membership, which has {world.current().placement.size} workers: call "
             f'torch.distributed.init_process_group("{BACKEND}"), and leave process_group and device_mesh out'
         )
     if ddp.static_graph:
         refuse_static_graph()
     if ddp._delay_all_reduce_params:
         raise ConfigError(
-            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces past its buckets, where "
-            "gradients are not weighed by the workers' local batches; leave it out"
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces gradients outside of its "
+            "buckets, where they are not weighted by the workers' local batches; leave it out"
         )
     if ddp.mixed_precision is not None:
         raise ConfigError(
-            "DistributedDataParallel(mixed_precision=...) has a communication hook of its own; use torch.autocast"
+            "DistributedDataParallel(mixed_precision=...) has its own communication hook; use torch.autocast"
         )
     if ddp._use_python_reducer:
         raise ConfigError(
-            "torch._dynamo.config.optimize_ddp='python_reducer' reduces past the buckets of "
-            "DistributedDataParallel; leave it as it is"
+            "torch._dynamo.config.optimize_ddp='python_reducer' reduces outside of the buckets of "
+            "DistributedDataParallel; leave the default"
         )
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
         raise ConfigError(
-            "an optimizer that steps inside of backward() cannot be held back when a worker is lost; call "
+            "an optimizer that steps inside of backward() cannot skip a step when a worker is lost; call "
             "its step() after backward()"
         )
     _, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     if any(are_sparse):
         raise ConfigError(
-            "DistributedDataParallel of an Embedding with sparse=True: its gradients cannot be weighed in "
-            "buckets; say sparse=False, or use fd.DistributedOptimizer"
+            "DistributedDataParallel of an Embedding with sparse=True: its gradients cannot be weighted in "
+            "buckets; pass sparse=False, or use fd.DistributedOptimizer"
         )

@@ -128,7 +128,7 @@ class DdpPath:
                 "are reduced already. Add the losses and call backward() once"
             )
         factor = self._weights.record(batch)
-        header = header_of(batch, self._digest, self._weights.said())
+        header = header_of(batch, self._digest, self._weights.header_weight())
         return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed)
 
     # Micro-batches before the last one, and loop bodies that do not count -----------------------------------

@@ -106,8 +106,8 @@ class ElasticModule(DistributedDataParallel):
         if _PATH not in self.__dict__:
             return super().join(*args, **kwargs)
         raise ConfigError(
-            "DistributedDataParallel.join() is not needed with a DataLoader of Farandole, which hands out equally many "
-            "batches on all workers and weighs them; leave it out"
+            "DistributedDataParallel.join() is not needed with a DataLoader of Farandole, which yields equally many "
+            "batches on all workers and weights them; leave it out"
         )
 
     def _set_static_graph(self) -> None:
@@ -142,7 +142,7 @@ def refuse_static_graph() -> None:
     raise ConfigError(
         "DistributedDataParallel(static_graph=True) learns the order of the gradients in its first steps and relies on "
         "it afterwards; a worker that joins has not seen those steps, and would reduce other gradients than the "
-        "others: leave static_graph out, and say find_unused_parameters=True if parameters are not used in every step"
+        "others: leave static_graph out, and pass find_unused_parameters=True if parameters are not used in every step"
     )
 
 

@@ -113,7 +113,7 @@ class SteppingOptimizer(OwnMethods):
             raise StepError(
                 "optimizer.step() of a batch whose gradients were not reduced: each loop body needs a backward pass "
                 "outside of no_sync(), of an output of the DistributedDataParallel itself (not of its .module); where "
-                "some parameters get no gradient in it, say find_unused_parameters=True"
+                "some parameters get no gradient in it, pass find_unused_parameters=True"
             )
         _refuse_unreduced(self, self._farandole_reduced)
 
@@ -122,8 +122,8 @@ def make_stepping(optimizer: torch.optim.Optimizer, paths: Sequence[DdpPath]) ->
     """Make `optimizer`, the same object, decide steps from now on. Raises ConfigError for one that cannot."""
     if any(kind.__name__ in _OF_THEIR_OWN for kind in type(optimizer).__mro__):
         raise ConfigError(
-            f"{type(optimizer).__name__} divides its work among the workers that there were when it was made, and "
-            f"cannot follow the world: use the optimizer that it is made of"
+            f"{type(optimizer).__name__} divides its work among the workers of the generation in which it was created, "
+            f"and cannot follow the membership: use the optimizer that it contains"
         )
     reduced = frozenset[int]().union(*(path.keys for path in paths))
     _refuse_unreduced(optimizer, reduced)
@@ -148,6 +148,6 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer, reduced: frozenset[int])
             if parameter.requires_grad and id(parameter) not in reduced:
                 raise ConfigError(
                     f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is "
-                    f"reduced by no DistributedDataParallel of the TorchState: its gradients would differ from worker "
-                    f"to worker. Wrap the module that it belongs to when it requires gradients already"
+                    f"reduced by no DistributedDataParallel of the TorchState: its gradients would differ between "
+                    f"workers. Let it require gradients before its module is wrapped"
                 )

@@ -56,12 +56,14 @@ def registered_hook(ddp: DistributedDataParallel) -> UserHook | None:
     if ddp._comm_hooks:
         hook, state = ddp._comm_hooks[-1]
         return UserHook(state, hook)
-    said = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    built_in = str(said.get("comm_hook", ""))
+    logging_data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    built_in = str(logging_data.get("comm_hook", ""))
     if built_in.endswith("FP16_COMPRESS"):
         return UserHook(None, fp16_compress_hook)
     if built_in and not built_in.endswith("ALLREDUCE"):
-        raise ConfigError(f"DistributedDataParallel has the built-in hook {built_in}, which cannot be kept here")
+        raise ConfigError(
+            f"DistributedDataParallel has the built-in hook {built_in}, which is not supported; leave it out"
+        )
     return None
 
 

@@ -52,7 +52,7 @@ class ThisMachine:
         return group is not None
 
     def disturb(self, action: ToHost | OneWay) -> None:
-        raise ValueError(f"{str(action)!r} takes a job on hosts of a lab; this one is on the machine itself")
+        raise ValueError(f"{str(action)!r} needs a job on hosts of a lab; this job runs on the machine itself")
 
     def offer(self, slots: int) -> None:
         new = self.hosts_file.with_suffix(".new")
@@ -60,7 +60,7 @@ class ThisMachine:
         new.rename(self.hosts_file)
 
     def slots_of(self, host: str) -> int:
-        raise ValueError(f"{host} is a host of a lab, and this job is on the machine itself")
+        raise ValueError(f"{host} is a host of a lab, and this job runs on the machine itself")
 
     def close(self) -> None:
         for group in self._groups:

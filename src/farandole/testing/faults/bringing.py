@@ -54,11 +54,11 @@ class Pace:
 
     def __init__(self, file: Path, fast_ms: float, steps: int) -> None:
         self._file, self._fast_ms, self._steps = file, fast_ms, steps
-        self._said: float | None = None
+        self._pace_ms: float | None = None
         self.full_speed()
 
     def full_speed(self) -> None:
-        self._say(self._fast_ms)
+        self._set_pace(self._fast_ms)
 
     def towards(self, step: int | None, now: int, *, can_happen: bool) -> None:
         """Set the duration of the next step. `can_happen`: all that the fault at this step needs exists except the
@@ -71,14 +71,14 @@ class Pace:
         to_end = self._steps - _BEFORE_END - now
         if to_end < _NEAR_END and not (step is not None and can_happen):
             ms = max(ms, _SLOW_MS / max(1, to_end))
-        self._say(ms)
+        self._set_pace(ms)
 
-    def _say(self, ms: float) -> None:
-        if ms != self._said:
+    def _set_pace(self, ms: float) -> None:
+        if ms != self._pace_ms:
             new = self._file.with_suffix(".new")
             new.write_text(str(ms))
             new.rename(self._file)
-            self._said = ms
+            self._pace_ms = ms
 
 
 class Bringer:
@@ -130,9 +130,7 @@ class Bringer:
         deadline = time.monotonic() + self._deadline_s
         while not self._is_settled(latest := self._job.latest()):
             if time.monotonic() > deadline or self._job.process.poll() is not None:
-                raise TimeoutError(
-                    f"not all of the {self.wanted} workers that are to train do; {self._situation(latest)}"
-                )
+                raise TimeoutError(f"not all of the {self.wanted} expected workers train; {self._situation(latest)}")
             self._pace.towards(None, farthest(latest), can_happen=False)
             time.sleep(_POLL_S)
         self._pace.full_speed()
@@ -152,7 +150,7 @@ class Bringer:
             self._pace.towards(step, farthest(latest), can_happen=victims is not None)
             time.sleep(_POLL_S)
         come = "it was triggered" if has_come else "it was not triggered"
-        raise TimeoutError(f"{str(fault)!r} could not be brought about: {come}; {self._situation(self._job.latest())}")
+        raise TimeoutError(f"{str(fault)!r} could not be executed: {come}; {self._situation(self._job.latest())}")
 
     def _situation(self, latest: Latest) -> str:
         steps = {rank: (*_worker(record), progress(record), record["generation"]) for rank, record in latest.items()}
@@ -277,7 +275,7 @@ def _worker(record: object) -> Worker:
 Latest = Mapping[int, Mapping[str, Any]]
 """By rank, the last record of each worker of the newest generation."""
 
-_SAID = {
+_OUTPUT_LINES = {
     "start": re.compile(rb"\[farandole\] starting w"),
     "join": re.compile(rb"\[farandole\] generation \d+ is planned"),
     "regroup": re.compile(rb"\[farandole\] regrouping for generation"),
@@ -316,7 +314,7 @@ class Triggers:
         assert not isinstance(trigger, AtStep | AtLastStepOf)
         with self._output.open("rb") as output:
             output.seek(self._place)
-            return _SAID[trigger.phase].search(output.read()) is not None
+            return _OUTPUT_LINES[trigger.phase].search(output.read()) is not None
 
 
 def farthest(latest: Latest) -> int:
@@ -357,7 +355,7 @@ class Orders:
             threading.Event().wait()
         if self._raise.is_set():
             self._raise.clear()
-            raise RuntimeError("this worker was told to raise an exception")
+            raise RuntimeError("this worker was ordered to raise an exception")
 
     def _obey(self) -> None:
         while True:

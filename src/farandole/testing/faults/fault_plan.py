@@ -220,25 +220,25 @@ def _fault(text: str, number: int) -> Fault:
     when, colon, what = (part.strip() for part in text.partition(":"))
     where = f"fault {number}, {text!r}"
     if not colon:
-        raise ValueError(f"{where}: it takes a trigger, a colon, and what is done, as in 'at step 40: kill rank 0'")
+        raise ValueError(f"{where}: it needs a trigger, a colon and an action, as in 'at step 40: kill rank 0'")
     found = _LATE.fullmatch(when)
     when, late_ms = (found[1], float(found[2])) if found else (when, 0.0)
     trigger, action = _trigger(when), _action(what)
     if trigger is None:
         raise ValueError(
-            f"{where}: {when!r} is no trigger; there are 'at step N', 'at last step of epoch N', 'after N s' and "
-            f"'during' {_list(PHASES)}, each with '+ N ms' after it if you like"
+            f"{where}: {when!r} is not a trigger; triggers are 'at step N', 'at last step of epoch N', 'after N s' and "
+            f"'during' {_list(PHASES)}, each optionally followed by '+ N ms'"
         )
     if action is None:
         raise ValueError(
-            f"{where}: {what!r} is nothing that can be done; there are 'add a worker', 'one way host N to host N', "
+            f"{where}: {what!r} is not an action; actions are 'add a worker', 'one way host N to host N', "
             f"{_list(WORKER_ACTIONS)} with 'rank N', {_list(WHO)}, and {_list(HOST_ACTIONS)} with 'host N'; "
-            "'slow' takes 'to N mbit', and 'lose' takes 'N percent'"
+            "'slow' needs 'to N mbit', and 'lose' needs 'N percent'"
         )
     if number == 1 and isinstance(trigger, After):
-        raise ValueError(f"{where}: 'after' is counted from the fault before, and this is the first one")
+        raise ValueError(f"{where}: 'after' is counted from the previous fault, and this is the first one")
     if number == 1 and isinstance(action, ToWorkers) and action.whom == "the same":
-        raise ValueError(f"{where}: 'the same' is who was hit by the fault before, and this is the first one")
+        raise ValueError(f"{where}: 'the same' are the victims of the previous fault, and this is the first one")
     return Fault(trigger, action, late_ms)
 
 
@@ -266,5 +266,5 @@ def _action(text: str) -> Action | None:
     return None
 
 
-def _list(words: tuple[str, ...]) -> str:
-    return ", ".join(f"'{word}'" for word in words)
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

@@ -47,7 +47,7 @@ class LabBackend:
         deadline = time.monotonic() + _GONE_S
         while not self._token.exists():  # the job creates it
             if time.monotonic() > deadline:
-                raise TimeoutError("the job did not make its token file")
+                raise TimeoutError("the job did not create its token file")
             time.sleep(0.01)
         for index in range(len(self._lab.hosts)):
             self._start_agent(index)
@@ -66,7 +66,7 @@ class LabBackend:
         return group is not None
 
     def offer(self, slots: int) -> None:
-        raise ValueError(f"there is no room for {slots} workers: on a lab, hosts bring their slots with them")
+        raise ValueError(f"the number of slots cannot be set to {slots}: in a lab each host has its own slots")
 
     def slots_of(self, host: str) -> int:
         return self._slots[self._hosts[host].index]
@@ -130,11 +130,11 @@ class LabBackend:
 
     def _start_agent(self, index: int) -> None:
         host = self._lab.hosts[index]
-        words = ["--join", f"{self._lab.network.driver.address}:{self.port}", "--slots", str(self._slots[index])]
-        words += ["--host", host.name, "--token-file", str(self._token), "--verbose"]
+        arguments = ["--join", f"{self._lab.network.driver.address}:{self.port}", "--slots", str(self._slots[index])]
+        arguments += ["--host", host.name, "--token-file", str(self._token), "--verbose"]
         with (self._folder / f"agent-{host.name}").open("ab") as output:
             self._agents[index] = host.start(
-                [sys.executable, "-m", "farandole", "agent", *words], stdout=output, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "farandole", "agent", *arguments], stdout=output, stderr=subprocess.STDOUT
             )
 
     def _boot(self, index: int) -> None:
@@ -151,8 +151,8 @@ class LabBackend:
         """Return the process ids of the agent alone; not of its guard, its workers, or its parent."""
         found = []
         for pid, outside in host.processes().items():
-            words = _command(outside).split()
-            if words[1:4] == ["-m", "farandole", "agent"]:
+            arguments = _command(outside).split()
+            if arguments[1:4] == ["-m", "farandole", "agent"]:
                 found.append(pid)
         return found
 

@@ -83,12 +83,12 @@ class Host:
         """Return the output of a command on this host. Raises LabError when it fails or takes too long."""
         process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
-            said, _ = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             process.kill()
             process.communicate()
-            raise LabError(f"{' '.join(command)} on {self.name} is not done after {timeout_s:g} s") from error
-        text = said.decode(errors="replace")
+            raise LabError(f"{' '.join(command)} on {self.name} did not end within {timeout_s:g} s") from error
+        text = output.decode(errors="replace")
         if process.returncode:
             raise LabError(f"{' '.join(command)} on {self.name} ended with {process.returncode}: {text.strip()}")
         return text
@@ -165,10 +165,10 @@ class Host:
             start_new_session=True,
         )
         assert self._init.stdout is not None
-        said = self._init.stdout.readline()
-        if not said:
-            raise LabError(f"{self.name} did not come up: its first process ended with {self._init.wait()}")
-        self._init_pid = int(said)
+        output = self._init.stdout.readline()
+        if not output:
+            raise LabError(f"{self.name} did not start: its first process ended with {self._init.wait()}")
+        self._init_pid = int(output)
         self._network.connect(self.index, self._init_pid)
 
     def _need_cgroup(self) -> Cgroup:
@@ -181,5 +181,5 @@ def _numbers(pid: int) -> list[int]:
     """Return the ids of a process, from this PID namespace inwards."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("NSpid:"):
-            return [int(word) for word in line.split()[1:]]
+            return [int(number) for number in line.split()[1:]]
     return [pid]

@@ -42,10 +42,10 @@ def main(name: str, hosts_file: str, last_pid: str) -> None:
         reap()
 
 
-def mount(*words: str) -> None:
-    done = subprocess.run(["mount", *words], capture_output=True, text=True)
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"mount {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+        sys.exit(f"mount {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")
 
 
 def reap() -> None:

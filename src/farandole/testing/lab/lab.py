@@ -152,7 +152,7 @@ def why_not() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"hosts are namespaces of Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
-        return "hosts are namespaces, and those take root"
+        return "hosts are namespaces, which need root"
     missing = [command for command in _COMMANDS if shutil.which(command) is None]
     if missing:
         return f"hosts are made with commands that are not installed: {', '.join(missing)}"
@@ -160,7 +160,7 @@ def why_not() -> str | None:
         with contextlib.closing(_Trial()):
             run(["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "ip", "link", "set", "lo", "up"])
     except (LabError, OSError) as error:
-        return f"this machine does not let namespaces or control groups be made: {error}"
+        return f"this machine does not permit namespaces or control groups: {error}"
     return None
 
 

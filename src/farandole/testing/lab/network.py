@@ -76,7 +76,7 @@ class Network:
         """Return the address of the host of this index, from 0 on. Raises ValueError for an index beyond the
         maximum."""
         if not 0 <= index < _MOST_HOSTS:
-            raise ValueError(f"a lab has up to {_MOST_HOSTS} hosts; host {index} is asked for")
+            raise ValueError(f"a lab has up to {_MOST_HOSTS} hosts; host {index} was requested")
         return f"{self._net}.{index + 11}"
 
     def connect(self, index: int, pid: int) -> None:
@@ -228,9 +228,9 @@ class Network:
         self._rules |= new
 
 
-def _tc(pid: int, *words: str) -> None:
+def _tc(pid: int, *arguments: str) -> None:
     """Run `tc` in the network namespace of a process."""
-    run(in_network_of(pid, ["tc", *words]))
+    run(in_network_of(pid, ["tc", *arguments]))
 
 
 def _line(rule: tuple[str, ...]) -> str:

@@ -22,15 +22,15 @@ class LabError(RuntimeError):
     """An operation of the lab failed; the message has the command, or the awaited condition."""
 
 
-def run(command: Sequence[str], said: str = "") -> str:
-    """Run the command and return its output. `said` is its stdin. Raises LabError when it fails or takes over
+def run(command: Sequence[str], stdin: str = "") -> str:
+    """Run the command and return its output. `stdin` is its stdin. Raises LabError when it fails or takes over
     COMMAND_S."""
     try:
-        done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=COMMAND_S)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=COMMAND_S)
     except subprocess.TimeoutExpired as error:
-        raise LabError(f"{' '.join(command)} is not done after {COMMAND_S:g} s") from error
+        raise LabError(f"{' '.join(command)} did not end within {COMMAND_S:g} s") from error
     if done.returncode:
-        raise LabError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}\n{said}".rstrip())
+        raise LabError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}\n{stdin}".rstrip())
     return done.stdout
 
 
@@ -49,7 +49,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = COMM
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise LabError(f"{what}: not so after {timeout_s:g} s")
+            raise LabError(f"{what}: not fulfilled within {timeout_s:g} s")
         time.sleep(_POLL_S)
 
 
@@ -132,9 +132,9 @@ class Cgroup:
             wait_until(lambda: state.read_text().strip() == "FROZEN", f"{self._group.name} is frozen")
 
     def thaw(self) -> None:
-        name, word = ("cgroup.freeze", "0") if self._is_second_version else ("freezer.state", "THAWED")
+        name, text = ("cgroup.freeze", "0") if self._is_second_version else ("freezer.state", "THAWED")
         with contextlib.suppress(FileNotFoundError):
-            (self._group / name).write_text(word)
+            (self._group / name).write_text(text)
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Limit the memory: the kernel kills a process that wants more. Raises LabError where memory cannot be

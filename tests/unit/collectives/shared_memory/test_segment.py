@@ -46,7 +46,10 @@ def test_a_place_survives_packing() -> None:
 
 def test_a_descriptor_that_is_another_file_by_now_is_not_taken_for_the_segment(tmp_path: Path) -> None:
     segment = create_segment(1)
-    with (tmp_path / "other").open("wb") as other, pytest.raises(FileNotFoundError, match="another file"):
+    with (
+        (tmp_path / "other").open("wb") as other,
+        pytest.raises(FileNotFoundError, match="no longer its shared memory segment"),
+    ):
         open_segment(segment.ref._replace(descriptor=other.fileno()))
 
 

@@ -24,4 +24,4 @@ class HorovodVersionMismatchError(ImportError):
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
     """Return the message when `version` of a framework is found, and `installed_version` was there at the
     installation."""
-    return f"{name} is version {version} now, and was {installed_version} when Horovod was installed; install it anew"
+    return f"{name} has version {version} now, and had {installed_version} at the installation of Horovod; reinstall it"

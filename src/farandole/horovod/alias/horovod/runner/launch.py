@@ -27,11 +27,11 @@ from horovod.runner.mpi_run import mpi_run
 def parse_args() -> Namespace:
     """Parse sys.argv as horovodrun does. Raises SystemExit for unknown arguments, ValueError for settings out of
     range."""
-    parser, words = run_parser("horovodrun")
-    ours, command = split_command(sys.argv[1:], words)
+    parser, value_counts = run_parser("horovodrun")
+    ours, command = split_command(sys.argv[1:], value_counts)
     args = parser.parse_args(ours)
     if args.num_proc is None:
-        parser.error("how many workers? say so with -np")
+        parser.error("the number of workers is missing: give -np N")
     args.command = command
     args.verbose = args.loudness == "VERBOSE"
     args.prefix_output_with_timestamp = args.prefix_timestamp
@@ -75,12 +75,12 @@ def run_controller(
     """Call the requested one of the three; gloo_run by default. Raises ValueError when it is not available."""
     if not use_gloo and (use_mpi or use_jsrun):
         if not mpi_built():
-            raise ValueError("MPI is not used by Farandole: leave out --mpi and --jsrun")
+            raise ValueError("Farandole does not use MPI: leave out --mpi and --jsrun")
         (mpi_run if use_mpi else js_run)()
     elif gloo_built():
         gloo_run()
     else:
-        raise ValueError("there is no controller to start workers with")
+        raise ValueError("no controller is available to start workers")
 
 
 def _run(args: Namespace) -> Any:

@@ -18,7 +18,7 @@ def mpi_run(*_: object, **__: object) -> NoReturn:
     """Raise RuntimeError, whose message gives the alternative."""
     raise RuntimeError(
         "Farandole starts workers itself and not through MPI: leave out --mpi or use_mpi, or start the script with "
-        "mpirun, under which it is a job of fixed size"
+        "mpirun, as a job of fixed size"
     )
 
 

@@ -59,7 +59,7 @@ def get_host_assignments(
     the hosts have fewer slots than `min_num_proc`."""
     slots = [(host.hostname, local) for host in hosts for local in range(host.slots)][:max_num_proc]
     if len(slots) < min_num_proc:
-        raise ValueError(f"{min_num_proc} workers were asked for, but the hosts have {len(slots)} slots only")
+        raise ValueError(f"{min_num_proc} workers were requested, but the hosts have only {len(slots)} slots")
     by_local: dict[int, list[str]] = {}
     local_sizes: dict[str, int] = {}
     for name, local in slots:
