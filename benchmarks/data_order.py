@@ -23,7 +23,7 @@ import farandole as fd
 from farandole.data.augmentation import KeyedSampler
 from farandole.data.index_stream import IndexStream
 from farandole.data.orders import Shuffled
-from farandole.data.partition import Layout
+from farandole.data.partition import BatchLayout
 
 GLOBAL_BATCH = 256
 SIZES = [1_280_000, 10**9, 10**12]
@@ -63,7 +63,7 @@ def per_index(samples: int, workers: int, indices: int = 300_000, rounds: int = 
     """What rank 0 of so many workers spends on one index, as its loader takes them: looking it up, dividing it into
     batches, making global batches and lists. The best and the median of the rounds, the first one with the warming
     up."""
-    layout = Layout(samples, GLOBAL_BATCH)
+    layout = BatchLayout(samples, GLOBAL_BATCH)
     index_stream = IndexStream(layout, Shuffled().bind(layout, 1))
     index_stream.restart(layout, 0, 0, 0, workers)
     sampler, take = iter(KeyedSampler(index_stream, 1)), index_stream.on_way.popleft

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery import WORKLOAD
-from farandole.testing.faults.backends import Worker
+from farandole.testing.faults.backends import WorkerId
 from farandole.testing.faults.fault_plan import ToHost
 from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab
@@ -56,9 +56,9 @@ class Hit:
 
     at_ns: int
     generation: int
-    survivors: frozenset[Worker]
+    survivors: frozenset[WorkerId]
 
-    def recovery_ms(self, applied: Mapping[Worker, Sequence[Record]]) -> float:
+    def recovery_ms(self, applied: Mapping[WorkerId, Sequence[Record]]) -> float:
         """Until the slowest survivor has applied a step in a later generation."""
         firsts = []
         for worker in self.survivors:

@@ -31,7 +31,7 @@ from farandole.wire.messages import (
     FromWorker,
     Heartbeat,
     Hello,
-    JobEnded,
+    JobOver,
     Kill,
     LinkBroken,
     Message,
@@ -247,7 +247,7 @@ def test_nothing_is_left_when_the_job_has_ended(tmp_path: Path) -> None:
         async with serving(tmp_path, [*TALKING_WORKER, "stubborn"]) as served:
             for worker in ("w1", "w2"):
                 await served.spawn(worker)
-            served.say(JobEnded(0, "a test"))
+            served.say(JobOver(0, "a test"))
             codes = [(await served.hear(WorkerExited)).exit_code for _ in range(2)]
             assert codes == [-signal.SIGKILL] * 2
             await served.ended()

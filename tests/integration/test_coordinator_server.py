@@ -26,7 +26,7 @@ from farandole.wire.messages import (
     AgentHello,
     FromWorker,
     Heartbeat,
-    JobEnded,
+    JobOver,
     Message,
     Ready,
     Spawn,
@@ -261,7 +261,7 @@ def test_a_stop_is_told_to_the_agents_before_the_coordinator_goes() -> None:
             spawn = await receive(channel, Spawn)
             running.coordinator.request_stop(now=False, reason="enough")
             channel.send(WorkerExited(spawn.worker, 0))
-            while not isinstance(message := await channel.receive(), JobEnded):
+            while not isinstance(message := await channel.receive(), JobOver):
                 pass
             assert "enough" in message.reason
             channel.close()

@@ -16,7 +16,7 @@ import torch
 
 from farandole.collectives.gloo_transport import GlooTransport, use_gloo
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.ring_header import Header, TransportOperation
 from farandole.collectives.tensor_bytes import dtype_code
 from farandole.collectives.transport import Reduction
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
@@ -46,7 +46,7 @@ def stuck() -> Iterator[tuple[GlooTransport, RingTransport, torch.Tensor, Future
 
         threading.Thread(target=reduce, daemon=True).start()
         header = Header(
-            Operation.ALL_REDUCE, pair[1].next_sequence, dtype_code(tensor.dtype), Reduction.SUM, 4 * NUMEL, 0
+            TransportOperation.ALL_REDUCE, pair[1].next_sequence, dtype_code(tensor.dtype), Reduction.SUM, 4 * NUMEL, 0
         )
         pair[1].exchange(header, b"")
         until(lambda: transports[0]._group._work is not None)

@@ -29,7 +29,7 @@ from farandole.wire.messages import (
     CoordinatorHeartbeat,
     Dismissed,
     Heartbeat,
-    JobEnded,
+    JobOver,
     Message,
     Refused,
     Spawn,
@@ -130,7 +130,7 @@ def test_a_joiner_hears_what_to_run_and_where_and_its_workers_lines_are_forwarde
             assert (hello.agent, hello.host, hello.slots, hello.is_apart) == ("b", "b", 2, True)
             said = await served.spawn("w1")
             assert (said.worker, said.stream, said.lines) == ("w1", "stdout", (f"up {tmp_path}".encode(),))
-            served.channel.send(JobEnded(3, "a test"))
+            served.channel.send(JobOver(3, "a test"))
             await served.hear(WorkerSilent)
             assert await served.service == Service(EndOfService.JOB_ENDED, "a test", 3)
             assert served.events.of(AgentServes) == [AgentServes("job", 2)]

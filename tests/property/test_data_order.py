@@ -17,7 +17,14 @@ from farandole.data.epoch import NoLoaderHooks
 from farandole.data.index_stream import IndexStream
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
-from farandole.data.partition import Layout, batches, even_slice, global_batch_range, make_global_batch, micro_batches
+from farandole.data.partition import (
+    BatchLayout,
+    batches,
+    even_slice,
+    global_batch_range,
+    make_global_batch,
+    micro_batches,
+)
 from farandole.data.permutation import Permutation
 from farandole.errors import DataError, StepError
 from farandole.state import step
@@ -36,17 +43,17 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> BatchLayout:
     size = draw(st.integers(1, 40))
     global_batch_size = draw(st.integers(1, size))
     min_local_batch = draw(st.integers(1, min(3, global_batch_size)))
     max_local_batch = draw(st.none() | st.integers(2 * min_local_batch - 1, 12))
-    return Layout(
+    return BatchLayout(
         size, global_batch_size, max_local_batch, min_local_batch, draw(st.sampled_from(["short", "carry", "drop"]))
     )
 
 
-def orders(layout: Layout) -> st.SearchStrategy[Order]:
+def orders(layout: BatchLayout) -> st.SearchStrategy[Order]:
     """Orders for a data set of layout.size samples."""
     size = layout.size
     numbers = st.lists(st.integers(0, 5), min_size=size, max_size=size)
@@ -65,7 +72,7 @@ def orders(layout: Layout) -> st.SearchStrategy[Order]:
 
 
 @st.composite
-def ordered_layouts(draw: st.DrawFn) -> tuple[Layout, Order]:
+def ordered_layouts(draw: st.DrawFn) -> tuple[BatchLayout, Order]:
     layout = draw(layouts())
     return layout, draw(orders(layout))
 
@@ -105,7 +112,7 @@ def test_one_position_at_a_time_gives_the_same_as_many(size: int, seed: int, dat
 @settings(no_deadline, max_examples=500)
 @given(ordered_layouts(), seeds, st.integers(0, 2**40), st.data())
 def test_every_order_has_random_access_and_each_sample_once_unless_it_draws_them(
-    made: tuple[Layout, Order], seed: int, epoch: int, data: st.DataObject
+    made: tuple[BatchLayout, Order], seed: int, epoch: int, data: st.DataObject
 ) -> None:
     layout, order = made
     look_up = order.bind(layout, seed)
@@ -143,7 +150,7 @@ def test_shares_are_disjoint_cover_everything_and_differ_by_at_most_one(
 @no_deadline
 @given(layouts(), st.integers(1, 9), st.integers(0, 39))
 def test_micro_batches_respect_both_limits_and_are_equally_many_on_all_ranks(
-    layout: Layout, world: int, at: int
+    layout: BatchLayout, world: int, at: int
 ) -> None:
     cursor = at % layout.end
     global_batches = [make_global_batch(layout, 0, cursor, rank, world) for rank in range(world)]
@@ -162,7 +169,7 @@ def test_micro_batches_respect_both_limits_and_are_equally_many_on_all_ranks(
 @no_deadline
 @given(layouts(), st.integers(1, 9), st.integers(0, 39), st.integers(0, 2**32))
 def test_the_weighted_gradients_of_all_ranks_add_up_to_that_of_the_global_batch(
-    layout: Layout, world: int, at: int, seed: int
+    layout: BatchLayout, world: int, at: int, seed: int
 ) -> None:
     gradients = np.random.default_rng(seed).normal(
         size=(2 * layout.size, 3)
@@ -184,7 +191,7 @@ def test_the_weighted_gradients_of_all_ranks_add_up_to_that_of_the_global_batch(
 @settings(no_deadline, max_examples=200)
 @given(layouts(), st.integers(0, 9), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 5)), max_size=12))
 def test_after_a_restart_nothing_of_the_old_deal_is_delivered_however_much_was_fetched(
-    layout: Layout, depth: int, restarts: list[tuple[int, int]]
+    layout: BatchLayout, depth: int, restarts: list[tuple[int, int]]
 ) -> None:
     index_stream = IndexStream(layout, lambda epoch, positions: positions)
     feed = iter(index_stream)
@@ -227,7 +234,7 @@ class Worker(NoLoaderHooks):
     """A training loop as a user writes it, which stops for the simulation at every batch and after every
     epoch. It is the Boundary of its own loader."""
 
-    def __init__(self, layout: Layout, order: Order, seed: int) -> None:
+    def __init__(self, layout: BatchLayout, order: Order, seed: int) -> None:
         self.all_advance = True
         self.loader = DataLoader(
             Numbers(layout.size),
@@ -296,7 +303,7 @@ class Event:
 class Simulation:
     """A job in lockstep. `applied` holds epoch and samples of each decided step."""
 
-    def __init__(self, layout: Layout, order: Order, seed: int, world: int) -> None:
+    def __init__(self, layout: BatchLayout, order: Order, seed: int, world: int) -> None:
         self.make = lambda: Worker(layout, order, seed)
         self.applied: list[tuple[int, list[int]]] = []
         self.workers = [self.make() for _ in range(world)]
@@ -370,7 +377,7 @@ events = st.builds(
 @settings(no_deadline, max_examples=SCHEDULES)
 @given(ordered_layouts(), seeds, st.integers(1, 5), st.lists(events, max_size=20))
 def test_every_step_has_the_same_samples_whatever_happens_and_every_epoch_all_of_them_once(
-    made: tuple[Layout, Order], seed: int, world: int, schedule: list[Event]
+    made: tuple[BatchLayout, Order], seed: int, world: int, schedule: list[Event]
 ) -> None:
     layout, order = made
     job = Simulation(layout, order, seed, world)
@@ -399,7 +406,7 @@ def test_every_step_has_the_same_samples_whatever_happens_and_every_epoch_all_of
 @no_deadline
 @given(ordered_layouts(), seeds, st.lists(st.sampled_from(["fetch", "commit", "again", "other"]), max_size=30))
 def test_fetching_moves_nothing_and_only_the_next_ticket_can_be_committed(
-    made: tuple[Layout, Order], seed: int, actions: list[str]
+    made: tuple[BatchLayout, Order], seed: int, actions: list[str]
 ) -> None:
     layout, order = made
     loader = DataLoader(Numbers(layout.size), layout.global_batch_size, seed=seed, order=order, tail=layout.tail)

@@ -40,7 +40,7 @@ from farandole.wire.messages import (
     FromWorker,
     Heartbeat,
     Hello,
-    JobEnded,
+    JobOver,
     Kill,
     Spawn,
     SpawnFailed,
@@ -207,7 +207,7 @@ class Agent:
         """Execute the coordinator's orders until it needs nothing more. Then the workers are told, and have their grace
         period."""
         try:
-            while not isinstance(order := await self._channel.receive(), JobEnded | Dismissed):
+            while not isinstance(order := await self._channel.receive(), JobOver | Dismissed):
                 self._do(order)
             service = _service(order)
         except (ConnectionError, AuthenticationError, ProtocolError) as error:
@@ -353,8 +353,8 @@ class Agent:
                 reported, reported_s = seen, now_s()
 
 
-def _service(order: JobEnded | Dismissed) -> Service:
-    if isinstance(order, JobEnded):
+def _service(order: JobOver | Dismissed) -> Service:
+    if isinstance(order, JobOver):
         return Service(EndOfService.JOB_ENDED, order.reason, order.exit_code)
     return Service(EndOfService.DRAINED if order.is_drained else EndOfService.LEFT, order.reason)
 

@@ -22,7 +22,7 @@ _KILLED_S = 0.2
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class Watch:
+class WatchedGroups:
     """The watched process groups, and whether the parent has sent "stop"."""
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Watch:
                 self.is_over = True
 
 
-def follow(stream: int, silence_limit_s: float | None) -> Watch:
+def follow(stream: int, silence_limit_s: float | None) -> WatchedGroups:
     """Listen until the stream ends; meanwhile kill the watched groups whenever nothing arrived for too long.
 
     The kernel measures the silence, and looks at the stream before it reports a timeout: data that a slow guard has not
     read yet counts.
     """
-    watch, limit_s = Watch(), silence_limit_s
+    watch, limit_s = WatchedGroups(), silence_limit_s
     while True:
         if not select.select([stream], [], [], limit_s)[0]:
             kill(watch.groups)

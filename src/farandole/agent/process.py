@@ -330,7 +330,7 @@ def worker_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 def start_child(argv: Sequence[str], env: Mapping[str, str]) -> Child:
     """Start a program with exactly this environment. Raises OSError when that is impossible."""
-    return _Started(
+    return _PlainChild(
         subprocess.Popen(
             list(argv),
             env=dict(env),
@@ -343,7 +343,7 @@ def start_child(argv: Sequence[str], env: Mapping[str, str]) -> Child:
     )
 
 
-class _Started:
+class _PlainChild:
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stdout is not None
         assert popen.stderr is not None

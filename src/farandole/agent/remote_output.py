@@ -32,10 +32,10 @@ UNSENT_LIMIT = 1 << 20
 _COLLECT_S = 0.02
 _MESSAGE_BYTES = 1 << 16
 
-Stream = Literal["stdout", "stderr"]
+OutputStream = Literal["stdout", "stderr"]
 
 
-class Line(Protocol):
+class MessageSender(Protocol):
     """The part of a Channel that is needed here."""
 
     @property
@@ -47,11 +47,11 @@ class Line(Protocol):
 class ForwardedOutput:
     """A Sink, used on one event loop."""
 
-    def __init__(self, channel: Line) -> None:
+    def __init__(self, channel: MessageSender) -> None:
         self._channel = channel
-        self._lines: dict[tuple[str, Stream], list[bytes]] = {}
+        self._lines: dict[tuple[str, OutputStream], list[bytes]] = {}
         self._bytes = 0
-        self._dropped: dict[tuple[str, Stream], int] = {}
+        self._dropped: dict[tuple[str, OutputStream], int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def expected(self, worker: str, rank: int) -> None:
@@ -62,7 +62,7 @@ class ForwardedOutput:
         self._channel.send(WorkerRanked(worker, rank, is_expected=False))
 
     def line(self, worker: str, stream: str, data: bytes) -> None:
-        key = (worker, cast(Stream, stream))
+        key = (worker, cast(OutputStream, stream))
         if self._bytes + self._channel.unsent_bytes > UNSENT_LIMIT:
             self._dropped[key] = self._dropped.get(key, 0) + len(data) + 1
             return

@@ -17,7 +17,7 @@ from farandole.errors import ConfigError, FarandoleError
 from farandole.membership import Progress
 from farandole.state.digest import digest_of
 
-Ask = Callable[[str, Progress], str]
+AskToPublish = Callable[[str, Progress], str]
 """Signature ask(name, progress): returns "" if the checkpoint may be published, else the reason."""
 
 
@@ -31,7 +31,7 @@ class Written:
     error: str = ""
 
 
-class Writer:
+class CheckpointWriter:
     """Writes checkpoints, one at a time.
 
     ask   decides whether a checkpoint counts
@@ -44,7 +44,7 @@ class Writer:
         folder: CheckpointFolder,
         rule: Literal["step", "commit"],
         keep: int,
-        ask: Ask,
+        ask: AskToPublish,
         report: Callable[[Written], None],
     ) -> None:
         self._folder, self._rule, self._keep, self._ask, self._report = folder, rule, keep, ask, report

@@ -89,7 +89,7 @@ def write_tensors(
     # Large elements first: all of them are aligned then.
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     with store.create(name) as file:
-        sum = _Sum(file)
+        sum = _ChecksumWriter(file)
         sum.write(_header(tensors, keys))
         for key in keys:
             memory = memoryview(_bytes_of(tensors[key].detach().cpu().contiguous()))
@@ -128,7 +128,7 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
     return tensors
 
 
-class _Sum:
+class _ChecksumWriter:
     """A writer that counts bytes and computes the checksum."""
 
     def __init__(self, file: BinaryIO) -> None:

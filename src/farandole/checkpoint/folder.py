@@ -139,7 +139,7 @@ def write_file(store: Store, name: str, data: bytes) -> FileSum:
 
 
 @dataclass(frozen=True)
-class Begun:
+class LockedStore:
     """A place that this job has locked.
 
     origin    the beginning of its numbers
@@ -154,7 +154,7 @@ class Begun:
     lock: JobLock
 
 
-def begin_job(settings: CheckpointEnv) -> Begun:
+def begin_job(settings: CheckpointEnv) -> LockedStore:
     """Lock a place and read it. Raises ConfigError when another job uses the place, when it cannot be reached or
     written to, and when it contains only damaged checkpoints."""
     taken = lock(open_store(settings.folder))
@@ -168,7 +168,7 @@ def begin_job(settings: CheckpointEnv) -> Begun:
         raise
 
 
-def _begin_locked(settings: CheckpointEnv, taken: JobLock) -> Begun:
+def _begin_locked(settings: CheckpointEnv, taken: JobLock) -> LockedStore:
     folder = CheckpointFolder(taken.store)
     folder.remove_unpublished()
     found, damaged = folder.complete()
@@ -188,4 +188,4 @@ def _begin_locked(settings: CheckpointEnv, taken: JobLock) -> Begun:
     settings = msgspec.structs.replace(
         settings, resume=found[0].name if found else "", run_id=origin.run_id, owner=taken.owner
     )
-    return Begun(origin, settings, tuple(notes), taken)
+    return LockedStore(origin, settings, tuple(notes), taken)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.ring_header import Header, TransportOperation
 from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_on_its_device
 from farandole.collectives.torch_group import GroupOperations, TorchGroup
 from farandole.collectives.transport import Reduction, Transport
@@ -23,7 +23,7 @@ from farandole.errors import ConfigError
 
 logger = logging.getLogger("farandole")
 
-_OPERATIONS = (Operation.ALL_REDUCE_ON_DEVICE, Operation.BROADCAST_ON_DEVICE)
+_OPERATIONS = (TransportOperation.ALL_REDUCE_ON_DEVICE, TransportOperation.BROADCAST_ON_DEVICE)
 _IDENTITY_BYTES = 64
 
 
@@ -78,7 +78,7 @@ class DeviceTransport:
             return self.below.all_reduce(tensor, trailer, op)
         flat = flat_on_its_device(tensor)
         combiner(op)
-        operations = self._connected(flat, Operation.ALL_REDUCE_ON_DEVICE, op)
+        operations = self._connected(flat, TransportOperation.ALL_REDUCE_ON_DEVICE, op)
         if operations is None:
             return self.below.all_reduce(flat, trailer, op)
         return operations.all_reduce(flat, trailer, op)
@@ -90,7 +90,7 @@ class DeviceTransport:
         if not 0 <= source < self.size:
             raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
         flat = flat_on_its_device(tensor)
-        operations = self._connected(flat, Operation.BROADCAST_ON_DEVICE, source)
+        operations = self._connected(flat, TransportOperation.BROADCAST_ON_DEVICE, source)
         if operations is None:
             self.below.broadcast(flat, source)
         else:
@@ -117,7 +117,7 @@ class DeviceTransport:
         if self._operations is not None:
             self._operations.group.release()
 
-    def _connected(self, flat: torch.Tensor, operation: Operation, source: int) -> GroupOperations | None:
+    def _connected(self, flat: torch.Tensor, operation: TransportOperation, source: int) -> GroupOperations | None:
         """Return the operations of the group; None where tensors have to pass through the host."""
         if self._device is None:
             self._connect(flat, operation, source)
@@ -128,7 +128,7 @@ class DeviceTransport:
             )
         return self._operations
 
-    def _connect(self, flat: torch.Tensor, operation: Operation, source: int) -> None:
+    def _connect(self, flat: torch.Tensor, operation: TransportOperation, source: int) -> None:
         """Connect within the first operation, so that ranks in another operation learn of the mismatch, too."""
         mine = self._groups.identity(flat.device).encode()[:_IDENTITY_BYTES].ljust(_IDENTITY_BYTES)
         nbytes = flat.numel() * flat.element_size()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from farandole.clock import now_s
 from farandole.collectives.connection_pair import Broken
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.ring_header import Header, TransportOperation
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.tensor_bytes import combiner, flat_view
 from farandole.collectives.torch_group import NO_LIMIT_S, OPS, Construction, GroupOperations
@@ -123,7 +123,7 @@ def connect_gloo(ring: RingTransport) -> GlooGroup:
     construction = Construction(ring, make, lambda _: None, lambda _: None, _CONNECT_TIMEOUT_S, "gloo")
     group = construction.finish()
     if isinstance(group, str):
-        header = Header(Operation.BARRIER, ring.next_sequence, trailer_bytes=1)
+        header = Header(TransportOperation.BARRIER, ring.next_sequence, trailer_bytes=1)
         ring.end_by(Broken("receive", f"Gloo cannot connect: {group}"), header)
     own = find_listening_address(b"".join(construction.store.mine.values()))
     answers = _exchange_answers(

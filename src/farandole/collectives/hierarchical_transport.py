@@ -14,9 +14,9 @@ from typing import NoReturn
 import torch
 
 from farandole.collectives.connection_pair import Broken, Interruption, PeerCalled
-from farandole.collectives.host_layout import Layout, pack_trailers, unpack_trailers
+from farandole.collectives.host_layout import HostLayout, pack_trailers, unpack_trailers
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
+from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
 from farandole.collectives.ring_schedules import Combine
 from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock, MessageSlot
 from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
@@ -35,7 +35,7 @@ class HierarchicalTransport:
     """
 
     # The group must not refer to the transport: memory that only a cycle holds is not released with the generation.
-    def __init__(self, rings: Rings, layout: Layout, control_blocks: Sequence[ControlBlock]) -> None:
+    def __init__(self, rings: Rings, layout: HostLayout, control_blocks: Sequence[ControlBlock]) -> None:
         self._rings, self._layout = rings, layout
         self._group = SharedMemoryGroup(
             layout.place,
@@ -63,7 +63,12 @@ class HierarchicalTransport:
                 return self._rings.whole.all_reduce(flat, trailer, op)
         nbytes = flat.numel() * flat.element_size()
         header = Header(
-            Operation.ALL_REDUCE, self._rings.whole.next_sequence, dtype_code(flat.dtype), op, nbytes, len(trailer)
+            TransportOperation.ALL_REDUCE,
+            self._rings.whole.next_sequence,
+            dtype_code(flat.dtype),
+            op,
+            nbytes,
+            len(trailer),
         )
         with self._rings.running(header):
             if nbytes + trailers_bytes <= DATA_BYTES:
@@ -79,7 +84,9 @@ class HierarchicalTransport:
                 self._rings.whole.broadcast(flat, source)
             return
         nbytes = flat.numel() * flat.element_size()
-        header = Header(Operation.BROADCAST, self._rings.whole.next_sequence, dtype_code(flat.dtype), source, nbytes)
+        header = Header(
+            TransportOperation.BROADCAST, self._rings.whole.next_sequence, dtype_code(flat.dtype), source, nbytes
+        )
         host, place = self._layout.find(source)
         is_here, is_alone = host == self._layout.host, self._group.size == 1
         with self._rings.running(header):
@@ -181,7 +188,7 @@ RINGS_PER_RANK = 2
 
 
 def share_memory_within_hosts(
-    ring: RingTransport, layout: Layout, connect: ConnectRing, control_blocks: ControlBlocks | None = None
+    ring: RingTransport, layout: HostLayout, connect: ConnectRing, control_blocks: ControlBlocks | None = None
 ) -> HierarchicalTransport | str:
     """Return the transport, which closes the ring when it is closed; or, on all ranks alike, why there is none.
 

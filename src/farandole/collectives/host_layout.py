@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
+class HostLayout:
     """The ranks of each host, seen from this rank.
 
     Attributes:
@@ -46,13 +46,13 @@ class Layout:
         return next((number, host.index(rank)) for number, host in enumerate(self.hosts) if rank in host)
 
 
-def layout(hosts: Sequence[Hashable], rank: int) -> Layout:
+def layout(hosts: Sequence[Hashable], rank: int) -> HostLayout:
     """Return the layout of a world in which `hosts` is the host of each rank, seen from `rank`."""
     members: defaultdict[Hashable, list[int]] = defaultdict(list)
     for other, host in enumerate(hosts):
         members[host].append(other)
     ranks = tuple(tuple(each) for each in members.values())
-    return Layout(ranks, list(members).index(hosts[rank]), members[hosts[rank]].index(rank))
+    return HostLayout(ranks, list(members).index(hosts[rank]), members[hosts[rank]].index(rank))
 
 
 def pack_trailers(trailers: Sequence[bytes], most: int) -> bytes:

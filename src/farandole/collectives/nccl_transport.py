@@ -107,12 +107,12 @@ class NcclGroup:
             copy = self._memory[:nbytes].view(dtype)
             return copy.copy_(flat) if is_read else copy
 
-    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None] | None = None) -> _Begun:
+    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None] | None = None) -> _NcclWork:
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[op]  # type: ignore[assignment]
         return self._begun(lambda: self._group.allreduce([copy], options))
 
-    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None] | None = None) -> _Begun:
+    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None] | None = None) -> _NcclWork:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._begun(lambda: self._group.broadcast([copy], options))
@@ -139,16 +139,16 @@ class NcclGroup:
             # Not a daemon, for the reason given in torch_group.py (Construction).
             threading.Thread(target=_release, args=(kept, self._aborting), name="farandole-nccl-release").start()
 
-    def _begun(self, begin: Callable[[], Any]) -> _Begun:
+    def _begun(self, begin: Callable[[], Any]) -> _NcclWork:
         group = self._group
         with torch.cuda.stream(self._stream):
             begin().wait()  # the stream waits, behind NCCL's own one; not this thread
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        return _Begun(event, lambda: _failure(group))
+        return _NcclWork(event, lambda: _failure(group))
 
 
-class _Begun:
+class _NcclWork:
     """An operation in progress. Not torch's Work: querying that takes a lock which a running abort holds."""
 
     def __init__(self, event: Any, failure: Callable[[], str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from farandole.clock import now_s
 from farandole.collectives.chunks import Algorithm, choose_algorithm
 from farandole.collectives.connection_pair import Broken, ConnectionPair, Interruption, PeerCalled
-from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation, sequence_of
+from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation, sequence_of
 from farandole.collectives.ring_schedules import (
     Agreement,
     Combine,
@@ -100,18 +100,20 @@ class RingTransport:
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
         total_bytes = flat.numel() * flat.element_size()
-        header = Header(Operation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(trailer))
+        header = Header(
+            TransportOperation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(trailer)
+        )
         return self.reduce_as(header, flat, trailer, combine)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        header = Header(Operation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
+        header = Header(TransportOperation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
         # Short payloads travel with their lengths: one round for all, since every round has to wake every rank.
         slip = (len(payload).to_bytes(8, "big") + payload[:_SHORT_BYTES]).ljust(_SLIP_BYTES, b"\0")
         slips = self._gather(header, slip, [_SLIP_BYTES] * self._size)
         lengths = [int.from_bytes(each[:8], "big") for each in slips]
         if max(lengths) <= _SHORT_BYTES:
             return [bytes(each[8 : 8 + length]) for each, length in zip(slips, lengths, strict=True)]
-        header = Header(Operation.ALL_GATHER, self._sequence + 1, total_bytes=sum(lengths))
+        header = Header(TransportOperation.ALL_GATHER, self._sequence + 1, total_bytes=sum(lengths))
         return [bytes(each) for each in self._gather(header, payload, lengths)]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -119,11 +121,11 @@ class RingTransport:
             raise ValueError(f"broadcast: source must be a rank from 0 to {self._size - 1}, got {source}")
         flat = flat_view(tensor)
         total_bytes = flat.numel() * flat.element_size()
-        header = Header(Operation.BROADCAST, self._sequence + 1, dtype_code(flat.dtype), source, total_bytes)
+        header = Header(TransportOperation.BROADCAST, self._sequence + 1, dtype_code(flat.dtype), source, total_bytes)
         self.broadcast_as(header, flat, source)
 
     def barrier(self) -> None:
-        header = Header(Operation.BARRIER, self._sequence + 1, trailer_bytes=1)
+        header = Header(TransportOperation.BARRIER, self._sequence + 1, trailer_bytes=1)
         self._gather(header, b"\0", [1] * self._size)
 
     def wait_for_peer(self, wake: int) -> bool | None:

@@ -19,7 +19,7 @@ _MAGIC = b"Frd1"
 HEADER_BYTES = _LAYOUT.size
 
 
-class Operation(enum.IntEnum):
+class TransportOperation(enum.IntEnum):
     """The codes on the wire; the names are those of the transport's methods."""
 
     ALL_REDUCE = 1
@@ -30,8 +30,8 @@ class Operation(enum.IntEnum):
     BROADCAST_ON_DEVICE = 6
 
 
-_REDUCING = (Operation.ALL_REDUCE, Operation.ALL_REDUCE_ON_DEVICE)
-_BROADCASTING = (Operation.BROADCAST, Operation.BROADCAST_ON_DEVICE)
+_REDUCING = (TransportOperation.ALL_REDUCE, TransportOperation.ALL_REDUCE_ON_DEVICE)
+_BROADCASTING = (TransportOperation.BROADCAST, TransportOperation.BROADCAST_ON_DEVICE)
 
 
 class Header(NamedTuple):
@@ -45,7 +45,7 @@ class Header(NamedTuple):
         trailer_bytes: The size of one rank's trailer.
     """
 
-    operation: Operation
+    operation: TransportOperation
     sequence: int
     dtype_code: int = 0
     source: int = 0
@@ -84,7 +84,7 @@ def sequence_of(packed: bytes) -> int | None:
 def describe_packed(packed: bytes) -> str:
     """Describe a neighbour's header, or report that it is not a header."""
     magic, operation, dtype_code, source, sequence, total_bytes, trailer_bytes = _LAYOUT.unpack(packed)
-    known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(Operation)
+    known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(TransportOperation)
     if not known or (operation in _REDUCING and source not in list(Reduction)):
         return "an operation that this version does not know"
-    return Header(Operation(operation), sequence, dtype_code, source, total_bytes, trailer_bytes).describe()
+    return Header(TransportOperation(operation), sequence, dtype_code, source, total_bytes, trailer_bytes).describe()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from farandole.clock import now_s
 from farandole.collectives.connection_pair import Broken
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, Operation
+from farandole.collectives.ring_header import Header, TransportOperation
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.tensor_bytes import dtype_code
 from farandole.collectives.transport import Reduction
@@ -40,7 +40,7 @@ OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
 }
 
 
-class Begun(Protocol):
+class PendingWork(Protocol):
     """An operation of a group in progress; torch.distributed.Work is one."""
 
     def is_completed(self) -> bool:
@@ -70,11 +70,11 @@ class TorchGroup(Protocol):
         """
         ...
 
-    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None]) -> Begun:
+    def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None]) -> PendingWork:
         """Start an all-reduce of the copy. Raises torch.distributed.DistError when a peer is gone."""
         ...
 
-    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None]) -> Begun: ...
+    def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None]) -> PendingWork: ...
 
     def give(self, copy: torch.Tensor, flat: torch.Tensor) -> None:
         """Copy the result into the caller's tensor; it is complete when this returns."""
@@ -101,7 +101,10 @@ class GroupOperations:
         self,
         ring: RingTransport,
         group: TorchGroup,
-        operations: tuple[Operation, Operation] = (Operation.ALL_REDUCE, Operation.BROADCAST),
+        operations: tuple[TransportOperation, TransportOperation] = (
+            TransportOperation.ALL_REDUCE,
+            TransportOperation.BROADCAST,
+        ),
     ) -> None:
         self._ring, self.group = ring, group
         self._all_reduce, self._broadcast = operations
@@ -130,11 +133,11 @@ class GroupOperations:
         self._wake.set()
         self.group.shut_down()
 
-    def _header(self, operation: Operation, flat: torch.Tensor, source: int, trailer_bytes: int = 0) -> Header:
+    def _header(self, operation: TransportOperation, flat: torch.Tensor, source: int, trailer_bytes: int = 0) -> Header:
         nbytes = flat.numel() * flat.element_size()
         return Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes, trailer_bytes)
 
-    def _run(self, header: Header, begin: Callable[[], Begun]) -> None:
+    def _run(self, header: Header, begin: Callable[[], PendingWork]) -> None:
         """Run one operation of the group on all ranks: when it returns, all have their result."""
         try:
             with self._ring.running(header), WaitingForPeers():
@@ -144,7 +147,7 @@ class GroupOperations:
             self.group.shut_down()
             raise
 
-    def _wait(self, begin: Callable[[], Begun], header: Header) -> None:
+    def _wait(self, begin: Callable[[], PendingWork], header: Header) -> None:
         """Wait until the operation has ended.
 
         Raises at once an error that ends it for this rank, even if the group goes on.

@@ -17,7 +17,7 @@ from farandole.wire.control import (
     HostStatus,
     SlotInBackoff,
     Status,
-    WorkerStatus,
+    WorkerSummary,
 )
 
 
@@ -161,10 +161,10 @@ def _step(job: Job, of_members: list[int]) -> int | None:
     return max((*of_members, *(progress.step for progress in job.published.values())), default=None)
 
 
-def _worker(job: Job, worker: Worker, rank: int | None, step: int | None) -> WorkerStatus:
+def _worker(job: Job, worker: Worker, rank: int | None, step: int | None) -> WorkerSummary:
     state = _member_state(job, worker) if rank is not None else _newcomer_state(worker)
     left = slots.restarts_left(job, worker.slot)
-    return WorkerStatus(worker.name, rank, job.host_of(worker), worker.slot.index, worker.pid, state, left, step)
+    return WorkerSummary(worker.name, rank, job.host_of(worker), worker.slot.index, worker.pid, state, left, step)
 
 
 def _member_state(job: Job, worker: Worker) -> str:

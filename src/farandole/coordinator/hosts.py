@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from farandole.coordinator import slots
 from farandole.coordinator.inputs import AgentConnected, HostsOffered
-from farandole.coordinator.job import Agent, Ban, Job, Offer
+from farandole.coordinator.job import AgentRecord, Ban, Job, Offer
 from farandole.coordinator.transition import Transition
 from farandole.events import (
     AgentJoined,
@@ -28,7 +28,7 @@ def agent_connected(transition: Transition, input: AgentConnected) -> None:
     known = agents.get(input.agent)
     if (known is not None and known.is_connected) or input.slots < 0:
         return
-    agent = Agent(input.agent, input.host, input.slots, order=known.order if known else len(agents))
+    agent = AgentRecord(input.agent, input.host, input.slots, order=known.order if known else len(agents))
     if offers is not None:
         offer = offers.get(input.host, Offer(0, agent.order))
         agent = replace(agent, slots=offer.slots, order=offer.order)
@@ -98,7 +98,7 @@ def dismiss_idle(transition: Transition) -> None:
             transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_connected=False)})
 
 
-def _drain(transition: Transition, agents: Iterable[Agent], reason: str) -> bool:
+def _drain(transition: Transition, agents: Iterable[AgentRecord], reason: str) -> bool:
     leaving = [agent for agent in agents if agent.is_connected]
     for agent in leaving:
         if agent.is_draining or transition.job.is_released:

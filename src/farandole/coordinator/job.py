@@ -19,7 +19,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentRecord:
     """An agent. `order` ranks the workers of earlier hosts first. A lost agent stays known, and may come back empty.
 
     is_draining  no further workers are started there, and the agent is dismissed once its workers have left
@@ -285,7 +285,7 @@ class Job:
     saves: bool = False
     has_checkpoint: bool = False
     published: Mapping[str, Progress] = field(default_factory=dict)
-    agents: Mapping[str, Agent] = field(default_factory=dict)
+    agents: Mapping[str, AgentRecord] = field(default_factory=dict)
     slots: Mapping[Slot, SlotUse] = field(default_factory=dict)
     workers: Mapping[str, Worker] = field(default_factory=dict)
     spawned: int = 0

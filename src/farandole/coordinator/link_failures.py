@@ -149,7 +149,7 @@ def smallest_cover(links: Collection[tuple[str, str]], by_worth: Sequence[str]) 
 # worker proves nothing: the peer, or its host, may have died just now, which its agent handles. A link is broken when
 # the workers at both its ends live and neither can reach the other.
 
-Link = tuple[str, str]
+LinkEnds = tuple[str, str]
 
 _VERDICT_PARTS = 8
 """The part of the detection budget (1 / 8) for which the reports of the other members are awaited after a link is
@@ -175,7 +175,7 @@ def note_probe_result(transition: Transition, reporter: Worker, message: Probed)
     _set_verdict(transition, survivors)
 
 
-def broken_links(job: Job, now_s: float) -> list[Link]:
+def broken_links(job: Job, now_s: float) -> list[LinkEnds]:
     """Return the links whose ends both live and cannot reach each other, by the ranks of their workers."""
     fresh = _fresh(job, now_s)
     names = [worker.name for worker in job.survivors()]
@@ -194,7 +194,7 @@ def suspected_until(job: Job, now_s: float) -> float | None:
     return max(times) + job.config.detection_budget_s / 2 if times else None
 
 
-def spread_to_hosts(job: Job, broken: Iterable[Link], now_s: float) -> set[Link]:
+def spread_to_hosts(job: Job, broken: Iterable[LinkEnds], now_s: float) -> set[LinkEnds]:
     """Return the broken links, and the untried links between the same pairs of hosts: without them the next generation
     would have the same trouble with other workers."""
     members = job.survivors()

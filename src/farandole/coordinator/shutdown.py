@@ -13,7 +13,7 @@ from farandole.wire.messages import (
     CheckpointEnded,
     Finished,
     FromWorker,
-    JobEnded,
+    JobOver,
     MayPublish,
     Released,
     SpawnFailed,
@@ -116,7 +116,7 @@ def advance(transition: Transition) -> None:
         return
     for agent in transition.job.agents.values():
         if agent.is_connected:
-            transition.send(agent.name, JobEnded(ending.exit_code, ending.reason))
+            transition.send(agent.name, JobOver(ending.exit_code, ending.reason))
     transition.actions.append(EndJob(ending.exit_code, ending.reason))
     transition.change(ending=replace(ending, is_done=True))
 

@@ -74,7 +74,7 @@ class EpochRecord:
         self.is_through = False
 
 
-class Counting(Protocol):
+class EpochLoader(Protocol):
     """The part of a loader that an Epoch needs."""
 
     epoch: int
@@ -90,11 +90,11 @@ class Epoch(int):
     repeated.
     """
 
-    _loader: Counting
+    _loader: EpochLoader
     _calls: int
 
     @classmethod
-    def of(cls, loader: Counting) -> Epoch:
+    def of(cls, loader: EpochLoader) -> Epoch:
         """Return the number of the loader's current epoch; the loader counts the calls of once()."""
         epoch = cls(loader.epoch)
         epoch._loader, epoch._calls = loader, 0

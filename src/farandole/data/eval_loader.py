@@ -68,7 +68,7 @@ class EvalLoader:
             raise DataError(f"batch_size must be 1 or more, got {batch_size}")
         self.dataset, self.batch_size = dataset, batch_size
         self._size = size_of(dataset)
-        self._part = _Part(batch_size)
+        self._part = _RangeBatchSampler(batch_size)
         inner_dataset: Any = dataset
         if collate_fn is None and are_rows(dataset):
             inner_dataset, collate_fn = Rows(dataset), as_it_is
@@ -130,7 +130,7 @@ class EvalLoader:
         return even_slice(0, self._size, placement.rank, placement.size)
 
 
-class _Part:
+class _RangeBatchSampler:
     """The batch sampler: samples low, ..., high - 1, set before each iteration."""
 
     def __init__(self, batch_size: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farandole.data.orders.order import Lookup
-from farandole.data.partition import Layout, batches, delivered, make_global_batch
+from farandole.data.partition import BatchLayout, batches, delivered, make_global_batch
 from farandole.state.global_batch import Batch, GlobalBatch
 
 # Positions looked up in one call. Few at first, because the next batch after a regroup waits for them; then more and
@@ -38,7 +38,7 @@ class IndexStream:
     on_way      batches that were yielded and not yet taken by the loader, in order
     """
 
-    def __init__(self, layout: Layout, order: Lookup) -> None:
+    def __init__(self, layout: BatchLayout, order: Lookup) -> None:
         self.restart_id = 0
         self.on_way: deque[IndexedBatch] = deque()
         self._layout, self._order = layout, order
@@ -51,7 +51,7 @@ class IndexStream:
         """Yield one sample at a time until restart(), which is enough for the loader workers to initialize."""
         self._is_trial = True
 
-    def restart(self, layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> None:
+    def restart(self, layout: BatchLayout, epoch: int, cursor: int, rank: int, world: int) -> None:
         """Continue at (epoch, cursor). Batches being fetched belong to an earlier restart from now on."""
         self.restart_id += 1
         self._layout = layout

@@ -16,7 +16,7 @@ from farandole.data.augmentation import with_places
 from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
 from farandole.data.index_stream import IndexedBatch, IndexStream
 from farandole.data.orders import Order, Sequential, Shuffled
-from farandole.data.partition import Layout, Tail, batches, global_batch_range, make_global_batch
+from farandole.data.partition import BatchLayout, Tail, batches, global_batch_range, make_global_batch
 from farandole.data.permutation import FORMAT_VERSION
 from farandole.data.torch_loader import MapDataset, Prefetch, Rows, SmallByValue, are_rows, as_it_is, size_of
 from farandole.errors import ConfigError, DataError
@@ -119,7 +119,7 @@ class DataLoader(ElasticLoader):
         torch_loader.refuse_torch_arguments(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
         super().__init__(seed, accumulates=micro_batch_size is not None)
         self.order = _order(order, shuffle)
-        self._layout = Layout(
+        self._layout = BatchLayout(
             self.order.length(size_of(dataset)),
             global_batch_size,
             most_samples(max_local_batch, micro_batch_size),

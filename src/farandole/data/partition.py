@@ -17,7 +17,7 @@ Tail: TypeAlias = Literal["short", "carry", "drop"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The partition of an epoch into global batches, and of these into loop bodies; equal on all ranks.
 
     size               samples of one epoch: positions 0, ..., size - 1 of its order
@@ -91,7 +91,7 @@ class Layout:
         return max(0, cursor - self.size)
 
 
-def make_global_batch(layout: Layout, epoch: int, cursor: int, rank: int, world: int) -> GlobalBatch:
+def make_global_batch(layout: BatchLayout, epoch: int, cursor: int, rank: int, world: int) -> GlobalBatch:
     """Return the global batch at `cursor`, as rank `rank` of `world` gets it."""
     start, stop = global_batch_range(layout, cursor)
     low, high = even_slice(start, stop, rank, world, layout.min_local_batch)
@@ -108,7 +108,7 @@ def batches(global_batch: GlobalBatch, min_local_batch: int = 1) -> list[Batch]:
     ]
 
 
-def global_batch_range(layout: Layout, cursor: int) -> tuple[int, int]:
+def global_batch_range(layout: BatchLayout, cursor: int) -> tuple[int, int]:
     """Return positions [start, stop) of the global batch at `cursor`."""
     stop = cursor + layout.global_batch_size
     return cursor, stop if layout.tail == "carry" else min(stop, layout.end)

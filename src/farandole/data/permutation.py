@@ -30,7 +30,7 @@ _Mix: TypeAlias = Callable[[_Words], None]
 
 
 @dataclass(frozen=True)
-class Round:
+class MixerRound:
     """A round of the mixer: x -> (x + add) * multiply mod 2**k, then x ^= x >> shift."""
 
     add: int
@@ -126,21 +126,21 @@ class Permutation:
             x &= self._mask
 
 
-def _narrowed(key: Round, word: np.dtype[Any]) -> tuple[_Words, ...]:
+def _narrowed(key: MixerRound, word: np.dtype[Any]) -> tuple[_Words, ...]:
     """Return add, multiply, divide and shift in the words that are mixed; as arrays, because numpy takes twice as long
     to begin a call with a number."""
     most = int(np.iinfo(word).max)
     return tuple(np.array(value & most, word) for value in (key.add, key.multiply, key.divide, key.shift))
 
 
-def _rounds(bits: int, seed: int, epoch: int) -> tuple[Round, ...]:
+def _rounds(bits: int, seed: int, epoch: int) -> tuple[MixerRound, ...]:
     stream = _splitmix64(seed, epoch)
     half = (bits + 1) // 2
     rounds = []
     for _ in range(ROUNDS):
         add, multiply, coin = next(stream), next(stream) | 1, next(stream) >> 63
         shift = max(1, half - coin)  # a shift by 0 would erase x
-        rounds.append(Round(add, multiply, pow(multiply, -1, 2**64), shift))
+        rounds.append(MixerRound(add, multiply, pow(multiply, -1, 2**64), shift))
     return tuple(rounds)
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farandole.data.intervals import Intervals, difference, first, measure, positions_at
-from farandole.state.recording import Part
+from farandole.state.recording import TrainedSamples
 
 # The samples at positions of the epoch's order (int64, same shape).
-Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+OrderFunction: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 Positions: TypeAlias = NDArray[np.int64]
 
@@ -36,7 +36,7 @@ class Remainder:
     """
 
     left: Intervals
-    order: Order
+    order: OrderFunction
     rank: int
     world: int
     carries: bool = False
@@ -101,8 +101,8 @@ class Remainder:
 
 
 def parts_by_epoch(
-    order: Order, size: int, epoch: int, ids: Positions, everyone: Positions | None, repeats: Positions
-) -> list[Part]:
+    order: OrderFunction, size: int, epoch: int, ids: Positions, everyone: Positions | None, repeats: Positions
+) -> list[TrainedSamples]:
     """Return a Part for each epoch of these positions: those below 0 belong to earlier epochs, and were carried.
 
     size  samples of an epoch;  ids, everyone, repeats  positions, as in Part
@@ -114,6 +114,8 @@ def parts_by_epoch(
         return order(positions[positions // size == epochs])
 
     return [
-        Part(epoch + epochs, of(ids, epochs), of(repeats, epochs), None if everyone is None else of(everyone, epochs))
+        TrainedSamples(
+            epoch + epochs, of(ids, epochs), of(repeats, epochs), None if everyone is None else of(everyone, epochs)
+        )
         for epochs in back.tolist()
     ]

@@ -19,7 +19,7 @@ from farandole.collectives import world
 from farandole.data import intervals
 from farandole.data.intervals import Intervals
 from farandole.data.permutation import FORMAT_VERSION, Permutation
-from farandole.data.remainder import Order, Remainder, parts_by_epoch
+from farandole.data.remainder import OrderFunction, Remainder, parts_by_epoch
 from farandole.errors import DataError
 from farandole.state import recording
 
@@ -349,12 +349,12 @@ class ElasticSampler(Sampler[int]):
             sets.append(intervals.of_positions(np.fromiter(self._recorded, dtype=np.int64)))
         return intervals.union(*sets) if len(sets) > 1 else self._before
 
-    def _order_of(self, epoch: int) -> Order:
+    def _order_of(self, epoch: int) -> OrderFunction:
         # Built without shuffle too, since it checks the epoch. An empty data set has no order, and nothing to look up.
         permutation = Permutation(max(1, self._size), self.seed, epoch)
         return permutation if self.shuffle else _sequential
 
-    def _with_earlier(self, order: Order, epoch: int) -> Order:
+    def _with_earlier(self, order: OrderFunction, epoch: int) -> OrderFunction:
         """Return the order of an epoch, extended to positions below 0, which are in the epochs before it."""
 
         def look_up(positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -13,8 +13,8 @@ from farandole.data import torch_loader
 from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
 from farandole.data.partition import even_slice
 from farandole.data.permutation import FORMAT_VERSION
-from farandole.data.stream_order import Place
-from farandole.data.stream_reader import FetchStart, Reply, Requests, Sizes, StreamReader
+from farandole.data.stream_order import StreamPosition
+from farandole.data.stream_reader import FetchRequests, FetchStart, Reply, Sizes, StreamReader
 from farandole.data.streams import Mark, Source
 from farandole.data.torch_loader import Prefetch, SmallByValue
 from farandole.errors import DataError
@@ -110,10 +110,10 @@ class StreamLoader(ElasticLoader):
         super().__init__(seed, accumulates=micro_batch_size is not None)
         self.dataset = dataset
         self._is_stateful = stateful
-        self._place = self._behind = Place((0,) * streams)  # before and after the step of the current batch
+        self._place = self._behind = StreamPosition((0,) * streams)  # before and after the step of the current batch
         self._marks: list[Mark | None] = [None] * streams
         self._marks_behind: dict[int, Mark] = {}
-        self._requests = Requests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
+        self._requests = FetchRequests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
         source = Source(dataset, streams, stateful)
         self._reader = StreamReader(source, seed, transform, collate_fn or default_collate)
         inner: TorchDataLoader[Any] = TorchDataLoader(
@@ -149,7 +149,7 @@ class StreamLoader(ElasticLoader):
                 return self._hand_out(reply, data, goes_on, is_rehearsal)
             self._restart()
             if self._has_regrouped:  # the first batch of the epoch, whose step is aborted
-                place = Place((0,) * len(self._marks))
+                place = StreamPosition((0,) * len(self._marks))
                 self._requests.restart(self._fetch_start_at(place), (None,) * len(self._marks))
                 self._has_regrouped, is_rehearsal = False, True
                 reply, data = self._take()
@@ -188,7 +188,7 @@ class StreamLoader(ElasticLoader):
 
     def _advance(self) -> None:
         self.record.end_epoch(is_whole=self.record.is_through)
-        self._begin(self.epoch + 1, Place((0,) * len(self._marks)), ())
+        self._begin(self.epoch + 1, StreamPosition((0,) * len(self._marks)), ())
 
     def _take(self) -> tuple[Reply, Any]:
         """Return the next batch; a reply without a batch at the end of the epoch."""
@@ -274,7 +274,7 @@ class StreamLoader(ElasticLoader):
         streams = len(self._marks)
         if epoch < 0 or len(offsets) != streams or min(offsets) < 0 or not 0 <= turn < streams:
             raise DataError(f"invalid position: epoch {epoch}, offsets {offsets}, turn {turn} of {streams} streams")
-        self._begin(epoch, Place(offsets, turn), state.get("marks", ()))
+        self._begin(epoch, StreamPosition(offsets, turn), state.get("marks", ()))
         self._is_ended = bool(state.get("ended"))
         self.record.load_state_dict(state)
         if self._sizes.max_local_batch is not None and state.get("max_local_batch"):  # every rank has to split alike
@@ -286,7 +286,7 @@ class StreamLoader(ElasticLoader):
 
     def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
         """Start a rehearsal as DataLoader does. The end of an epoch is unknown here, so `is_at_tail` has no effect."""
-        self._place, self._is_ended = Place((0,) * len(self._marks)), False
+        self._place, self._is_ended = StreamPosition((0,) * len(self._marks)), False
         self._marks = [None] * len(self._marks)
         self._rank, self._world = rank, size
         self._restart()
@@ -304,7 +304,7 @@ class StreamLoader(ElasticLoader):
         sizes = {"streams": len(self._marks), "global_batch_size": self._sizes.global_batch_size}
         return {"version": FORMAT_VERSION, "seed": self.seed, **sizes}
 
-    def _begin(self, epoch: int, place: Place, marks: Iterable[Any]) -> None:
+    def _begin(self, epoch: int, place: StreamPosition, marks: Iterable[Any]) -> None:
         """Set epoch and position of the training."""
         self.epoch, self._place, self._is_ended = epoch, place, False
         known = dict(enumerate(marks)) if self._is_stateful else {}
@@ -316,7 +316,7 @@ class StreamLoader(ElasticLoader):
         self.batch, self.indices, self._is_pending = None, [], False
         self._requests.restart(self._fetch_start_at(self._place), tuple(self._marks))
 
-    def _fetch_start_at(self, place: Place) -> FetchStart:
+    def _fetch_start_at(self, place: StreamPosition) -> FetchStart:
         return FetchStart(self._requests.restart_id + 1, self.epoch, place, self._rank, self._world, self._sizes)
 
 

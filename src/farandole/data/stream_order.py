@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """The position in an epoch.
 
     offsets  number of samples taken from each stream
@@ -28,7 +28,9 @@ class Place:
         return sum(self.offsets)
 
 
-def walk(place: Place, count: int, run: int, has: Callable[[int, int], bool]) -> tuple[list[tuple[int, int]], Place]:
+def walk(
+    place: StreamPosition, count: int, run: int, has: Callable[[int, int], bool]
+) -> tuple[list[tuple[int, int]], StreamPosition]:
     """Return the next `count` samples as (stream, number in it), fewer at the end of the epoch, and the position behind
     them.
 
@@ -46,4 +48,4 @@ def walk(place: Place, count: int, run: int, has: Callable[[int, int], bool]) ->
             taken.append((turn, offsets[turn]))
             offsets[turn] += 1
         turn = (turn + 1) % streams
-    return taken, Place(tuple(offsets), turn)
+    return taken, StreamPosition(tuple(offsets), turn)

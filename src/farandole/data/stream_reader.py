@@ -13,7 +13,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from farandole.data.augmentation import generators_kept, seed_item
 from farandole.data.partition import batches, delivered, even_slice, micro_batches
-from farandole.data.stream_order import Place, walk
+from farandole.data.stream_order import StreamPosition, walk
 from farandole.data.streams import Mark, Source, Stream
 from farandole.errors import DataError
 from farandole.state.global_batch import Batch, GlobalBatch
@@ -30,7 +30,7 @@ class Reply:
     """
 
     batch: Batch | None
-    behind: Place | None
+    behind: StreamPosition | None
     taken: list[tuple[int, int]] = field(default_factory=list)
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
@@ -55,9 +55,9 @@ class StreamReader:
         self._restart_id = -1
         self._walked = 0  # global batches since the last restart
         self._taken: list[tuple[int, int]] = []  # samples of the last of them
-        self._place = self._behind = Place((0,) * source.streams)  # before and behind it
+        self._place = self._behind = StreamPosition((0,) * source.streams)  # before and behind it
 
-    def __getitem__(self, request: Request) -> tuple[Reply, Any]:
+    def __getitem__(self, request: FetchRequest) -> tuple[Reply, Any]:
         """Return the reply and the batch, collated. Raises the errors of the data set, transform and collate."""
         is_training_process = get_worker_info() is None
         with generators_kept() if is_training_process else contextlib.nullcontext():
@@ -82,7 +82,7 @@ class StreamReader:
         """Release the streams. The next request opens them again."""
         self._streams, self._epoch, self._restart_id = [], -1, -1
 
-    def _go_to(self, request: Request) -> None:
+    def _go_to(self, request: FetchRequest) -> None:
         """Walk to the requested global batch."""
         fetch_start = request.fetch_start
         if fetch_start.epoch != self._epoch:
@@ -110,7 +110,7 @@ class StreamReader:
             for number in {stream for stream, _ in self._taken}:
                 streams[number].mark()
 
-    def _batch(self, request: Request) -> Batch | None:
+    def _batch(self, request: FetchRequest) -> Batch | None:
         fetch_start, sizes = request.fetch_start, request.fetch_start.sizes
         start, stop = self._place.cursor, self._behind.cursor
         low, high = even_slice(start, stop, fetch_start.rank, fetch_start.world, sizes.min_local_batch)
@@ -182,7 +182,7 @@ class FetchStart:
 
     restart_id: int
     epoch: int
-    place: Place
+    place: StreamPosition
     rank: int
     world: int
     sizes: Sizes
@@ -197,7 +197,7 @@ class FetchStart:
 
 
 @dataclass(frozen=True)
-class Request:
+class FetchRequest:
     """A request for micro-batch number `part` of a global batch, counted by `global_batch_index` from the last restart.
 
     floor  offsets of the streams: samples below are trained for good
@@ -216,7 +216,7 @@ class Request:
         return self.fetch_start.restart_id
 
 
-class Requests:
+class FetchRequests:
     """Yields one request after the other, forever.
 
     on_way  requests that were yielded and not yet answered, in order
@@ -227,7 +227,7 @@ class Requests:
         self._readers = max(1, readers)
         self._fetch_start = fetch_start
         self._marks: Sequence[Mark | None] = ()
-        self.on_way: deque[Request] = deque()
+        self.on_way: deque[FetchRequest] = deque()
         self.floor = fetch_start.place.offsets
 
     @property
@@ -239,13 +239,13 @@ class Requests:
         """Fetch from there on. Requests under way belong to an earlier restart from now on."""
         self._fetch_start, self._marks, self.floor = fetch_start, marks, fetch_start.place.offsets
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[FetchRequest]:
         while True:
             fetch_start, asked = self._fetch_start, 0
             while fetch_start is self._fetch_start:
                 # The readers take turns; marks may be large, and are sent once to each.
                 marks = self._marks if asked < self._readers else None
-                request = Request(fetch_start, *divmod(asked, fetch_start.parts), self.floor, marks)
+                request = FetchRequest(fetch_start, *divmod(asked, fetch_start.parts), self.floor, marks)
                 asked += 1
                 self.on_way.append(request)
                 yield request

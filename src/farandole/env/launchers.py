@@ -126,8 +126,8 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
     host = read_value(environ, names.host, WholeNumber) if names.host else None
     local_size = _local_size(environ, names.local_size, host or 0)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        said = ", ".join(f"{name}={environ[name]}" for name in needed)
-        raise ConfigError(f"{launcher} set {said}, which contradict each other")
+        values = ", ".join(f"{name}={environ[name]}" for name in needed)
+        raise ConfigError(f"{launcher} set {values}, which contradict each other")
     if local_size < size and "MASTER_ADDR" not in environ:
         raise ConfigError(
             f"{size} workers on several hosts under {launcher}: set MASTER_ADDR to the address of the host of "

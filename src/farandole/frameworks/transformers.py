@@ -89,7 +89,7 @@ class Trainer(transformers.Trainer):
         self.create_optimizer()
         self.create_scheduler(max_steps)
         self._created_lr_scheduler = False  # else it would be recreated
-        progress = _Progress(self)
+        progress = _TrainerProgress(self)
         state: Any = TorchState(
             model=self.model,
             optimizer=self.optimizer,
@@ -108,7 +108,7 @@ class Trainer(transformers.Trainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Set the training state to the current position, not to that of a checkpoint."""
-        progress = _Progress(self)
+        progress = _TrainerProgress(self)
         kept = progress.state_dict()
         super()._init_training_state(*args, **kwargs)
         progress.load_state_dict(kept)
@@ -164,7 +164,7 @@ class Trainer(transformers.Trainer):
             super()._save_checkpoint(*args, **kwargs)
 
 
-class _Progress:
+class _TrainerProgress:
     """The state of the Trainer and its callbacks beside the counters, which follow from the loader."""
 
     def __init__(self, trainer: Trainer) -> None:

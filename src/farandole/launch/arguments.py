@@ -71,8 +71,8 @@ class RunOptions:
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
     """Parse the arguments after the program's name. From the first word on that is not one of our options, they are the
     user's command and are not parsed. Raises SystemExit when they cannot work."""
-    parser, words = run_parser(program.name)
-    ours, command = split_command(arguments, words)
+    parser, value_counts = run_parser(program.name)
+    ours, command = split_command(arguments, value_counts)
     options = parser.parse_args(ours)
     try:
         return _run_options(options, command, program)
@@ -80,14 +80,14 @@ def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> Run
         parser.error(str(error))
 
 
-def split_command(arguments: Sequence[str], words: Mapping[str, int]) -> tuple[list[str], list[str]]:
+def split_command(arguments: Sequence[str], value_counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
     """Split our options from the user's command: it begins at the first word that is neither an option nor the value of
-    one, or after `--`. `words`: how many of the next words are an option's values; 0 if absent."""
+    one, or after `--`. `value_counts`: the number of values of each option; 0 if absent."""
     index = 0
     while index < len(arguments) and arguments[index].startswith("-"):
         if arguments[index] == "--":
             return list(arguments[:index]), list(arguments[index + 1 :])
-        index += 1 + words.get(arguments[index], 0)
+        index += 1 + value_counts.get(arguments[index], 0)
     return list(arguments[:index]), list(arguments[index:])
 
 
@@ -107,17 +107,17 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment["NCCL_IB_DISABLE"] = "1"
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
-    words = tuple(checked(command))
+    run_command = tuple(checked(command))
     job_env = JobEnv(
         transport=options.transport or read_transport(),
         sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
     )
     environment |= environment_of(job_env)
     if options.fork_server == "on":
-        notes += _without_fork_server(words)
+        notes += _without_fork_server(run_command)
     return RunOptions(
         config=config,
-        command=words,
+        command=run_command,
         host=options.host,
         port=options.port,
         output_directory=options.output_filename,

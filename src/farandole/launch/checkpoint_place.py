@@ -45,7 +45,7 @@ def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
         yield Beginning()
         return
     begun = begin_job(settings)
-    counting = _Counting(begun.lock, begun.origin)
+    counting = _NumberRecorder(begun.lock, begun.origin)
     try:
         yield Beginning(begun.origin, environment_of(begun.settings), begun.notes, counting.watch)
     finally:
@@ -53,7 +53,7 @@ def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
         begun.lock.close()
 
 
-class _Counting:
+class _NumberRecorder:
     """Records each generation and each run id. A full disk must not end the job: the manifests count, too.
 
     In a folder it writes at once. For an object store, which may take seconds, it writes in a thread, the newest

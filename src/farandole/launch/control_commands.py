@@ -31,7 +31,7 @@ from farandole.wire.control import (
     HostStatus,
     Status,
     ToClient,
-    WorkerStatus,
+    WorkerSummary,
     is_drained,
     is_scaled,
 )
@@ -280,7 +280,7 @@ def _headline(status: Status) -> str:
     return ", ".join(parts)
 
 
-def _workers(workers: Sequence[WorkerStatus]) -> list[str]:
+def _workers(workers: Sequence[WorkerSummary]) -> list[str]:
     rows = [("rank", "worker", "host", "slot", "pid", "state", "step", "restarts left")]
     for each in workers:
         rank = "-" if each.rank is None else str(each.rank)

@@ -61,7 +61,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {name: reason for _, name, _, reason in _LAU
 
 
 def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]]:
-    """Return the parser of `program`'s options, and how many of the next words belong to each flag with values."""
+    """Return the parser of `program`'s options, and the number of values of each flag that has values."""
     parser = Parser(
         prog=program,
         usage=f"{program} -np N [options] command ...",

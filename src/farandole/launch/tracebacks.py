@@ -23,7 +23,7 @@ _LINKS = (
 _ADDRESS = re.compile(rb"\b0x[0-9a-f]{6,}\b")
 
 # The kind of the line held last, and so of the lines that may follow.
-_Place: TypeAlias = Literal["frames", "exception", "blank", "link", "blank after link"]
+_LineKind: TypeAlias = Literal["frames", "exception", "blank", "link", "blank after link"]
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Block:
 
     deadline_s: float
     lines: list[bytes] = field(default_factory=lambda: [_HEADER])
-    place: _Place = "frames"
+    place: _LineKind = "frames"
     complete: int = 0
     summary: bytes = b""
 
@@ -49,7 +49,7 @@ class _Block:
         self.place = place
         return True
 
-    def _place_of(self, line: bytes) -> _Place | None:
+    def _place_of(self, line: bytes) -> _LineKind | None:
         if self.place == "frames" and line:
             return "frames" if line.startswith(b" ") else "exception"
         if self.place == "exception" and line.startswith(b" "):

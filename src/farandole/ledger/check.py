@@ -21,7 +21,7 @@ from farandole.ledger.records import (
     HOLED,
     Applied,
     EpochEnded,
-    Generation,
+    GenerationKey,
     Intent,
     Missed,
     Opened,
@@ -33,7 +33,7 @@ from farandole.ledger.records import (
 )
 from farandole.ledger.weights import WeightsStory
 
-Attempt = tuple[Generation, int]  # at a step
+Attempt = tuple[GenerationKey, int]  # at a step
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Story:
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     workers: set[str] = field(default_factory=set)
-    starts: dict[Generation, Started] = field(default_factory=dict)
+    starts: dict[GenerationKey, Started] = field(default_factory=dict)
     applied: dict[Attempt, Applied] = field(default_factory=dict)
     ended: list[EpochEnded] = field(default_factory=list)
     begun: set[Attempt] = field(default_factory=set)
@@ -205,7 +205,7 @@ class _Story:
 
 
 @dataclass
-class _Epoch:
+class _EpochCounts:
     """The counts of one epoch.
 
     counts  number of times that each sample was trained
@@ -230,11 +230,11 @@ class _Count:
         newest = max(story.starts.items())[1]
         self._size, self._streams, self._has_each_once = newest.samples, newest.streams, newest.has_each_once
         self._left: dict[int, list[int]] = {}  # by step: samples and hash that no intent has accounted for
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, _EpochCounts] = {}
         for step, record in sorted(story.standing.items()):
             for number, start, stop in self._parts(record.epoch, record.start, record.stop):
                 counts = np.zeros(self._size if self._has_each_once else 0, dtype=np.uint16)
-                epoch = self._epochs.setdefault(number, _Epoch(counts, begin=start))
+                epoch = self._epochs.setdefault(number, _EpochCounts(counts, begin=start))
                 epoch.end = max(epoch.end, stop)
             self._left[step] = [record.samples, record.ids_hash]
 
@@ -318,7 +318,7 @@ class _Count:
             remarks=story.remarks,
         )
 
-    def _judge(self, number: int, epoch: _Epoch, is_ended: bool) -> EpochFinding:
+    def _judge(self, number: int, epoch: _EpochCounts, is_ended: bool) -> EpochFinding:
         """Return the finding of an epoch. A whole epoch has every sample; of any other one only the number is known.
 
         Local batches that are in no file are known by their sum. They are the samples that no other worker has trained,
@@ -355,7 +355,7 @@ class _Count:
         )
         return msgspec.structs.replace(epoch, repeated=[])
 
-    def _never(self, epoch: _Epoch) -> list[int]:
+    def _never(self, epoch: _EpochCounts) -> list[int]:
         """Return the samples that are in no file; of streams those before the last one in any file."""
         if not self._streams:
             never: list[int] = np.flatnonzero(epoch.counts == 0).tolist()

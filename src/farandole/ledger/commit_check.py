@@ -19,7 +19,7 @@ from farandole.ledger.check import Line, settled
 from farandole.ledger.findings import EpochFinding, Findings
 from farandole.ledger.records import HASH_MASK, HOLED, Entered, Entry, EpochLeft, Ids, Opened, Trained, expand, ids_hash
 
-Call = tuple[Entry, str, int, int]
+SamplerCall = tuple[Entry, str, int, int]
 """A call of a sampler on all ranks: entry, sampler, number, epoch."""
 
 
@@ -98,7 +98,7 @@ class _Story:
 
 
 @dataclass
-class _Epoch:
+class _EpochCounts:
     """The counts of one epoch.
 
     counts  number of times that each sample was trained
@@ -120,9 +120,9 @@ class _Count:
 
     def __init__(self, story: _Story) -> None:
         self._story, self._kept = story, story.kept()
-        self._epochs: dict[tuple[str, int], _Epoch] = {}
-        self._calls: dict[Call, tuple[int, int]] = {}  # samples and hash on which all ranks agreed
-        self._seen: dict[Call, list[int]] = defaultdict(lambda: [0, 0])
+        self._epochs: dict[tuple[str, int], _EpochCounts] = {}
+        self._calls: dict[SamplerCall, tuple[int, int]] = {}  # samples and hash on which all ranks agreed
+        self._seen: dict[SamplerCall, list[int]] = defaultdict(lambda: [0, 0])
         self._by_one: set[Entry] = set()  # entries in which each rank knows its own samples only
         self._records = self._void = 0
 
@@ -155,13 +155,13 @@ class _Count:
     def _stands(self, record: Trained | EpochLeft) -> bool:
         return record.commit < self._kept.get(record.key, float("inf"))
 
-    def _epoch(self, sampler: str, number: int) -> _Epoch:
+    def _epoch(self, sampler: str, number: int) -> _EpochCounts:
         key = (sampler, number)
         if key not in self._epochs:
-            self._epochs[key] = _Epoch(np.zeros(self._story.samples[sampler], dtype=np.uint16))
+            self._epochs[key] = _EpochCounts(np.zeros(self._story.samples[sampler], dtype=np.uint16))
         return self._epochs[key]
 
-    def _known(self, epoch: _Epoch, ids: Ids) -> NDArray[np.int64]:
+    def _known(self, epoch: _EpochCounts, ids: Ids) -> NDArray[np.int64]:
         array = expand(ids)
         is_known = (array >= 0) & (array < len(epoch.counts))
         epoch.foreign += array[~is_known].tolist()
@@ -195,7 +195,7 @@ class _Count:
             records=self._records,
         )
 
-    def _compare(self, call: Call, samples: int, rest: int) -> None:
+    def _compare(self, call: SamplerCall, samples: int, rest: int) -> None:
         """Compare a call with its sum, which all ranks know, and count the missing part."""
         key, sampler, number, epoch = call
         if samples < 0 or (samples == 0 and rest):
@@ -208,7 +208,7 @@ class _Count:
             found.unseen += samples
             found.unseen_hash = (found.unseen_hash + rest) & HASH_MASK
 
-    def _judge(self, sampler: str, number: int, epoch: _Epoch, is_last: bool) -> EpochFinding:
+    def _judge(self, sampler: str, number: int, epoch: _EpochCounts, is_last: bool) -> EpochFinding:
         """Return the finding of an epoch. Untrained samples were left out on purpose (`break`) only if the sampler knew
         of as many when it was told to continue; in the last epoch they may still come."""
         untrained: list[int] = np.flatnonzero(epoch.counts == 0).tolist()

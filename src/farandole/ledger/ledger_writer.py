@@ -20,7 +20,7 @@ PART_BYTES = 64 << 20  # a larger file is followed by another one
 logger = logging.getLogger("farandole")
 
 
-class Writer:
+class LedgerWriter:
     """Writes to `folder`/WORKER-RANDOM-0000.jsonl, then to -0001 and so on.
 
     worker, host  for people who read the ledger

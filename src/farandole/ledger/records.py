@@ -18,7 +18,7 @@ FORMAT = 1
 WHOLE, HOLED = "whole", "holed"  # of the same length: one is written over the other
 
 Ids: TypeAlias = list[int | tuple[int, int]]
-Generation: TypeAlias = tuple[int, int]
+GenerationKey: TypeAlias = tuple[int, int]
 """(run_id, number): ordered; a later start is greater."""
 Entry: TypeAlias = tuple[int, int, int]
 """(run_id, number, entry): the same, under the commit rule."""
@@ -59,7 +59,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     copied: bool | None = None
 
     @property
-    def key(self) -> Generation:
+    def key(self) -> GenerationKey:
         return self.run_id, self.generation
 
     @property
@@ -95,7 +95,7 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
     ids: Ids
 
     @property
-    def key(self) -> Generation:
+    def key(self) -> GenerationKey:
         return self.run_id, self.generation
 
 
@@ -120,7 +120,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     updates: int = -1
 
     @property
-    def key(self) -> Generation:
+    def key(self) -> GenerationKey:
         return self.run_id, self.generation
 
 
@@ -140,7 +140,7 @@ class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
     is_trained: bool
 
     @property
-    def key(self) -> Generation:
+    def key(self) -> GenerationKey:
         return self.run_id, self.generation
 
 
@@ -154,7 +154,7 @@ class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     cursor: int
 
     @property
-    def key(self) -> Generation:
+    def key(self) -> GenerationKey:
         return self.run_id, self.generation
 
 
@@ -252,7 +252,7 @@ def decode(line: bytes) -> Record | None:
     return record
 
 
-def name_of(key: Generation) -> str:
+def name_of(key: GenerationKey) -> str:
     """Return the name of a generation, for people."""
     run_id, number = key
     return f"generation {number}" + (f" of run {run_id}" if run_id > 1 else "")

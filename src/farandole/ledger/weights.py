@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from farandole.ledger.records import Applied, Differed, Generation, Missed, Opened, Record, Started, name_of
+from farandole.ledger.records import Applied, Differed, GenerationKey, Missed, Opened, Record, Started, name_of
 
 
 @dataclass
-class _Worker:
+class _WorkerHistory:
     """The progress of one worker, by its files; `last` is None where some lines are missing."""
 
-    key: Generation | None = None
+    key: GenerationKey | None = None
     last: int | None = None
     part: int = -1
 
@@ -24,14 +24,14 @@ class WeightsStory:
 
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    _workers: dict[str, _Worker] = field(default_factory=dict)  # by the stem of their files
-    _members: dict[tuple[Generation, int], str] = field(default_factory=dict)  # by generation and rank
-    _digests: dict[tuple[Generation, int], dict[int, list[str]]] = field(default_factory=dict)  # by attempt: names
-    _differed: dict[tuple[Generation, int], Differed] = field(default_factory=dict)
+    _workers: dict[str, _WorkerHistory] = field(default_factory=dict)  # by the stem of their files
+    _members: dict[tuple[GenerationKey, int], str] = field(default_factory=dict)  # by generation and rank
+    _digests: dict[tuple[GenerationKey, int], dict[int, list[str]]] = field(default_factory=dict)  # by attempt: names
+    _differed: dict[tuple[GenerationKey, int], Differed] = field(default_factory=dict)
 
     def add_record(self, file: str, record: Record | None) -> None:
         stem = file.rpartition("-")[0]
-        worker, name = self._workers.setdefault(stem, _Worker()), stem.rpartition("-")[0] or stem
+        worker, name = self._workers.setdefault(stem, _WorkerHistory()), stem.rpartition("-")[0] or stem
         if isinstance(record, Opened):
             if record.part != worker.part + 1:
                 worker.last = None  # a file between them is missing
@@ -46,7 +46,7 @@ class WeightsStory:
         elif isinstance(record, Differed):
             self._differed.setdefault((record.key, record.step), record)
 
-    def _start(self, worker: _Worker, name: str, record: Started) -> None:
+    def _start(self, worker: _WorkerHistory, name: str, record: Started) -> None:
         if record.key == worker.key:
             return  # each file of a worker begins with it
         is_same_job = worker.key is not None and worker.key[0] == record.key[0]
@@ -57,7 +57,7 @@ class WeightsStory:
             )
         worker.key, worker.last = record.key, record.step - 1
 
-    def _apply(self, worker: _Worker, name: str, record: Applied) -> None:
+    def _apply(self, worker: _WorkerHistory, name: str, record: Applied) -> None:
         if worker.key == record.key and worker.last is not None:
             if record.step <= worker.last:
                 self.problems.append(f"{name} applied step {record.step} again")

@@ -271,13 +271,13 @@ class NamedReduction:
         nothing = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
         return torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
 
-    def _pack(self, unit: list[Named]) -> _Packed:
+    def _pack(self, unit: list[Named]) -> _PackedGradients:
         compressed = [self._options.compression.compress(_dense(self._gradient(each.parameter))) for each in unit]
         tensors = [tensor.contiguous() for tensor, _ in compressed]
         reduced = Reduced(f"gradient.{unit[0].name}", tensors, is_group=unit[0].group is not None)
-        return _Packed(unit, reduced, [ctx for _, ctx in compressed])
+        return _PackedGradients(unit, reduced, [ctx for _, ctx in compressed])
 
-    def _unpack(self, all_packed: Sequence[_Packed], handle: Handle) -> None:
+    def _unpack(self, all_packed: Sequence[_PackedGradients], handle: Handle) -> None:
         synchronize(handle)  # in place: the sent tensors hold the result
         for packed in all_packed:
             for each, tensor, ctx in zip(packed.unit, packed.reduced.tensors, packed.contexts, strict=True):
@@ -290,7 +290,7 @@ class NamedReduction:
 
 
 @dataclass(frozen=True)
-class _Packed:
+class _PackedGradients:
     """Dense gradients in the form in which they are sent, with the data to decompress them."""
 
     unit: list[Named]

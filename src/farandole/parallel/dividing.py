@@ -16,7 +16,7 @@ from farandole.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """The samples low to high of a batch, as positional and named arguments."""
 
     low: int
@@ -29,7 +29,7 @@ class Part:
         return self.high - self.low
 
 
-def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, min_local_batch: int) -> list[Part]:
+def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, min_local_batch: int) -> list[InputPart]:
     """Return at most `most` parts, as equal as possible, each of `min_local_batch` samples or more.
 
     There is one part when there are too few samples. Tensors of the batch size along `dim` are divided: each part is a
@@ -41,7 +41,7 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, m
     samples = _samples((args, kwargs), dim)
     count = max(1, min(most, samples // min_local_batch))
     if count == 1:
-        return [Part(0, samples, args, kwargs)]
+        return [InputPart(0, samples, args, kwargs)]
     bounds = [samples * place // count for place in range(count + 1)]
     parts = []
     for low, high in itertools.pairwise(bounds):
@@ -49,7 +49,7 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, m
         def cut(leaf: Any, low: int = low, high: int = high) -> Any:
             return leaf.narrow(dim, low, high - low) if _size(leaf, dim) == samples else leaf
 
-        parts.append(Part(low, high, map_leaves(args, cut), map_leaves(kwargs, cut)))
+        parts.append(InputPart(low, high, map_leaves(args, cut), map_leaves(kwargs, cut)))
     return parts
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from farandole.errors import ConfigError
 from farandole.parallel.autograd_bridge import Graph, bridge, traced
-from farandole.parallel.dividing import Part, map_leaves
+from farandole.parallel.dividing import InputPart, map_leaves
 from farandole.parallel.replicas import Draws, ReplicaRandomness, replicas
 from farandole.parallel.thread_pool import ThreadPool
 
@@ -21,7 +21,7 @@ Device = int | str | torch.device
 
 
 @dataclass(frozen=True)
-class Placement:
+class ReplicaPlacement:
     """The place of the replicas: `threads` of the CPU if there are no `devices`.
 
     The module is on the first device, outputs on `output`.
@@ -42,7 +42,7 @@ class Placement:
 
 def place(
     module: torch.nn.Module, threads: int | None, device_ids: Sequence[Device] | None, output_device: Device | None
-) -> Placement:
+) -> ReplicaPlacement:
     """Return the placement that the arguments of DataParallel select for this module. Raises ConfigError."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ConfigError(f"DataParallel: threads must be 1 or more, got {threads!r}")
@@ -54,7 +54,7 @@ def place(
                 "them, or leave device_ids out and pass threads="
             )
         count = threads or (len(device_ids) if device_ids else torch.get_num_threads())
-        return Placement(count, (), torch.device(output_device if output_device is not None else "cpu"))
+        return ReplicaPlacement(count, (), torch.device(output_device if output_device is not None else "cpu"))
     if kind != "cuda":
         raise ConfigError(f"DataParallel: the module is on {kind!r}; it must be on the CPU or on a CUDA device")
     if threads is not None:
@@ -66,7 +66,7 @@ def place(
     if not devices or len(set(devices)) < len(devices) or any(each.type != "cuda" for each in devices):
         raise ConfigError(f"DataParallel: device_ids must be different CUDA devices, got {list(ids)}")
     refuse_elsewhere(module, devices[0])
-    return Placement(1, devices, devices[0] if output_device is None else _device(output_device))
+    return ReplicaPlacement(1, devices, devices[0] if output_device is None else _device(output_device))
 
 
 def refuse_elsewhere(module: torch.nn.Module, home: torch.device) -> None:
@@ -106,7 +106,7 @@ def _device(given: Device) -> torch.device:
 
 
 def compute_on_devices(
-    module: torch.nn.Module, parts: Sequence[Part], placement: Placement, pool: ThreadPool
+    module: torch.nn.Module, parts: Sequence[InputPart], placement: ReplicaPlacement, pool: ThreadPool
 ) -> list[Any]:
     """Return the outputs of the replicas, on the output device."""
     devices = placement.devices[: len(parts)]
@@ -133,7 +133,7 @@ def _on_device(replica: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 # Replicas in threads of the CPU: their forward passes at the same time, and their backward passes, too ----------------
 
 
-def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], pool: ThreadPool) -> list[Any]:
+def compute_in_threads(module: torch.nn.Module, parts: Sequence[InputPart], pool: ThreadPool) -> list[Any]:
     """Return the outputs of the replicas. Gradients flow to the module's parameters and the parts' tensors."""
     copies, masters, leaves = replicas(module, len(parts))
     inputs = [_Inputs(part) for part in parts]
@@ -154,7 +154,7 @@ def compute_in_threads(module: torch.nn.Module, parts: Sequence[Part], pool: Thr
 class _Inputs:
     """A part of the batch, with leaves in place of the tensors that need gradients."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: InputPart) -> None:
         self.masters: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
         self.args, self.kwargs = part.args, part.kwargs

@@ -30,7 +30,7 @@ class ThreadPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._queues: list[queue.SimpleQueue[_Job[Any] | None]] = []
+        self._queues: list[queue.SimpleQueue[_PlacedTask[Any] | None]] = []
         self._process = os.getpid()
         self._lock = threading.Lock()
 
@@ -48,7 +48,7 @@ class ThreadPool:
         before = torch.get_num_threads()
         each = max(1, before // len(tasks))
         context, answers = Context.here(), queue.SimpleQueue[int]()
-        jobs = [_Job(task, place, each, context, answers) for place, task in enumerate(tasks)]
+        jobs = [_PlacedTask(task, place, each, context, answers) for place, task in enumerate(tasks)]
         for job, inbox in zip(jobs[1:], self._inboxes(), strict=False):
             inbox.put(job)
         interruption: BaseException | None = None
@@ -64,7 +64,7 @@ class ThreadPool:
             raise interruption
         return [job.result() for job in jobs]
 
-    def _inboxes(self) -> list[queue.SimpleQueue[_Job[Any] | None]]:
+    def _inboxes(self) -> list[queue.SimpleQueue[_PlacedTask[Any] | None]]:
         with self._lock:
             if self._process != os.getpid():  # a fork has only the thread that forked
                 self._queues, self._process = [], os.getpid()
@@ -112,7 +112,7 @@ _KINDS = ("cpu", "cuda")
 
 
 @dataclass
-class _Job(Generic[T]):
+class _PlacedTask(Generic[T]):
     task: Callable[[], T]
     place: int
     threads: int
@@ -145,7 +145,7 @@ class _Job(Generic[T]):
         raise error
 
 
-def _serve(inbox: queue.SimpleQueue[_Job[Any] | None]) -> None:
+def _serve(inbox: queue.SimpleQueue[_PlacedTask[Any] | None]) -> None:
     while True:
         job = inbox.get()
         if job is None:
@@ -154,7 +154,7 @@ def _serve(inbox: queue.SimpleQueue[_Job[Any] | None]) -> None:
         del job  # it keeps a batch alive
 
 
-def _dismiss(queues: Sequence[queue.SimpleQueue[_Job[Any] | None]]) -> None:
+def _dismiss(queues: Sequence[queue.SimpleQueue[_PlacedTask[Any] | None]]) -> None:
     for inbox in queues:
         inbox.put(None)
 

@@ -17,7 +17,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.process_group import c10d_collectives, works
 from farandole.process_group.c10d_collectives import as_bytes, contiguous, require_cpu
-from farandole.process_group.c10d_members import Members, alone_in
+from farandole.process_group.c10d_members import GroupMembers, alone_in
 from farandole.process_group.works import Done, Receiving
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class FarandoleGroup(ProcessGroup):
     one of that generation; its output is undefined then. CollectiveMismatch means that ranks disagree.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: GroupMembers) -> None:
         super().__init__(members.rank, members.size)  # type: ignore[call-arg]  # the stub lacks this form
         self.members = members
         self._name, self._description = "", "undefined"

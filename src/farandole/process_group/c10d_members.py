@@ -42,7 +42,7 @@ def alone_in(transport: Transport, op: str) -> Iterator[None]:
         )
 
 
-class Members(Protocol):
+class GroupMembers(Protocol):
     """The members of one group. `rank` and `size` may change with the generation."""
 
     @property

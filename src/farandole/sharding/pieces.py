@@ -25,9 +25,9 @@ from farandole.collectives.named.objects import broadcast_object
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
 from farandole.process_group import failure
-from farandole.sharding.shard_plan import Plan, rows
+from farandole.sharding.shard_plan import ShardPlan, rows
 
-Key = tuple[str, str]
+TensorKey = tuple[str, str]
 """Key of a tensor: a parameter's name, and the name of a tensor of its optimizer state; "" for the parameter itself."""
 
 
@@ -40,7 +40,7 @@ class Piece:
             optimizer's state, and the dtypes of the shards
     """
 
-    shards: dict[Key, torch.Tensor]
+    shards: dict[TensorKey, torch.Tensor]
     whole: dict[str, Any]
 
 
@@ -48,8 +48,8 @@ def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Piece:
     """Return a copy of this worker's piece. Raises ConfigError where the optimizer has parameters that the model
     lacks."""
     divide(model)
-    shards: dict[Key, torch.Tensor] = {}
-    plain: dict[Key, Any] = {}
+    shards: dict[TensorKey, torch.Tensor] = {}
+    plain: dict[TensorKey, Any] = {}
     for key, value in _entries(model, optimizer):
         if isinstance(value, DTensor):
             shards[key] = value.to_local().detach().clone(memory_format=torch.contiguous_format)
@@ -102,8 +102,8 @@ def put_whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: d
 def put_shards(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    mine: dict[int, dict[Key, torch.Tensor]],
-    plan: Plan,
+    mine: dict[int, dict[TensorKey, torch.Tensor]],
+    plan: ShardPlan,
     awaited: set[int],
     place: tuple[int, int],
     transport: Transport,
@@ -145,7 +145,7 @@ def put_shards(
                     local.narrow(dim, low - start, high - low).copy_(part.narrow(dim, low - first, high - low))
 
 
-def _entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Key, Any]]:
+def _entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[TensorKey, Any]]:
     """Yield parameters and the optimizer's tensors for each, in an order that is equal on all ranks."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
@@ -161,7 +161,7 @@ def _entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
                 yield (names[parameter], key), optimizer.state[parameter][key]
 
 
-def _divided_dimension(key: Key, value: DTensor) -> int:
+def _divided_dimension(key: TensorKey, value: DTensor) -> int:
     """Return the dimension in which a tensor is divided. Of the mesh's two dimensions the first replicates and the
     second divides."""
     placement = value.placements[-1]

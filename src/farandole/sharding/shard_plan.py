@@ -17,7 +17,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ShardPlan(msgspec.Struct, frozen=True):
     """The commit from which all ranks continue: its `number`, and in `sources[i]` the rank that provides shard i."""
 
     number: int
@@ -37,7 +37,7 @@ def shards_within_hosts(hosts: Sequence[int], limit: int) -> int:
     return max(each for each in range(1, limit + 1) if common % each == 0)
 
 
-def choose(held: Sequence[Iterable[Held]]) -> Plan | None:
+def choose(held: Sequence[Iterable[Held]]) -> ShardPlan | None:
     """Return the newest commit of which every shard has a holder, each shard from the lowest rank that holds it. None
     where there is no such commit.
 
@@ -49,7 +49,7 @@ def choose(held: Sequence[Iterable[Held]]) -> Plan | None:
             ranks.setdefault((each.number, each.count), {}).setdefault(each.index, rank)
     for (number, count), by_index in sorted(ranks.items(), reverse=True):
         if len(by_index) == count:
-            return Plan(number, tuple(by_index[index] for index in range(count)))
+            return ShardPlan(number, tuple(by_index[index] for index in range(count)))
     return None
 
 
@@ -62,7 +62,7 @@ def missing(held: Sequence[Iterable[Held]]) -> tuple[int, list[int], int]:
     return newest.number, [index for index in range(newest.count) if index not in there], newest.count
 
 
-def awaited(plan: Plan, held: Sequence[Iterable[Held]], indices: Sequence[int], count: int) -> set[int]:
+def awaited(plan: ShardPlan, held: Sequence[Iterable[Held]], indices: Sequence[int], count: int) -> set[int]:
     """Return the shards of the plan that a rank needs and does not have, so that they have to be broadcast.
 
     indices, count  number of each rank's new shard, by rank, and the number of shards

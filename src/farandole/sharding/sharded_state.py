@@ -19,7 +19,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, HostsUpdatedInterrupt, ShardLost
 from farandole.sharding import pieces
 from farandole.sharding.pieces import Piece
-from farandole.sharding.shard_plan import Held, Plan, awaited, choose, missing, shards_within_hosts
+from farandole.sharding.shard_plan import Held, ShardPlan, awaited, choose, missing, shards_within_hosts
 from farandole.state import packing
 from farandole.state.deep_copy import deep_copy
 from farandole.state.object_state import State
@@ -187,9 +187,9 @@ class ShardedState(State):
     def _begin(self, transport: Transport) -> None:
         """Begin the job: all ranks have created a state, and the lowest rank's version of each shard counts."""
         self._keep()
-        self._take_over(Plan(self._number, tuple(range(self.shards))), set(range(self.shards)), transport)
+        self._take_over(ShardPlan(self._number, tuple(range(self.shards))), set(range(self.shards)), transport)
 
-    def _take_over(self, plan: Plan, travelling: set[int], transport: Transport) -> None:
+    def _take_over(self, plan: ShardPlan, travelling: set[int], transport: Transport) -> None:
         """Load a commit from its sources into the live model and the live values."""
         # A newer one cannot become complete any more, and its number will be used again.
         self._commits = [each for each in self._commits if each.held.number <= plan.number]

@@ -26,7 +26,7 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
-class Snapshot:
+class ValueSnapshot:
     """A value as it was at the last commit. The next commit reuses the memory of its tensors.
 
     is_on_host  copies are in host memory, on whatever device the tensors are: for values that are copied back in place

@@ -24,7 +24,7 @@ _TENSOR_BYTES = 16 << 10  # bytes that are hashed in the time that one more tens
 _BLOCK_BYTES = 2 * _TENSOR_BYTES  # smallest block, where that saves steps
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes [start, stop) of the tensor at `place` of the list."""
 
     place: int
@@ -37,12 +37,12 @@ def is_due(step: int) -> bool:
     return step % EVERY == 0
 
 
-def cut(sizes: Sequence[int]) -> list[list[Part]]:
+def cut(sizes: Sequence[int]) -> list[list[ByteRange]]:
     """Cut tensors of these sizes in bytes into at most BLOCKS blocks that take about the same time; at least one."""
     total = sum(sizes) + _TENSOR_BYTES * len(sizes)
     blocks = max(1, min(BLOCKS, total // _BLOCK_BYTES))
     length = -(-total // blocks)
-    cuts: list[list[Part]] = [[] for _ in range(blocks)]
+    cuts: list[list[ByteRange]] = [[] for _ in range(blocks)]
     position = 0
     for place, size in enumerate(sizes):
         position += _TENSOR_BYTES
@@ -51,7 +51,7 @@ def cut(sizes: Sequence[int]) -> list[list[Part]]:
             block = min((position + start) // length, blocks - 1)
             end = size if block == blocks - 1 else (block + 1) * length - position
             stop = min(size, -(-end // 64) * 64)
-            cuts[block].append(Part(place, start, stop))
+            cuts[block].append(ByteRange(place, start, stop))
             start = stop
         position += size
     return cuts
@@ -62,20 +62,22 @@ def block_at(step: int, blocks: int) -> int:
     return step // EVERY % blocks
 
 
-def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[Part]]) -> list[Part]:
+def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[ByteRange]]) -> list[ByteRange]:
     """Return the parts that are compared where time is short. A state of a few MiB is compared whole. Of a larger one,
     the parts are the beginning of each tensor (with very many tensors, of some of them in turn) and the beginning of
     one block in turn."""
     if sum(sizes) <= _WHOLE_BYTES and len(sizes) <= _HEADS:
-        return [Part(place, 0, size) for place, size in enumerate(sizes)]
+        return [ByteRange(place, 0, size) for place, size in enumerate(sizes)]
     stride = -(-len(sizes) // _HEADS)
-    heads = [Part(place, 0, min(size, HEAD_BYTES)) for place, size in enumerate(sizes) if (place + step) % stride == 0]
+    heads = [
+        ByteRange(place, 0, min(size, HEAD_BYTES)) for place, size in enumerate(sizes) if (place + step) % stride == 0
+    ]
     return [*heads, *_beginning(blocks[block_at(step, len(blocks))])]
 
 
-def _beginning(block: Sequence[Part]) -> Iterator[Part]:
+def _beginning(block: Sequence[ByteRange]) -> Iterator[ByteRange]:
     left = _MORE_BYTES
     for place, start, stop in block:
         if left > 0:
-            yield Part(place, start, min(stop, start + left))
+            yield ByteRange(place, start, min(stop, start + left))
         left -= stop - start

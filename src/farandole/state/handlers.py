@@ -21,14 +21,20 @@ from farandole.collectives.named.objects import (
 )
 from farandole.errors import ConfigError
 from farandole.state.deep_copy import (
-    Snapshot,
     TensorPair,
+    ValueSnapshot,
     finish_all,
     finish_all_to_restore,
     finish_before_loading,
     tensors_in,
 )
-from farandole.state.optimizer_state import Entries, OptimizerState, Options, is_torchs_own, load_state_dict_in_place
+from farandole.state.optimizer_state import (
+    Entries,
+    GroupOptions,
+    OptimizerState,
+    is_torchs_own,
+    load_state_dict_in_place,
+)
 from farandole.state.packing import Packed, as_bytes, pack, unpack
 
 
@@ -68,7 +74,7 @@ class SnapshotHandler(StateHandler):
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._snapshot = Snapshot(self.is_on_host)
+        self._snapshot = ValueSnapshot(self.is_on_host)
         self.save()
 
     def save(self) -> None:
@@ -149,13 +155,13 @@ class OptimizerStateHandler(SnapshotHandler):
             return dict(self.value.state_dict())
         return {}  # the base's method fails where a class does not call the base's __init__()
 
-    def _whole(self) -> tuple[Entries, Options]:
+    def _whole(self) -> tuple[Entries, GroupOptions]:
         if is_torchs_own(self.value):
             return {}, {}
         whole = OptimizerState("optimizer", self.value)
         return whole.entries(), whole.options()
 
-    def _load_whole(self, entries: Entries, options: Options) -> None:
+    def _load_whole(self, entries: Entries, options: GroupOptions) -> None:
         if not is_torchs_own(self.value):
             whole = OptimizerState("optimizer", self.value)
             whole.load(entries)

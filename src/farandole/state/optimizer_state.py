@@ -25,7 +25,7 @@ Entries = dict[str, dict[Any, Any]]
 `self.base`; "optimizer.attributes", "optimizer.state" and "optimizer.groups" hold state that belongs to no parameter.
 """
 
-Options = dict[str, list[dict[str, Any]]]
+GroupOptions = dict[str, list[dict[str, Any]]]
 """Options of each parameter group, which may change at any time, by name of the optimizer."""
 
 
@@ -43,7 +43,7 @@ class OptimizerState:
 
     # Metadata ------------------------------------------------------------------------------------
 
-    def options(self) -> Options:
+    def options(self) -> GroupOptions:
         """Return the options of the parameter groups. Called in each step."""
         return {name: list(map(_options_of, groups)) for name, groups in self._groups().items()}
 
@@ -71,7 +71,7 @@ class OptimizerState:
     def entries(self) -> Entries:
         """Return everything but options(). The tensors are the live ones."""
         parameters = self.parameters
-        take, found = _Taker(parameters, self._containers()), dict[str, Any]()
+        take, found = _EntryConverter(parameters, self._containers()), dict[str, Any]()
         for name, optimizer in self._with_state():
             own = _own_entries(optimizer, parameters)
             found.update({f"{name}.{place}": take(optimizer.state[parameters[place]]) for place in own})
@@ -313,7 +313,7 @@ class _Made(NamedTuple):
     attributes: dict[str, Any]
 
 
-class _Taker:
+class _EntryConverter:
     """Turns live values into values that pickle and checkpoints accept, without copying tensors."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], known: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainedSamples:
     """The samples of an epoch that a sampler was told of in one call.
 
     ids       samples that this rank has trained, without repeats
@@ -44,7 +44,7 @@ class Part:
 class SamplerRecorder(Protocol):
     """Records the samples that samplers were told of, under the commit rule (worker/sample_records.py)."""
 
-    def trained(self, sampler: object, parts: Sequence[Part]) -> None: ...
+    def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None: ...
     def left(self, sampler: object, epoch: int, samples: int | None) -> None: ...
 
 
@@ -108,7 +108,7 @@ def records_samplers() -> bool:
     return _sampler_recorder is not None
 
 
-def trained(sampler: object, parts: Sequence[Part]) -> None:
+def trained(sampler: object, parts: Sequence[TrainedSamples]) -> None:
     """Report the samples that a sampler was told this rank has trained."""
     if _sampler_recorder is not None:
         _sampler_recorder.trained(sampler, parts)

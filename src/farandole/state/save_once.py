@@ -20,16 +20,16 @@ from farandole.membership import Progress
 
 logger = logging.getLogger("farandole")
 
-Ask = Callable[[str, Progress, str], str]
+AskToSave = Callable[[str, Progress, str], str]
 """Signature ask(name, progress, file): returns "" if this worker may save, else the reason. `name` identifies the
 request."""
 
 _UNNAMED = "the argument of save_once"
 
-_ask: Ask | None = None
+_ask: AskToSave | None = None
 
 
-def install(ask: Ask | None) -> None:
+def install(ask: AskToSave | None) -> None:
     """Install the function that decides: it asks a job's coordinator. None without a coordinator, where rank 0 stays
     the same worker."""
     global _ask

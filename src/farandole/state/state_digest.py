@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 
 from farandole.state.digest import digest, digest_of
-from farandole.state.digest_schedule import TURN, Part, block_at, cut, is_due, sample_at
+from farandole.state.digest_schedule import TURN, ByteRange, block_at, cut, is_due, sample_at
 from farandole.state.named_tensors import NamedTensor
 from farandole.state.packing import as_bytes
 
@@ -33,7 +33,7 @@ class StateDigest:
 
     def __init__(self, tensors: Callable[[], list[NamedTensor]]) -> None:
         self._tensors = tensors
-        self._layout: _Layout | None = None
+        self._layout: _BlockLayout | None = None
         self._equal_at = 0  # the step at which the suspects were made equal
         self.is_suspicious = False
         self.local: frozenset[str] = frozenset()
@@ -88,11 +88,11 @@ class StateDigest:
     def _compared(self) -> Iterator[NamedTensor]:
         return (each for each in self._tensors() if each.name not in self.local)
 
-    def _begin_layout(self, step: int, tensors: Iterable[NamedTensor]) -> _Layout:
-        return _Layout(step, list(tensors))
+    def _begin_layout(self, step: int, tensors: Iterable[NamedTensor]) -> _BlockLayout:
+        return _BlockLayout(step, list(tensors))
 
 
-class _Layout:
+class _BlockLayout:
     """The tensors of a state, and the blocks into which they are cut.
 
     It is made anew in each turn, after a sync, and when a tensor was replaced, on all ranks at the same step. In the
@@ -113,7 +113,7 @@ class _Layout:
     def is_outdated(self, step: int) -> bool:
         return step // TURN != self._step // TURN or step <= 16
 
-    def pieces(self, parts: Sequence[Part]) -> list[torch.Tensor] | None:
+    def pieces(self, parts: Sequence[ByteRange]) -> list[torch.Tensor] | None:
         """Return the bytes of these parts; None when a tensor does not exist any more, or has another shape."""
         found = []
         for place, start, stop in parts:

@@ -129,7 +129,7 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
     packed = transport.all_gather(msgspec.msgpack.encode(mine))
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
     source = choose_source(standings, bootstrap)
-    findings = _Findings(standings, source)
+    findings = _SyncFindings(standings, source)
     behind = {rank for rank, each in enumerate(standings) if rank != source and is_behind(each, standings[source])}
     if bootstrap:
         pass
@@ -187,7 +187,7 @@ Tables = Sequence[Mapping[str, int]]
 """Digests by name, of each rank."""
 
 
-class _Findings:
+class _SyncFindings:
     """The results of the comparisons of one sync, equal on all ranks.
 
     peers        ranks whose tensors must be equal, since they have decided as many steps as the source

@@ -64,7 +64,7 @@ class Declined(Message, frozen=True):
     reason: str
 
 
-class WorkerStatus(msgspec.Struct, frozen=True):
+class WorkerSummary(msgspec.Struct, frozen=True):
     """The state of one worker whose process is not known to be gone.
 
     Attributes:
@@ -152,8 +152,8 @@ class Status(Message, frozen=True):
     spares: int
     min_np: int
     max_np: int | None
-    members: tuple[WorkerStatus, ...]
-    newcomers: tuple[WorkerStatus, ...]
+    members: tuple[WorkerSummary, ...]
+    newcomers: tuple[WorkerSummary, ...]
     hosts: tuple[HostStatus, ...]
     backoffs: tuple[SlotInBackoff, ...]
     regroups: int

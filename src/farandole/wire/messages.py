@@ -485,7 +485,7 @@ class Dismissed(Message, frozen=True):
     is_drained: bool = False
 
 
-class JobEnded(Message, frozen=True):
+class JobOver(Message, frozen=True):
     """The job is over; the agent ends its remaining workers and exits."""
 
     exit_code: int
@@ -493,5 +493,5 @@ class JobEnded(Message, frozen=True):
 
 
 ToAgent: TypeAlias = (
-    Welcome | Refused | CoordinatorHeartbeat | Spawn | Kill | ForwardToWorkers | StartWorkers | Dismissed | JobEnded
+    Welcome | Refused | CoordinatorHeartbeat | Spawn | Kill | ForwardToWorkers | StartWorkers | Dismissed | JobOver
 )

@@ -29,7 +29,7 @@ class CallKey(msgspec.Struct, frozen=True):
     count: int
 
 
-class Round(msgspec.Struct, frozen=True):
+class CallRound(msgspec.Struct, frozen=True):
     """The message of one worker in a round.
 
     waits_in  the call that it is in; None: it has reached its next boundary
@@ -84,7 +84,7 @@ class BodyCalls:
 
     def wait_for_bodies(self, transport: Transport) -> None:
         """Take part in the rounds, at a boundary, until every worker has reached its own."""
-        mine = msgspec.msgpack.encode(Round(None, b"", self._last, self._result))
+        mine = msgspec.msgpack.encode(CallRound(None, b"", self._last, self._result))
         while any(each.waits_in is not None for each in _all_gather(transport, mine)):
             pass
 
@@ -102,7 +102,9 @@ class BodyCalls:
 
     def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor | None:
         """Return the result of one round; None: other workers needed a result first, another round follows."""
-        rounds = _all_gather(transport, msgspec.msgpack.encode(Round(key, _to_bytes(mine), self._last, self._result)))
+        rounds = _all_gather(
+            transport, msgspec.msgpack.encode(CallRound(key, _to_bytes(mine), self._last, self._result))
+        )
         results = {each.last: each.result for each in rounds if each.last is not None}
         if key in results:
             return _like(mine, results[key])
@@ -120,8 +122,8 @@ class BodyCalls:
         return CallKey(boundary, kind, self._counts[kind])
 
 
-def _all_gather(transport: Transport, mine: bytes) -> list[Round]:
-    return [msgspec.msgpack.decode(each, type=Round) for each in transport.all_gather(mine)]
+def _all_gather(transport: Transport, mine: bytes) -> list[CallRound]:
+    return [msgspec.msgpack.decode(each, type=CallRound) for each in transport.all_gather(mine)]
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from farandole.checkpoint.checkpoint_writer import Writer, Written
-from farandole.checkpoint.folder import Begun, CheckpointFolder, begin_job
+from farandole.checkpoint.checkpoint_writer import CheckpointWriter, Written
+from farandole.checkpoint.folder import CheckpointFolder, LockedStore, begin_job
 from farandole.checkpoint.job_lock import has_lost_it
 from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
@@ -23,14 +23,14 @@ from farandole.env import CheckpointEnv, read_checkpoint_env
 from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.wire.messages import CheckpointEnded
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 
 Rule = Literal["step", "commit"]
 
 
-def checkpoints(job: Job | None, state: Kept, rule: Rule) -> Checkpoints | None:
+def checkpoints(job: WorkerJob | None, state: Kept, rule: Rule) -> Checkpoints | None:
     """Return None for a job that writes no checkpoints. Raises ConfigError where none can be written."""
     settings = read_checkpoint_env()
     if settings is None:
@@ -55,7 +55,7 @@ class Checkpoints:
         self._due = Due(parse_every(settings.every), now_s(), 0)
         self._restored = 0  # the run id that this worker has begun from a checkpoint
         self._folder = CheckpointFolder(open_store(settings.folder))
-        self._writer = Writer(self._folder, rule, settings.keep, self._ask, authority.report)
+        self._writer = CheckpointWriter(self._folder, rule, settings.keep, self._ask, authority.report)
         self._is_judged = threading.Event()  # whether all workers had the state that is being written is known
         self._is_judged.set()
         self._refusal = ""
@@ -219,7 +219,7 @@ class CoordinatorAuthority:
     """The coordinator of `farandole run`, which knows the members. Only the folder knows whether a later job has taken
     it."""
 
-    def __init__(self, job: Job, settings: CheckpointEnv) -> None:
+    def __init__(self, job: WorkerJob, settings: CheckpointEnv) -> None:
         self.settings = settings
         self._job = job
         self._store = open_store(settings.folder)
@@ -247,7 +247,7 @@ class LocalAuthority:
     job ends. It locks the folder itself, and releases it when the elastic function has returned or the process ends."""
 
     def __init__(self, settings: CheckpointEnv, rank: int) -> None:
-        self._begun: Begun | None = begin_job(settings) if rank == 0 else None
+        self._begun: LockedStore | None = begin_job(settings) if rank == 0 else None
         self.settings = settings if self._begun is None else self._begun.settings
         for note in self._begun.notes if self._begun is not None else ():
             logger.warning("%s", note)

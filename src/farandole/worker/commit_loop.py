@@ -36,7 +36,7 @@ from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.host_update_listeners import PlannedUpdates
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.worker.sample_records import commit_records
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 from farandole.worker.worker_recovery import regroup, report_first_step
 from farandole.worker_status import Phase
 
@@ -50,7 +50,7 @@ _PREPARED_UPDATE = struct.Struct("<2q")  # prepared, update
 class CommitLoop:
     """A call of an elastic function. It answers the requests of state and optimizer."""
 
-    def __init__(self, job: Job | None, state: State) -> None:
+    def __init__(self, job: WorkerJob | None, state: State) -> None:
         self._job = job
         self._state = state
         self._committed = CommittedState(state) if isinstance(state, TorchState) else None
@@ -307,7 +307,9 @@ class CommitLoop:
         self._is_torn = False
 
 
-def _checkpoints(job: Job | None, committed: CommittedState | None, values: KeptValues | None) -> Checkpoints | None:
+def _checkpoints(
+    job: WorkerJob | None, committed: CommittedState | None, values: KeptValues | None
+) -> Checkpoints | None:
     """Return the checkpoints of the loop. Raises ConfigError for a state that cannot be taken apart, in a job that is
     to write checkpoints."""
     if committed is not None and can_be_staged(committed.state):

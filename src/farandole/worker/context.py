@@ -28,13 +28,13 @@ from farandole.wire.messages import Failed
 from farandole.worker import process_setup
 from farandole.worker.fixed_job import FixedJob
 from farandole.worker.process_setup import end_loader_processes_at_exit, keep_freed_memory, shorten_exit
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 
 # Seconds, under a fixed-size launcher, for all ranks to import torch and call init(); as --start-timeout.
 _CONNECT_TIMEOUT_S = 120.0
 _TRACEBACK_LIMIT = 100_000  # characters; the end holds the most information
 
-_job: Job | None = None
+_job: WorkerJob | None = None
 _fixed: FixedJob | None = None
 _slot = 0
 _is_dynamic = False  # init(process_sets="dynamic")
@@ -124,7 +124,7 @@ def _join() -> None:
             status_reporting.open_status_page(worker_env.status_page, gives_exit_notice=read_exit_notice())
         if worker_env.scratch_folder:
             process_setup.use_scratch_folder(worker_env.scratch_folder)
-        _job = Job(worker_env, _settings)
+        _job = WorkerJob(worker_env, _settings)
         atexit.register(_end)
         _report_exceptions(_job)
         save_once.install(_job.may_publish)
@@ -156,7 +156,7 @@ def is_initialized() -> bool:
     return world.is_entered()
 
 
-def job() -> Job | None:
+def job() -> WorkerJob | None:
     """Return the connection to a coordinator; None when alone or under a fixed-size launcher."""
     return _job
 
@@ -254,7 +254,7 @@ def _check_comm(comm: Sequence[int] | None) -> None:
         )
 
 
-def _report_exceptions(job: Job) -> None:
+def _report_exceptions(job: WorkerJob) -> None:
     """Report to the coordinator an exception that ends this worker, so that it knows more than an exit code."""
     show = sys.excepthook
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from farandole.clock import wall_time_s
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.wire.messages import Prepare
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 
 
 class Listener(Protocol):
@@ -47,7 +47,7 @@ notification_manager = NotificationManager()
 class PlannedUpdates:
     """The content of the last PREPARE; a context manager for the time of one elastic function."""
 
-    def __init__(self, job: Job | None, state: Listener) -> None:
+    def __init__(self, job: WorkerJob | None, state: Listener) -> None:
         self._job = job
         self._state = state
         self._newest: Prepare | None = None

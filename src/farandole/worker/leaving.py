@@ -15,7 +15,7 @@ from farandole.events import TrainingCutShort
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Shortfall
 from farandole.wire.messages import Finished
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 from farandole.worker_status import Phase
 
 logger = logging.getLogger("farandole")
@@ -31,7 +31,7 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
              itself.
     """
 
-    def __init__(self, job: Job | None, may_end: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, job: WorkerJob | None, may_end: Callable[[], bool] = lambda: True) -> None:
         self._job, self._may_end = job, may_end
         self._is_installed = False
 
@@ -57,7 +57,7 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
 # The barrier at the end of an elastic function, which both run loops pass ---------------------------------------------
 
 
-def all_have_finished(job: Job | None, shortfall: Shortfall | None = None) -> bool:
+def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None) -> bool:
     """Wait until the function has returned on every worker. Return False when a worker was lost before all had passed;
     regroup and call again, since the others may need this worker in the collectives of the function's last lines.
 

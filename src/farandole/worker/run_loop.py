@@ -16,7 +16,7 @@ from farandole.worker import context
 from farandole.worker.commit_loop import CommitLoop
 from farandole.worker.host_update_listeners import notification_manager
 from farandole.worker.step_loop import StepLoop
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 
 P = ParamSpec("P")
 StateT = TypeVar("StateT", bound=State)
@@ -64,7 +64,7 @@ def run(
     return elastic
 
 
-def _loop(job: Job | None, state: State) -> StepLoop | CommitLoop:
+def _loop(job: WorkerJob | None, state: State) -> StepLoop | CommitLoop:
     return StepLoop(job, state) if isinstance(state, StepState) else CommitLoop(job, state)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from farandole.collectives import world
 from farandole.data.sampler import ElasticSampler
 from farandole.env import read_job_env, read_worker_env
-from farandole.ledger.ledger_writer import Writer
+from farandole.ledger.ledger_writer import LedgerWriter
 from farandole.ledger.records import (
     Applied,
     Differed,
@@ -27,7 +27,7 @@ from farandole.state import loop_hooks
 from farandole.state.commit_sync import CommittedState
 from farandole.state.divergence import Divergence
 from farandole.state.global_batch import Batch
-from farandole.state.recording import Part
+from farandole.state.recording import TrainedSamples
 from farandole.state.step_state import StepState
 
 # The step rule --------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ from farandole.state.step_state import StepState
 class SampleRecords:
     """Writes records for the worker of `state`, which has a loader."""
 
-    def __init__(self, state: StepState, writer: Writer) -> None:
+    def __init__(self, state: StepState, writer: LedgerWriter) -> None:
         self._state, self._writer = state, writer
         self._ids: list[int] = []  # of the current global batch, from all of its micro-batches so far
         self._intended: int | None = None  # their hash, once it is written
@@ -163,7 +163,9 @@ def sample_records(state: StepState) -> SampleRecords | None:
     if not folder or state.loader is None:
         return None
     env = read_worker_env()
-    return SampleRecords(state, Writer(Path(folder), env.worker if env is not None else "alone", socket.gethostname()))
+    return SampleRecords(
+        state, LedgerWriter(Path(folder), env.worker if env is not None else "alone", socket.gethostname())
+    )
 
 
 # The commit rule ------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class CommitRecords:
     """Writes records for the worker of `committed`. Samplers that its state does not contain are not recorded: their
     records are not rolled back either."""
 
-    def __init__(self, committed: CommittedState, writer: Writer) -> None:
+    def __init__(self, committed: CommittedState, writer: LedgerWriter) -> None:
         self._committed, self._writer = committed, writer
         self._entry = (0, 0, 0)
         self._calls: Counter[str] = Counter()  # by sampler, in this entry
@@ -194,7 +196,7 @@ class CommitRecords:
 
     # Reports of samplers (state/recording.py) -------------------------------------------------------------
 
-    def trained(self, sampler: object, parts: Sequence[Part]) -> None:
+    def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None:
         name = self._name(sampler)
         if name is None:
             return
@@ -228,5 +230,5 @@ def commit_records(committed: CommittedState | None) -> CommitRecords | None:
     if not folder or committed is None:
         return None
     env = read_worker_env()
-    writer = Writer(Path(folder), env.worker if env is not None else "alone", socket.gethostname())
+    writer = LedgerWriter(Path(folder), env.worker if env is not None else "alone", socket.gethostname())
     return CommitRecords(committed, writer)

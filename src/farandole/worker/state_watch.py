@@ -14,7 +14,7 @@ from farandole.state.sync import SyncReport
 from farandole.wire.messages import StatesDiffered
 from farandole.worker.checkpoints import Checkpoints
 from farandole.worker.sample_records import SampleRecords
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 
@@ -28,7 +28,7 @@ class StateWatch:
     """
 
     def __init__(
-        self, job: Job | None, state: StepState, records: SampleRecords | None, checkpoints: Checkpoints | None
+        self, job: WorkerJob | None, state: StepState, records: SampleRecords | None, checkpoints: Checkpoints | None
     ) -> None:
         self._job, self._state, self._records, self._checkpoints = job, state, records, checkpoints
         self.digest = 0

@@ -31,7 +31,7 @@ from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
 from farandole.worker.step_randomness import reseed
 from farandole.worker.warm_up import warm_up
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 from farandole.worker.worker_recovery import Connection, connect, regroup, report_first_step
 from farandole.worker_status import Phase
 
@@ -51,7 +51,7 @@ _INTERRUPTED = "a worker was lost in this run of the loop body; other ranks take
 class StepLoop:
     """A call of an elastic function. It answers the requests of loader and optimizer at each boundary."""
 
-    def __init__(self, job: Job | None, state: StepState) -> None:
+    def __init__(self, job: WorkerJob | None, state: StepState) -> None:
         self._job = job
         self._state = state
         self._records = sample_records(state)
@@ -162,7 +162,7 @@ class StepLoop:
         if self._records is not None:
             self._records.started(here.placement.rank in report.behind)
 
-    def _get_ready(self, job: Job, call: Callable[[], object]) -> None:
+    def _get_ready(self, job: WorkerJob, call: Callable[[], object]) -> None:
         """Prepare a newcomer as far as possible before the others wait for it."""
         map_memory_ahead(self._state.modules())
         for optimizer in self._state.optimizers():

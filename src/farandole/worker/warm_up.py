@@ -18,14 +18,14 @@ from farandole.collectives import world
 from farandole.data.epoch import NoLoaderHooks
 from farandole.state import step
 from farandole.state.step_state import Loader, StepState
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 
 _WORTH_TELLING_S = 1.0
 
 
-def warm_up(job: Job, state: StepState, call: Callable[[], object]) -> bool:
+def warm_up(job: WorkerJob, state: StepState, call: Callable[[], object]) -> bool:
     """Call the elastic function with batches without effect, and return the state to what it was.
 
     Meanwhile rank() and size() have the values of the last member of the next generation, so that this worker skips the
@@ -74,7 +74,7 @@ class _WarmedUp(BaseException):
 class _WarmUp(NoLoaderHooks):
     """The loader's boundary: it hands out one local batch after the other, and ends the function after the last one."""
 
-    def __init__(self, job: Job, state: StepState, loader: Loader, metadata: dict[str, Any]) -> None:
+    def __init__(self, job: WorkerJob, state: StepState, loader: Loader, metadata: dict[str, Any]) -> None:
         self._job, self._state, self._loader, self._metadata = job, state, loader, metadata
         self._local_batches = _local_batches(job.link.members)
         self._sizes = set[int]()

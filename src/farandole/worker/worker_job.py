@@ -36,7 +36,7 @@ _ANSWER_S = 30.0  # for the coordinator to answer whether a checkpoint counts; i
 MEET_TIMEOUT_S = 120.0
 
 
-class Job:
+class WorkerJob:
     """The worker's membership from init() to shutdown() under `farandole run`."""
 
     def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:

@@ -17,7 +17,7 @@ from farandole.liveness.status_reporting import InPhase
 from farandole.state import step
 from farandole.state.sync import SyncReport
 from farandole.wire.messages import FirstStep, Start, Synced
-from farandole.worker.worker_job import Job
+from farandole.worker.worker_job import WorkerJob
 from farandole.worker_status import Phase
 
 Agree = Callable[[Transport, bool], SyncReport | None]
@@ -65,7 +65,7 @@ class Connection:
     built_s: float
 
 
-def connect(job: Job) -> Connection:
+def connect(job: WorkerJob) -> Connection:
     """Leave the generation that has ended, and connect to the members of the next one: READY, START, new transport.
 
     Called by the main thread, which is in no collective therefore; the operations of other threads are ended first. A
@@ -85,7 +85,7 @@ def connect(job: Job) -> Connection:
         return Connection(start, transport, ready_s, started - job.ready_s, now_s() - started)
 
 
-def regroup(job: Job, agree: Agree, connection: Connection | None = None) -> Regrouped:
+def regroup(job: WorkerJob, agree: Agree, connection: Connection | None = None) -> Regrouped:
     """Move to the next generation: connect, and make the state the same on all members.
 
     The state that `agree` copies must be that of the last boundary. Returns once this worker is a member whose state
@@ -118,7 +118,7 @@ def regroup(job: Job, agree: Agree, connection: Connection | None = None) -> Reg
 
 
 def report_first_step(
-    job: Job,
+    job: WorkerJob,
     done: Regrouped,
     began_at: int,
     counts: Literal["step", "commit"],

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farandole import elastic
-from farandole.checkpoint.checkpoint_writer import Writer, Written
+from farandole.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from farandole.checkpoint.file_format import read_files
 from farandole.checkpoint.folder import CheckpointFolder, Found
 from farandole.checkpoint.restore import read_newest, restore
@@ -81,7 +81,7 @@ class Heard(list[Written]):
         self.folder = CheckpointFolder(folder)
         self.asked: list[Progress] = []
         self.refusal = refusal
-        self.writer = Writer(self.folder, "step", keep, self._ask, self.append)
+        self.writer = CheckpointWriter(self.folder, "step", keep, self._ask, self.append)
 
     def _ask(self, name: str, progress: Progress) -> str:
         assert not (Path(self.folder.store.place) / name / "manifest.json").exists()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from farandole.collectives.host_layout import Layout, layout, pack_trailers, unpack_trailers
+from farandole.collectives.host_layout import HostLayout, layout, pack_trailers, unpack_trailers
 
 
 def test_the_ranks_of_a_host_need_not_follow_each_other() -> None:
-    assert layout("abab", 2) == Layout(hosts=((0, 2), (1, 3)), host=0, place=1)
+    assert layout("abab", 2) == HostLayout(hosts=((0, 2), (1, 3)), host=0, place=1)
     assert layout("abab", 2).mates == (0, 2)
     assert layout("abab", 2).across == (2, 3)
 

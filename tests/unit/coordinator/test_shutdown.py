@@ -7,7 +7,7 @@ import pytest
 from farandole.coordinator import StopRequested
 from farandole.events import TrainingCutShort
 from farandole.membership import Shortfall
-from farandole.wire.messages import JobEnded, Kill, Leaving
+from farandole.wire.messages import JobOver, Kill, Leaving
 from tests.support.told_job import ToldJob
 
 
@@ -18,7 +18,7 @@ def test_all_are_released_when_the_last_one_has_finished_and_the_job_succeeds() 
     end = told.exited("w0", 0).exited("w1", 0).end
     assert end is not None
     assert (end.exit_code, end.reason) == (0, "2 workers finished the training.")
-    assert told.sent(JobEnded)
+    assert told.sent(JobOver)
 
 
 def test_what_was_promised_and_not_done_is_told_once_when_all_have_finished() -> None:

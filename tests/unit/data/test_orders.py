@@ -12,14 +12,14 @@ from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.data.orders.grouped import ManyPermutations, derived_seed
 from farandole.data.orders.weighted import alias_table
-from farandole.data.partition import Layout
+from farandole.data.partition import BatchLayout
 from farandole.data.permutation import Permutation
 from farandole.errors import ConfigError, DataError
 
 
 def look_up(order: Order, size: int, batch: int, epoch: int = 0, seed: int = 3) -> list[int]:
     """A whole epoch."""
-    layout = Layout(order.length(size), batch)
+    layout = BatchLayout(order.length(size), batch)
     samples: list[int] = order.bind(layout, seed)(epoch, np.arange(layout.size)).tolist()
     return samples
 

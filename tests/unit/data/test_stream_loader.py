@@ -147,7 +147,7 @@ def test_a_batch_without_a_step_is_refused_and_one_commit_is_enough() -> None:
     next(iterator)
     global_batch = loader.global_batch
     assert global_batch is not None
-    with pytest.raises(StepError, match="no DistributedOptimizer has done anything for samples"):
+    with pytest.raises(StepError, match="no DistributedOptimizer has reduced gradients for samples"):
         next(iterator)
     loader.commit(global_batch)
     with pytest.raises(DataError, match="commit each global batch once"):

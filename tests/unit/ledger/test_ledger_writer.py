@@ -11,7 +11,7 @@ import pytest
 
 from farandole.errors import ConfigError
 from farandole.ledger.check import check
-from farandole.ledger.ledger_writer import Writer
+from farandole.ledger.ledger_writer import LedgerWriter
 from farandole.ledger.proving import Folder, ledger_files
 from farandole.ledger.records import HOLED, Missed, Opened, Record, decode
 from tests.support.ledgers import WrittenJob
@@ -47,7 +47,7 @@ def job_of_one(steps: int) -> WrittenJob:
 
 
 def test_what_was_written_can_be_checked(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "new" / "folder", "w0", "host")
+    writer = LedgerWriter(tmp_path / "new" / "folder", "w0", "host")
     for record in written(job_of_one(4)):
         writer.write(record)
     findings = check(Folder(tmp_path / "new" / "folder"))
@@ -56,7 +56,7 @@ def test_what_was_written_can_be_checked(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_followed_by_another_one_that_can_be_understood_alone(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "w0", "host", part_bytes=400)
+    writer = LedgerWriter(tmp_path, "w0", "host", part_bytes=400)
     for record in written(job_of_one(8)):
         writer.write(record)
     writer.close()
@@ -71,7 +71,7 @@ def test_a_large_file_is_followed_by_another_one_that_can_be_understood_alone(tm
 
 def test_a_full_disk_is_said_once_in_the_log_and_in_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk = Disk(room=330)
-    writer = Writer(tmp_path, "w0", "host", write=disk.write)
+    writer = LedgerWriter(tmp_path, "w0", "host", write=disk.write)
     with caplog.at_level(logging.WARNING, "farandole"):
         for record in written(job_of_one(8)):
             writer.write(record)
@@ -86,7 +86,7 @@ def test_a_full_disk_is_said_once_in_the_log_and_in_the_file(tmp_path: Path, cap
 
 def test_when_there_is_room_again_the_file_goes_on_and_says_how_much_is_missing(tmp_path: Path) -> None:
     disk = Disk(room=330)
-    writer = Writer(tmp_path, "w0", "host", write=disk.write)
+    writer = LedgerWriter(tmp_path, "w0", "host", write=disk.write)
     records = written(job_of_one(8))
     for record in records[:10]:
         writer.write(record)
@@ -105,7 +105,7 @@ def test_when_there_is_room_again_the_file_goes_on_and_says_how_much_is_missing(
 
 def test_a_disk_that_is_full_from_the_start_stops_nothing(tmp_path: Path) -> None:
     disk = Disk(room=0)
-    writer = Writer(tmp_path, "w0", "host", write=disk.write)
+    writer = LedgerWriter(tmp_path, "w0", "host", write=disk.write)
     records = written(job_of_one(4))
     for record in records[:3]:
         writer.write(record)
@@ -121,7 +121,7 @@ def test_a_disk_that_is_full_from_the_start_stops_nothing(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    writer = Writer(tmp_path / "file" / "folder", "w0", "host")
+    writer = LedgerWriter(tmp_path / "file" / "folder", "w0", "host")
     with caplog.at_level(logging.WARNING, "farandole"):
         writer.write(Missed(1))
         writer.write(Missed(1))
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog: pyte
 
 
 def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "w0", "host")
+    writer = LedgerWriter(tmp_path, "w0", "host")
     for record in written(job_of_one(4)):
         writer.write(record)
     (path,) = ledger_files(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.state.deep_copy import Snapshot, deep_copy, tensors_in
+from farandole.state.deep_copy import ValueSnapshot, deep_copy, tensors_in
 
 
 def test_what_is_nested_is_copied_too() -> None:
@@ -52,7 +52,7 @@ def test_a_container_that_holds_itself_is_walked_once() -> None:
 
 def test_later_copies_are_the_callers_and_all_others_are_made_at_once() -> None:
     now, later = torch.ones(2), torch.full((2,), 5.0)
-    snapshot = Snapshot()
+    snapshot = ValueSnapshot()
     pairs = snapshot.take({"now": now, "later": later}, lambda tensor: tensor is later)
     assert len(pairs) == 1
     source, target = pairs[0]
@@ -64,7 +64,7 @@ def test_later_copies_are_the_callers_and_all_others_are_made_at_once() -> None:
 
 
 def test_memory_is_used_again_where_the_layout_is_the_same() -> None:
-    snapshot = Snapshot()
+    snapshot = ValueSnapshot()
     snapshot.take([torch.zeros(4), torch.zeros(2)])
     before = [tensor.data_ptr() for tensor in snapshot.view()]
     snapshot.take([torch.ones(4), torch.ones(3)])
@@ -74,7 +74,7 @@ def test_memory_is_used_again_where_the_layout_is_the_same() -> None:
 
 
 def test_a_copy_that_fails_leaves_the_snapshot_as_it_was() -> None:
-    snapshot = Snapshot()
+    snapshot = ValueSnapshot()
     snapshot.take({"weights": torch.ones(2), "more": 1})
     with pytest.raises(TypeError):
         snapshot.take({"weights": torch.zeros(2), "more": threading.Lock()})
@@ -82,7 +82,7 @@ def test_a_copy_that_fails_leaves_the_snapshot_as_it_was() -> None:
 
 
 def test_what_a_snapshot_gives_out_is_not_its_own() -> None:
-    snapshot = Snapshot()
+    snapshot = ValueSnapshot()
     snapshot.take({"trail": [1], "weights": torch.ones(2)})
     out = snapshot.copy()
     out["trail"].append(2)
@@ -95,7 +95,7 @@ def test_what_a_snapshot_gives_out_is_not_its_own() -> None:
 def test_a_snapshot_of_a_module_keeps_the_versions_of_its_parts() -> None:
     """Without them, load_state_dict() takes it for one of an old torch, and sets counters to zero."""
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
-    snapshot = Snapshot(is_on_host=True)
+    snapshot = ValueSnapshot(is_on_host=True)
     snapshot.take(state)
     for taken in (snapshot.copy(), snapshot.view()):
         assert type(taken) is type(state)
@@ -107,7 +107,7 @@ def test_what_is_shared_within_a_value_is_shared_in_its_snapshot() -> None:
     shared = [1, torch.ones(2)]
     itself: dict[str, object] = {"a": shared, "b": (shared, {3: shared})}
     itself["itself"] = itself
-    snapshot = Snapshot()
+    snapshot = ValueSnapshot()
     snapshot.take(itself)
     shared.append("later")
     taken = snapshot.copy()

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import HEADER_BYTES, Header, Operation
+from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
 from farandole.collectives.shared_memory import futex
 from farandole.collectives.shared_memory.control_block import CONTROL_BLOCK_BYTES, DATA_BYTES, ControlBlock
 from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
@@ -52,7 +52,7 @@ class SharedMemoryTransport:
             return self._ring.all_reduce(flat, trailer, op)
         nbytes = flat.numel() * flat.element_size()
         header = Header(
-            Operation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(trailer)
+            TransportOperation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(trailer)
         )
         with self._ring.running(header):
             if nbytes <= DATA_BYTES:
@@ -70,7 +70,7 @@ class SharedMemoryTransport:
             self._ring.broadcast(flat, source)
             return
         nbytes = flat.numel() * flat.element_size()
-        header = Header(Operation.BROADCAST, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
+        header = Header(TransportOperation.BROADCAST, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
         with self._ring.running(header):
             self._group.broadcast(header, flat, source)
 

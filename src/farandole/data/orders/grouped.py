@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from farandole.data.orders.order import Lookup, fingerprint, refuse_other_size, whole_numbers
 from farandole.data.orders.weighted import finalize_words
-from farandole.data.partition import Layout
+from farandole.data.partition import BatchLayout
 from farandole.data.permutation import GAMMA, ROUNDS, Permutation, absorbed
 from farandole.errors import DataError
 
@@ -42,7 +42,7 @@ class Stratified:
         refuse_other_size("labels", self._strata.size, samples)
         return samples
 
-    def bind(self, layout: Layout, seed: int) -> Lookup:
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         Permutation(layout.size, seed, 0)  # raises for an invalid seed
         sizes = np.bincount(self._strata)
         begins = np.cumsum(sizes) - sizes
@@ -92,7 +92,7 @@ class ShardLocal:
         refuse_other_size("shard_sizes", int(self._sizes.sum()), samples)
         return samples
 
-    def bind(self, layout: Layout, seed: int) -> Lookup:
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         sizes = self._sizes
         begins = np.cumsum(sizes) - sizes
         # A number that no shard has: the order of the shards is unrelated to that in any of them.
@@ -145,7 +145,7 @@ class Bucketed:
         refuse_other_size("lengths", self._lengths.size, samples)
         return samples
 
-    def bind(self, layout: Layout, seed: int) -> Lookup:
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         if layout.tail == "carry":
             raise DataError('Bucketed cannot fill the last global batch from another epoch: use tail="short" or "drop"')
         batch, stride = layout.global_batch_size, self.window * layout.global_batch_size

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from farandole.data.partition import Layout
+from farandole.data.partition import BatchLayout
 from farandole.data.permutation import Permutation
 from farandole.errors import DataError
 
@@ -35,7 +35,7 @@ class Order(Protocol):
         not fit."""
         ...
 
-    def bind(self, layout: Layout, seed: int) -> Lookup:
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         """Return the lookup function for a loader. It depends on (order, layout, seed) only. May take time and memory
         in proportion to the order's arguments. Raises DataError for an unsuitable layout."""
         ...
@@ -77,7 +77,7 @@ class Shuffled:
     def length(self, samples: int) -> int:
         return samples
 
-    def bind(self, layout: Layout, seed: int) -> Lookup:
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         permutation_of = lru_cache(maxsize=2)(lambda epoch: Permutation(layout.size, seed, epoch))
         permutation_of(0)  # raises for an invalid seed
 
@@ -96,7 +96,7 @@ class Sequential:
     def length(self, samples: int) -> int:
         return samples
 
-    def bind(self, layout: Layout, seed: int) -> Lookup:
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         Permutation(layout.size, seed, 0)  # raises for an invalid seed: random numbers depend on it, too
         return _same
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from farandole.data.orders.order import Lookup, fingerprint, refuse_other_size
-from farandole.data.partition import Layout
+from farandole.data.partition import BatchLayout
 from farandole.data.permutation import GAMMA, MULTIPLIERS, Permutation, absorbed
 from farandole.errors import DataError
 
@@ -42,7 +42,7 @@ class Weighted:
         refuse_other_size("weights", self.weights.size, samples)
         return self._length
 
-    def bind(self, layout: Layout, seed: int) -> Lookup:
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         Permutation(layout.size, seed, 0)  # raises for an invalid seed
         keep, other = alias_table(self.weights)
 

@@ -12,17 +12,17 @@ from farandole.testing.faults.fault_plan import OneWay, ToHost
 from farandole.testing.lab.lab import new_lab_name
 from farandole.testing.lab.tools import Cgroup, LabError
 
-Worker: TypeAlias = tuple[str, int]
+WorkerId: TypeAlias = tuple[str, int]
 """A worker: the name of its host, and its process id there."""
 
 _ROOM_BYTES = 32 << 20
 
 
 class Backend(Protocol):
-    def signal(self, worker: Worker, number: int) -> None:
+    def signal(self, worker: WorkerId, number: int) -> None:
         """Send a signal. Raises ProcessLookupError."""
 
-    def starve(self, worker: Worker) -> bool:
+    def starve(self, worker: WorkerId) -> bool:
         """Leave a worker almost no memory beyond its own; False: that is impossible here."""
 
     def disturb(self, action: ToHost | OneWay) -> None:
@@ -43,10 +43,10 @@ class ThisMachine:
         self.hosts_file = hosts_file
         self._groups: list[Cgroup] = []
 
-    def signal(self, worker: Worker, number: int) -> None:
+    def signal(self, worker: WorkerId, number: int) -> None:
         os.kill(worker[1], number)
 
-    def starve(self, worker: Worker) -> bool:
+    def starve(self, worker: WorkerId) -> bool:
         group = starve(worker[1])
         self._groups += [group] if group is not None else []
         return group is not None

@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from farandole.testing.faults.backends import Backend, Worker
+from farandole.testing.faults.backends import Backend, WorkerId
 from farandole.testing.faults.fault_plan import (
     DEADLY,
-    Action,
     AddWorker,
     After,
     AtLastStepOf,
     AtStep,
     Fault,
+    FaultAction,
     OneWay,
     Plan,
     ToHost,
@@ -108,10 +108,10 @@ class Bringer:
         self._plan, self._job, self._backend, self._triggers, self._pace = plan, job, backend, triggers, pace
         self._replaces, self._budget_s, self._chance, self._deadline_s = replaces, budget_s, chance, deadline_s
         self.wanted = self._slots = workers
-        self.gone: set[Worker] = set()
+        self.gone: set[WorkerId] = set()
         self.deaths = 0
         self.happened: Counter[str] = Counter()
-        self._last: list[Worker] = []
+        self._last: list[WorkerId] = []
 
     def run(self) -> None:
         """Execute all faults of the plan. Raises TimeoutError, which names the fault that was not triggered."""
@@ -137,7 +137,7 @@ class Bringer:
 
     # Waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for(self, fault: Fault) -> list[Worker]:
+    def _wait_for(self, fault: Fault) -> list[WorkerId]:
         """Wait for the trigger and return the victims."""
         deadline, has_come = time.monotonic() + self._deadline_s, False
         step = self._triggers.step_of(fault.trigger)
@@ -158,7 +158,7 @@ class Bringer:
             f"exit code {self._job.process.poll()}, gone {sorted(self.gone)}, worker, step, generation by rank: {steps}"
         )
 
-    def _victims(self, action: Action, latest: Latest) -> list[Worker] | None:
+    def _victims(self, action: FaultAction, latest: Latest) -> list[WorkerId] | None:
         """Return the victims; None: not all of them exist, or no holder of the state would be left."""
         if isinstance(action, AddWorker):
             return []
@@ -179,7 +179,7 @@ class Bringer:
             return None
         return chosen
 
-    def _choose(self, action: ToWorkers, training: dict[int, Worker], latest: Latest) -> list[Worker]:
+    def _choose(self, action: ToWorkers, training: dict[int, WorkerId], latest: Latest) -> list[WorkerId]:
         everyone = list(training.values())
         if isinstance(action.whom, int):
             return [training[action.whom]] if action.whom in training else []
@@ -190,7 +190,7 @@ class Bringer:
         count = {"any": 1, "two": 2, "all but one": max(1, len(everyone) - 1)}[action.whom]
         return self._chance.sample(everyone, count) if count <= len(everyone) else []
 
-    def _starting(self) -> set[Worker]:
+    def _starting(self) -> set[WorkerId]:
         """Return the workers that have not begun a step yet."""
         files = self._job.folder.glob("worker-*.jsonl")
         names = [file.stem.split("-", 2) for file in files if file.stat().st_size == 0]
@@ -207,7 +207,7 @@ class Bringer:
 
     # Actions ---------------------------------------------------------------------------------------------
 
-    def _bring(self, action: Action, victims: list[Worker], *, lasts: bool) -> None:
+    def _bring(self, action: FaultAction, victims: list[WorkerId], *, lasts: bool) -> None:
         if isinstance(action, ToHost | OneWay):
             self._backend.disturb(action)
             if lasts:
@@ -230,7 +230,7 @@ class Bringer:
                 self._lose(worker, replaced=self._replaces)
         self._last = victims
 
-    def _do(self, verb: str, worker: Worker) -> None:
+    def _do(self, verb: str, worker: WorkerId) -> None:
         host, pid = worker
         with contextlib.suppress(ProcessLookupError, ConnectionError):  # it has ended by itself meanwhile
             if verb in _SIGNALS:
@@ -240,7 +240,7 @@ class Bringer:
             else:
                 give_order(self._job.folder, pid, host, verb)
 
-    def _lose(self, worker: Worker, *, replaced: bool) -> None:
+    def _lose(self, worker: WorkerId, *, replaced: bool) -> None:
         self.gone.add(worker)
         self.wanted -= not replaced
 
@@ -265,7 +265,7 @@ def _hosts_hit(action: ToHost | OneWay) -> set[str]:
     return {f"host{action.host}"} if action.verb in _ENDING else set()
 
 
-def _worker(record: object) -> Worker:
+def _worker(record: object) -> WorkerId:
     assert isinstance(record, dict)
     return record["host"], record["pid"]
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from farandole.testing.faults.fault_plan import (
-    Action,
     AddWorker,
     After,
     AtLastStepOf,
     AtStep,
     During,
     Fault,
+    FaultAction,
     FaultPhase,
     HostAction,
     OneWay,
@@ -213,10 +213,10 @@ class _Drawing:
 
     # Helpers ---------------------------------------------------------------------------------------------
 
-    def _now(self, action: Action) -> Fault:
+    def _now(self, action: FaultAction) -> Fault:
         return Fault(AtStep(self._step), action, self._late(4))
 
-    def _later(self, action: Action) -> Fault:
+    def _later(self, action: FaultAction) -> Fault:
         return Fault(After(LONG * self._shape.budget_s), action)
 
     def _late(self, most_ms: float) -> float:

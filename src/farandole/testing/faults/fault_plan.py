@@ -151,7 +151,7 @@ class AddWorker:
         return self.verb
 
 
-Action: TypeAlias = ToWorkers | ToHost | OneWay | AddWorker
+FaultAction: TypeAlias = ToWorkers | ToHost | OneWay | AddWorker
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Fault:
     """A fault. `late_ms`: milliseconds after the trigger."""
 
     trigger: Trigger
-    action: Action
+    action: FaultAction
     late_ms: float = 0.0
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ def _trigger(text: str) -> Trigger | None:
     return None
 
 
-def _action(text: str) -> Action | None:
+def _action(text: str) -> FaultAction | None:
     if text == "add a worker":
         return AddWorker()
     if found := _TO_WORKERS.fullmatch(text):

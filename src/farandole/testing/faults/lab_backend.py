@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farandole.testing.faults.backends import Worker, starve
+from farandole.testing.faults.backends import WorkerId, starve
 from farandole.testing.faults.fault_plan import OneWay, ToHost
 from farandole.testing.lab import Host, Lab
 from farandole.testing.lab.tools import Cgroup
@@ -54,10 +54,10 @@ class LabBackend:
 
     # Methods of Backend ----------------------------------------------------------------------------------
 
-    def signal(self, worker: Worker, number: int) -> None:
+    def signal(self, worker: WorkerId, number: int) -> None:
         self._hosts[worker[0]].signal(worker[1], number)
 
-    def starve(self, worker: Worker) -> bool:
+    def starve(self, worker: WorkerId) -> bool:
         outside = self._hosts[worker[0]].processes().get(worker[1])
         if outside is None:
             raise ProcessLookupError(f"there is no worker {worker[1]} on {worker[0]}")

@@ -20,7 +20,7 @@ _PIDS_PER_BOOT = 1000
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 1; shift; n=$((n - 1)); done; exec "$@"'
 
-Stream: TypeAlias = int | IO[bytes] | None
+StreamTarget: TypeAlias = int | IO[bytes] | None
 
 
 class Host:
@@ -58,8 +58,8 @@ class Host:
         *,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
-        stdout: Stream = None,
-        stderr: Stream = None,
+        stdout: StreamTarget = None,
+        stderr: StreamTarget = None,
     ) -> subprocess.Popen[bytes]:
         """Start a process on this host. The returned process outside waits for it, and ends as it does; send signals to
         it by `signal`, with its process id on the host. `environment`: instead of this process's own."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from farandole.testing.lab.host import Host
-from farandole.testing.lab.network import Network, Place
+from farandole.testing.lab.network import Network, NetworkNode
 from farandole.testing.lab.tools import Cgroup, LabError, cgroup_names, run
 
 
@@ -66,7 +66,7 @@ class Lab:
         for index in range(self._count):
             own = f"host{index}"
             self.hosts.append(Host(index, f"{self.name}.{own}", self.network, folder / own, hosts_file))
-        places: list[Place] = [self.network.driver, *self.hosts]
+        places: list[NetworkNode] = [self.network.driver, *self.hosts]
         lines = ["127.0.0.1 localhost", *(f"{place.address} {place.name}" for place in places)]
         hosts_file.write_text("".join(f"{line}\n" for line in lines))
         for host in self.hosts:

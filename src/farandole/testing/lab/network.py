@@ -20,7 +20,7 @@ _TRIES = 20
 _SILENT_RULES = 100  # before the kernel's own, which begin at 32766
 
 
-class Place(Protocol):
+class NetworkNode(Protocol):
     """A host, or the machine itself: any object with an address."""
 
     name: str
@@ -103,21 +103,21 @@ class Network:
 
     # Faults ----------------------------------------------------------------------------------------------
 
-    def cut(self, *places: Place) -> None:
+    def cut(self, *places: NetworkNode) -> None:
         """Drop all packets from and to these places."""
         self._add(rule for place in places for rule in (("from", place.address), ("to", place.address)))
 
-    def one_way(self, sender: Place, receiver: Place) -> None:
+    def one_way(self, sender: NetworkNode, receiver: NetworkNode) -> None:
         """Drop all packets from the sender to the receiver; the other direction is open."""
         self._add([("from", sender.address, "to", receiver.address)])
 
-    def partition(self, *groups: Iterable[Place]) -> None:
+    def partition(self, *groups: Iterable[NetworkNode]) -> None:
         """Let each group reach only its own members. Places in no group reach all others."""
         sets = [list(group) for group in groups]
         pairs = [(a, b) for one in sets for other in sets if one is not other for a in one for b in other]
         self._add(("from", a.address, "to", b.address) for a, b in pairs)
 
-    def heal(self, *places: Place) -> None:
+    def heal(self, *places: NetworkNode) -> None:
         """Stop dropping packets from or to these places. Without places: for all."""
         addresses = {place.address for place in places}
         healed = {rule for rule in self._rules if not places or addresses & set(rule)}
