@@ -79,7 +79,9 @@ class ForkServer:
     def _begin(self, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
         command = self._command
         arguments = [str(_SCRIPT), str(descriptor), str(nice), str(os.getpid()), *command.target]
-        with adopting_orphans():  # before Linux 4.11 the state of this process at the creation of its child counts
+        # Before Linux 4.11 the state of this process at the creation of its child counts: has_child_subreaper in
+        # kernel/fork.c and kernel/exit.c, find_new_reaper().
+        with adopting_orphans():
             return subprocess.Popen(
                 [command.python, *command.options, *arguments],
                 env=self.environment,

@@ -28,7 +28,8 @@ import threading
 import types
 from collections.abc import Mapping, Sequence
 
-# torch's optimizers need the last one, which takes longer than all the others.
+# torch's optimizers import the last one, which takes longer than all the others (torch 2.13,
+# torch/optim/optimizer.py, _use_grad_for_differentiable).
 PRELOADED = ("torch", "farandole", "farandole.elastic", "torch._dynamo")
 SIZE = struct.Struct("!I")
 
@@ -89,7 +90,8 @@ def _import_all(nice: int, channel: socket.socket) -> str:
     thread.join()
     if problems:
         return problems[0]
-    # Libraries such as OpenBLAS end their threads when they see a fork, and start them again when they need them.
+    # Libraries such as OpenBLAS end their threads before a fork (man 3 pthread_atfork), and start them again when they
+    # need them.
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)

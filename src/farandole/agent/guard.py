@@ -1,8 +1,8 @@
 """The guard ensures that no worker outlives its agent: a small process that kills the workers' groups when the agent is
 gone, also after a kill -9 of the agent, and removes the files that they leave on disk.
 
-PR_SET_PDEATHSIG would do less: it reaches a worker but not its loader processes, and fires when the thread that started
-the worker ends.
+PR_SET_PDEATHSIG (man 2 prctl) would do less: it reaches a worker but not its loader processes, and fires when the
+thread that started the worker ends.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def _watch_exit(child: Child, on_exit: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     try:
         descriptor = os.pidfd_open(child.pid)
-    except (AttributeError, OSError):  # macOS; a kernel before 5.3, or a sandbox that forbids it
+    except (AttributeError, OSError):  # macOS; Linux before 5.3 (man 2 pidfd_open), or a sandbox that forbids it
         threading.Thread(target=_wait_for_exit, args=(child, loop, on_exit), daemon=True).start()
         return
 
@@ -205,7 +205,7 @@ def _watch_exit(child: Child, on_exit: Callable[[], None]) -> None:
 def _wait_for_exit(child: Child, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
     if hasattr(os, "waitid"):
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    else:  # macOS before Python 3.13
+    else:  # macOS before Python 3.13: the documentation of os.waitid()
         child.wait()
     with contextlib.suppress(RuntimeError):  # the loop was closed before the process ended
         loop.call_soon_threadsafe(on_exit)

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h; man 2 PR_SET_CHILD_SUBREAPER
 _REAP_S = 2.0
 _LOOK_S = 0.01
 

@@ -160,8 +160,8 @@ class WorkerServer:
 
 
 def _is_of_another_user(connected: socket.socket) -> bool:
-    """Return whether another user owns the peer. Abstract sockets have no permissions; on systems without this query
-    the directory's permissions protect the socket."""
+    """Return whether another user owns the peer. Abstract sockets have no permissions (man 7 unix); on systems without
+    this query the directory's permissions protect the socket."""
     if sys.platform != "linux":
         return False
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)

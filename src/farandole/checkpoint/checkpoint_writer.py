@@ -71,7 +71,7 @@ class CheckpointWriter:
         def work() -> None:
             self._write(lambda: snapshot, finish_copy, step, generation, workers)
 
-        # Not a daemon: a daemon thread inside torch would crash the process at its end. give_up() ends it in time.
+        # Not a daemon, for the reason given in farandole/state/deep_copy.py. give_up() ends it in time.
         self._thread = threading.Thread(target=work, name="farandole-checkpoint")
         self._thread.start()
 

@@ -1,7 +1,8 @@
 """Run all collectives with tensors through torch's Gloo, as a reference. Bytes go around the ring.
 
 The file has the transport, its construction from a ring, the process group of Gloo, and the group's connections, which
-have to be found and closed because Gloo's own abort() does nothing.
+have to be found and closed because Gloo's own abort() does nothing (torch 2.13,
+torch/csrc/distributed/c10d: Backend::abort() in Backend.hpp, which ProcessGroupGloo does not override).
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ def connect_gloo(ring: RingTransport) -> GlooGroup:
     _exchange_answers(ring, _Answer(problem=problem))
 
     def make(store: ExchangedStore) -> dist.ProcessGroupGloo:
+        # Private: the public constructor takes neither a device nor a number of threads (torch 2.13,
+        # torch/_C/_distributed_c10d.pyi, ProcessGroupGloo).
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = [device], 1
         options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
@@ -256,7 +259,8 @@ def shut_down_connections(own: ListeningAddress, others: Collection[ListeningAdd
     """End all connections of a group, at both ends. Callable from any thread. `own` is where this rank listens."""
     for sock in _sockets():
         with contextlib.suppress(OSError):  # not connected
-            # Never the listening socket itself: Gloo ends the process when accept() fails.
+            # Never the listening socket itself: Gloo ends the process when accept() fails (GLOO_ENFORCE in
+            # gloo/transport/tcp/listener.cc, Listener::handleEvents(), on the thread of its loop).
             if not _is_listening(sock) and (sock.getsockname()[:2] == own or sock.getpeername()[:2] in others):
                 sock.shutdown(socket.SHUT_RDWR)
 

@@ -28,7 +28,8 @@ def tune(sock: socket.socket) -> None:
     it grows with the distance, which a fixed size does not.
     """
     sock.setblocking(False)
-    keep_alive(sock)  # a ring may be idle for hours. TCP_USER_TIMEOUT would end peers that compute: they do not read
+    # A ring may be idle for hours. TCP_USER_TIMEOUT (man 7 tcp) would end peers that compute: they do not read.
+    keep_alive(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     close_at_fork(sock)
 
@@ -94,7 +95,7 @@ class DataListener:
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             tune(self.sock)
-            # Only Linux has it. Probes send nothing and disconnect: they must not fill the backlog.
+            # Only Linux has it (man 7 tcp). Probes send nothing and disconnect: they must not fill the backlog.
             if hasattr(socket, "TCP_DEFER_ACCEPT"):
                 self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
             self.sock.bind((host, 0))

@@ -76,7 +76,8 @@ class NcclGroup:
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in every torch
         options = nccl.Options()
         options._timeout = timedelta(seconds=NO_LIMIT_S)
-        # So that a rank which waits for others to connect can be aborted.
+        # So that a rank which waits for others to connect can be aborted: a communicator that does not block, as in
+        # the documentation of ncclCommInitRankConfig() and of ncclConfig_t.blocking.
         options.config.blocking = 0
         self._group = nccl(store, rank, size, options)
         self._store, self._device = store, device
@@ -149,7 +150,11 @@ class NcclGroup:
 
 
 class _NcclWork:
-    """An operation in progress. Not torch's Work: querying that takes a lock which a running abort holds."""
+    """An operation in progress.
+
+    Not torch's Work: querying that takes a lock which a running abort holds (torch 2.13,
+    torch/csrc/distributed/c10d/NCCLUtils.cpp, NCCLComm::abort() and NCCLComm::checkForNcclError()).
+    """
 
     def __init__(self, event: Any, failure: Callable[[], str]) -> None:
         self._event, self._failure = event, failure
@@ -164,7 +169,7 @@ class _NcclWork:
 
 def _failure(group: Any) -> str:
     """Return a failure that torch's watchdog has detected since, e.g. a broken connection; empty if none."""
-    if not hasattr(group, "get_error"):  # in older versions
+    if not hasattr(group, "get_error"):  # older than torch 2.13, whose torch/_C/_distributed_c10d.pyi has it
         return ""
     name = str(group.get_error().name)
     return "" if name == "SUCCESS" else f"its watchdog reports {name}"

@@ -225,7 +225,7 @@ class Construction(Generic[T]):
         self._group: T | None = None
         self._problem = ""
         self._is_through = self._was_abandoned = False
-        # Not a daemon: a process that ends must wait for it. A daemon inside of torch would crash the process.
+        # Not a daemon, for the reason given in farandole/state/deep_copy.py: a process that ends must wait for it.
         self._thread = threading.Thread(target=self._work, name=f"farandole-{name}")
         self._thread.start()
 

@@ -215,7 +215,8 @@ def rehearsed_division(
 
 def has_compiled() -> bool:
     """Return whether torch.compile has compiled something in this process; False where this torch does not say so."""
-    # No public API counts compiled graphs. The counters are those that torch's compile troubleshooting guide reads.
+    # No public API counts compiled graphs (torch 2.13, torch/_dynamo/utils.py, `counters`). torch's compile
+    # troubleshooting guide reads the same counters.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return counters is not None and bool(counters["stats"]["unique_graphs"])
 

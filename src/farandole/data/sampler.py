@@ -439,8 +439,9 @@ _DEPTH = 8  # the loader's iterator is 2 to 4 calls up: batch samplers may be wr
 def dataset_of_caller() -> Any:
     """Return the data set of the DataLoader that has called, also indirectly; None when there is none.
 
-    A DataLoader does not tell its sampler its data set, and a sampler made for a smaller one trains a part of it
-    without an error. So the callers are inspected, once for each loop over the loader.
+    A DataLoader does not pass its data set to its sampler, and a sampler made for a smaller one trains a part of it
+    without an error. So the callers are inspected, once for each loop over the loader: they are iterators of torch's
+    private class (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter).
     """
     for frame in islice(_callers(inspect.currentframe()), _DEPTH):
         caller = frame.f_locals.get("self")

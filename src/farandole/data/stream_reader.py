@@ -141,7 +141,7 @@ class StreamReader:
 @contextlib.contextmanager
 def _without_worker_info() -> Iterator[None]:
     """Return a context without torch's worker info. Data sets must not divide themselves among torch's loader workers:
-    every process reads all streams."""
+    every process reads all streams. get_worker_info() has no setter (torch 2.13, torch/utils/data/_utils/worker.py)."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -60,7 +60,8 @@ class Prefetch(Generic[OnWayT]):
 
     def close(self) -> None:
         """End the loader workers and drop the batches being fetched. Idempotent."""
-        # Private, but torch has no public way: without it they would live as long as the traceback of an error.
+        # Private, but torch has no public way: without it they would live as long as the traceback of an error
+        # (torch 2.13, torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter._shutdown_workers).
         shut_down = getattr(self._iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
@@ -69,7 +70,8 @@ class Prefetch(Generic[OnWayT]):
 
     def _start(self) -> Iterator[Any]:
         # As in torch, the loader workers' seeds depend on the main process's seed; but no number is taken from its
-        # generator: a repeated step would see other ones.
+        # generator: a repeated step would see other ones. Without a generator of the loader, torch takes its base seed
+        # from the default one (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__init__).
         generator = self._loader.generator
         if generator is not None:
             generator.manual_seed(torch.initial_seed())

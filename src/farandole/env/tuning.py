@@ -27,7 +27,9 @@ def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
 
 # NCCL -----------------------------------------------------------------------------------------------------------------
 #
-# Torch reads these variables when a process creates an NCCL process group.
+# Torch reads these variables when a process creates an NCCL process group: ProcessGroupNCCL.hpp of torch 2.13, in
+# torch/csrc/distributed/c10d, documents them; the last one is that of
+# nccl_nonblocking_timeout() in NCCLUtils.hpp.
 
 _NCCL_DEFAULTS = {
     # Farandole handles a failed communicator: otherwise torch ends the process.

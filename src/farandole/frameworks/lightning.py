@@ -280,7 +280,9 @@ class FarandoleStrategy(Strategy):
                 f"{module.automatic_optimization}; Farandole's Trainer needs one optimizer and automatic optimization"
             )
         plain = self.optimizers[0]
-        plain._opt_called = True  # schedulers check that it has stepped; ours steps in its place
+        # Schedulers check that it has stepped; ours steps in its place (torch 2.13, torch/optim/lr_scheduler.py,
+        # LRScheduler.step).
+        plain._opt_called = True
         self.optimizers = [DistributedOptimizer(plain)]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

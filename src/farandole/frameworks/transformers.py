@@ -133,7 +133,9 @@ class Trainer(transformers.Trainer):
             super().create_optimizer(*args, **kwargs)
         if not isinstance(self.optimizer, (WrappedOptimizer, AcceleratedOptimizer)):
             self._plain = self.optimizer
-            self._plain._opt_called = True  # a scheduler checks that it has stepped; ours steps in its place
+            # A scheduler checks that it has stepped; ours steps in its place (torch 2.13, torch/optim/lr_scheduler.py,
+            # LRScheduler.step).
+            self._plain._opt_called = True
             self.optimizer = DistributedOptimizer(self._plain)
         return self.optimizer
 

@@ -76,7 +76,9 @@ class ScriptDiscovery:
             )
         )
         try:
-            process = await to_its_end(starting)  # if it is cancelled midway, asyncio may wait for ever
+            # If it is cancelled midway, asyncio waits for the end of the process and of all its output, without limit
+            # (CPython 3.11, Lib/asyncio/unix_events.py, _make_subprocess_transport).
+            process = await to_its_end(starting)
         except OSError as error:
             raise self._failed(f"could not be started: {error}") from None
         except asyncio.CancelledError:
@@ -106,6 +108,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     they keep the group's number in use."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    # asyncio closes the pipes only at their end, which a process that has left the group can delay for ever.
+    # asyncio closes the pipes only at their end, which a process that has left the group can delay without limit
+    # (CPython 3.11, Lib/asyncio/base_subprocess.py, BaseSubprocessTransport._try_finish).
     process._transport.close()  # type: ignore[attr-defined]
     await process.wait()

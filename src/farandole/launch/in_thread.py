@@ -90,7 +90,8 @@ def in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
 
     threading.Thread(target=run, name="farandole-job", daemon=True).start()
     try:
-        # Not the thread's join(): before Python 3.13 an interrupted join() marks the thread as ended from then on.
+        # Not the thread's join(): before Python 3.13 an interrupted join() marks the thread as ended from then on
+        # (CPython 3.11, Lib/threading.py, Thread._wait_for_tstate_lock: the lock is also locked while it runs).
         while not wait([ended], _LOOK_S).done:
             pass
     except BaseException:

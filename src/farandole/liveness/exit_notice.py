@@ -1,7 +1,8 @@
 """Detect the end of a process before the kernel has freed its memory: a robust mutex in shared memory.
 
 The kernel frees a dead process's memory first and reports its exit afterwards: 20 ms later with 300 MB, 150 ms with
-2 GB. But the robust mutexes that a thread holds are marked, and their waiters are woken, when the thread begins to end.
+2 GB. But the robust mutexes that a thread holds are marked, and their waiters are woken, when the thread begins to end
+(Linux, kernel/exit.c, do_exit(): exit_mm() before exit_notify(); Documentation/locking/robust-futexes.rst).
 liveness/status_reporting.py has the main thread of a worker lock one; agent/status_pages.py waits for all of them.
 
 It is a hint: the mark says that a thread ends, not that its process does. Linux on x86-64 with glibc; elsewhere no
@@ -24,15 +25,15 @@ from farandole.clock import now_s
 MOST_WORDS = 127
 """The largest number of mutexes for wait(): Linux's limit, less one for the word that interrupts it."""
 
-_FUTEX, _FUTEX_WAITV = 202, 449
+_FUTEX, _FUTEX_WAITV = 202, 449  # on x86-64; man 2 futex, Documentation/userspace-api/futex2.rst
 _WAKE = 1
 _EVERYBODY = 2**31 - 1
 _SIZE_32 = 2
 _HAS_WAITERS, _OWNER_DIED = 1 << 31, 1 << 30
 _PROCESS_SHARED, _ROBUST = 1, 1
 _ATTRIBUTE_BYTES = 64  # more than any glibc's pthread_mutexattr_t
-_EXITING = 0x4  # PF_EXITING of the kernel's task flags
-_FLAGS = 6  # of /proc/PID/stat, counted from the state
+_EXITING = 0x4  # PF_EXITING of the kernel's task flags: include/linux/sched.h
+_FLAGS = 6  # of /proc/PID/stat (man 5 proc_pid_stat), counted from the state
 
 
 def is_supported() -> bool:
@@ -61,8 +62,9 @@ def lock(memory: mmap.mmap, offset: int) -> None:
     # The kernel's list of a thread's mutexes, which it reads when the thread ends, is in this memory: it is never
     # freed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-    # The kernel wakes only if the word says that there are waiters; usually a waiter sets that. Only this thread, and
-    # the kernel when it ends, ever store into this word: no atomic exchange is needed.
+    # The kernel wakes only if the word says that there are waiters (kernel/futex/core.c, handle_futex_death()); usually
+    # a waiter sets that. Only this thread, and the kernel when it ends, ever store into this word: no atomic exchange
+    # is needed.
     word = ctypes.c_uint32.from_address(address)
     word.value |= _HAS_WAITERS
     _syscall()(_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)

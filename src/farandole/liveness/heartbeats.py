@@ -60,8 +60,9 @@ class Heartbeats:
 # Datagrams ------------------------------------------------------------------------------------------------------------
 #
 # For budgets below a second, coordinator and agents also send heartbeats as datagrams, beside the connection: TCP
-# retransmits lost data after 200 ms at the earliest. A datagram names its connection by a random id and carries a
-# MAC. It contains no secret, and a datagram that an attacker on the path replays has no effect.
+# retransmits lost data after 200 ms at the earliest (TCP_RTO_MIN in Linux, include/net/tcp.h). A datagram names its
+# connection by a random id and carries a MAC. It contains no secret, and a datagram that an attacker on the path
+# replays has no effect.
 
 HEARTBEAT_ID_BYTES = 16
 SLOW_BUDGET_S = 1.0

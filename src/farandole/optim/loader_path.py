@@ -98,6 +98,7 @@ class LoaderPath:
                 self._overlaps = self._is_last and step.state() == "open" and self._reduction.begin_overlap(batch)
             self._has_passed = True
         self._pass_is_open = True
+        # Private, but the only hook at the end of backward(): torch 2.13 uses it in torch/nn/parallel/distributed.py.
         torch.autograd.Variable._execution_engine.queue_callback(self._close_pass)
 
     def _begin_again(self, batch: Batch) -> None:
@@ -144,6 +145,7 @@ class LoaderPath:
     def _take_back(self) -> None:
         if self._reduced is not None:
             self._reduction.gradients.publish()
+            # Private, but without it each tensor is a call: torch 2.13 uses it in torch/optim/asgd.py.
             torch._foreach_copy_(self._reduction.gradients.tensors(), self._reduced)
 
     # Reduction over all ranks ----------------------------------------------------------------------------

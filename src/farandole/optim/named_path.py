@@ -55,6 +55,8 @@ class NamedPath:
         if not self._is_active():
             return
         self._passes.count(id(parameter))
+        # Private, but the only identity of a backward pass: torch 2.13, torch/autograd/graph.py, uses it so, too.
+        # queue_callback(): see optim/loader_path.py.
         pass_id = torch._C._current_graph_task_id()
         if pass_id != self._pass_id:  # a backward pass within a backward pass (checkpointing) has an end of its own
             self._pass_id = pass_id

@@ -196,7 +196,8 @@ class WrappedOptimizer(OwnMethods):
     farandole_attributes = OwnMethods.farandole_attributes | {"_passes", "_parameter_names"}
 
     def _set_up(self, named_parameters: Iterable[Any] | None, passes_per_step: int) -> None:
-        # Fused optimizers unscale and skip by themselves; they declare it on the instance or on their class.
+        # Fused optimizers unscale and skip by themselves; they declare it on the instance or on their class
+        # (torch 2.13, torch/optim/adam.py, Adam.__init__).
         self._base_scales = bool(self.__dict__.pop("_step_supports_amp_scaling", self.__dict__.get("_base_scales")))
         self._passes = Passes(check_passes(passes_per_step))
         self._parameter_names = names_of(self.param_groups, named_parameters)
@@ -250,7 +251,9 @@ def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None
         old.remove()
     is_frozen = not parameter.requires_grad
     if is_frozen:
-        parameter.requires_grad_(True)  # torch accepts hooks only then, and keeps them
+        # torch accepts hooks only then, and keeps them (torch 2.13, torch/_tensor.py,
+        # Tensor.register_post_accumulate_grad_hook).
+        parameter.requires_grad_(True)
     _hook_of[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     if is_frozen:
         parameter.requires_grad_(False)

@@ -17,7 +17,8 @@ from farandole.state.global_batch import Batch
 class ScaledStep(torch.optim.Optimizer):
     """A mixin that is put before the user's optimizer class."""
 
-    # GradScaler then always calls step(), even when it would skip: a skipped step is decided too.
+    # GradScaler then always calls step(), even when it would skip: a skipped step is decided too (torch 2.13,
+    # torch/amp/grad_scaler.py, GradScaler.step).
     _step_supports_amp_scaling = True
     _base_scales: bool
     """True when the user's class unscales and skips by itself, as fused ones do."""
@@ -74,7 +75,8 @@ def call_dropped(closure: Callable[[], Any]) -> Any:
 
 def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:
     """Replace the patched step() on an optimizer by the current class's. A scheduler that was made before has set the
-    step of the user's class on the object, to see its calls. Raises ConfigError for a step() that has another origin.
+    step of the user's class on the object, to see its calls (torch 2.13, torch/optim/lr_scheduler.py,
+    patch_track_step_called). Raises ConfigError for a step() that has another origin.
     """
     patched = optimizer.__dict__["step"]
     if not getattr(patched, "_wrapped_by_lr_sched", False):

@@ -119,6 +119,8 @@ class _Replicas(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *_with_graph(node, node.graphs, of_outs, needed)
+        # Private, but the only way to read retain_graph in backward(): torch 2.13 does so, too, in
+        # torch/_functorch/_aot_autograd/runtime_wrappers.py.
         keeps = node.is_shared or torch._C._autograd._get_current_graph_task_keep_graph()
         found = node.pool.run(
             [
@@ -142,7 +144,8 @@ def _pass(graph: Graph, grads: Gradients, needed: Sequence[bool], keeps: bool) -
         return [None] * len(graph.leaves)
     if not all(needed):
         return [None if grad is None else grad.clone() for grad in _some(graph, outs, given, needed, keeps, False)]
-    # Not autograd.grad(), which checkpoint(use_reentrant=True) refuses.
+    # Not autograd.grad(), which checkpoint(use_reentrant=True) refuses (torch 2.13, torch/utils/checkpoint.py,
+    # CheckpointFunction.backward).
     torch.autograd.backward(outs, given, retain_graph=keeps)
     found = [leaf.grad for leaf in graph.leaves]
     for leaf in graph.leaves:

@@ -94,7 +94,9 @@ class DataParallel(torch.nn.Module):
         self._placement = place(module, threads, device_ids, output_device)
         self._pool = ThreadPool(self._placement.replicas)
 
-    @_disable_dynamo  # the whole may be compiled; this decorator loads the compiler only when it is first called
+    # The whole may be compiled. Unlike torch.compiler.disable(), this private decorator loads the compiler only when it
+    # is first called (torch 2.13, torch/_compile.py).
+    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         placement = self._placement
         parts = divide(args, kwargs, self.dim, placement.replicas, self.min_local_batch)

@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 from farandole.errors import ConfigError
 from farandole.mixing import mixed
 
+# Private: torch calls it in torch/nn/parallel/replicate.py of torch 2.13, and classes override it, as RNNBase does.
 _TORCHS_OWN = torch.nn.Module._replicate_for_data_parallel
 
 
@@ -48,6 +49,7 @@ def refuse_in_replicas(module: torch.nn.Module) -> None:
     reason = _reason_against(type(module))  # type: ignore[arg-type]
     if reason is not None:
         raise ConfigError(f"{type(module).__name__} in a DataParallel: {reason}")
+    # Private marks of torch.compile(): torch 2.13, torch/_dynamo/eval_frame.py, and Module.compile().
     if "_torchdynamo_orig_callable" in module.__dict__ or module._compiled_call_impl is not None:
         raise ConfigError(
             f"a compiled module ({type(module).__name__}) in a DataParallel: it runs with the parameters with which it "
@@ -89,7 +91,8 @@ def _replica(modules: list[torch.nn.Module], replaced: dict[int, torch.Tensor], 
 
     for module in modules:
         new = copies[id(module)]
-        # Not by setattr(), with which torch looks for parameters and children: it took most of the time.
+        # Not by setattr(), with which torch looks for parameters and children (torch 2.13, torch/nn/modules/module.py,
+        # Module.__setattr__): it took most of the time.
         new.__dict__.update(
             _parameters=_mapped(module._parameters, lambda parameter: replaced.get(id(parameter), parameter)),
             # The dict itself: assignments in forward() persist, too.

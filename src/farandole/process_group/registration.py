@@ -35,6 +35,7 @@ def register(init: Callable[[], None]) -> None:
     if BACKEND.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    # register_rendezvous_handler() refuses a scheme that is registered (torch 2.13, torch/distributed/rendezvous.py).
     theirs = _rendezvous_handlers["env"]
     _rendezvous_handlers["env"] = lambda url, **options: _meet(url, options, theirs)
     have_shutdown_called()
@@ -117,7 +118,8 @@ def _enter_world() -> None:
 
 
 def _follow(entered: world.World | None) -> None:
-    """Follow a new generation: c10d's own records of the default group get its size."""
+    """Follow a new generation: c10d's own records of the default group get its size. They are private, and nothing else
+    changes them while the group exists (torch 2.13, torch/distributed/distributed_c10d.py, _World)."""
     _made.clear()
     group = dist.group.WORLD
     if entered is not None and isinstance(group, FarandoleGroup):

@@ -15,7 +15,10 @@ ExtraState: TypeAlias = dict[str, torch.nn.Module]
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return dict(module.named_buffers()), several times as fast: most modules have no buffers and need no name."""
+    """Return dict(module.named_buffers()), several times as fast: most modules have no buffers and need no name.
+
+    The private dicts are those that Module.named_buffers() reads (torch 2.13, torch/nn/modules/module.py).
+    """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     _collect(module, "", found, seen)

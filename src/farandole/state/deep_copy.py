@@ -229,7 +229,8 @@ class BackgroundCopy:
         if sum(source.numel() * source.element_size() for source, _ in on_cpu) <= _INLINE_BYTES:
             self._work()
             return
-        # Not a daemon: the process waits for it at its end. A daemon thread inside torch would crash the process then.
+        # Not a daemon: the process waits for it at its end. A daemon thread that returns from torch to Python then may
+        # crash the process, before Python 3.14: https://github.com/python/cpython/issues/87135
         self._thread = threading.Thread(target=self._work_in_thread, name="farandole-commit")
         self._thread.start()
 

@@ -49,7 +49,7 @@ class MetadataSnapshot:
             self._copies = [tensor.detach().clone() for tensor in tensors]
         elif tensors:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, tensors)
+                torch._foreach_copy_(self._copies, tensors)  # private; see optim/loader_path.py
 
 
 def _are_those(tensors: list[torch.Tensor], before: list[torch.Tensor], copies: list[torch.Tensor]) -> bool:

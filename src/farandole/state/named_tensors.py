@@ -98,6 +98,7 @@ def _all(kinds: Kinds, attributes: Mapping[str, Any]) -> Iterator[NamedTensor]:
 def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[NamedTensor]:
     for key in module._parameters:
         yield NamedTensor(prefix + key, module._parameters, (key,), is_trained=True)
+    # The base class of all BatchNorm and InstanceNorm layers (torch 2.13, torch/nn/modules/batchnorm.py).
     if not isinstance(module, _NormBase):
         for key in module._buffers:
             yield NamedTensor(prefix + key, module._buffers, (key,), is_trained=False)

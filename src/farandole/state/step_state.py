@@ -391,8 +391,8 @@ class StepState(TorchState):
 
 _WHY_REFUSED = {
     torch.optim.LBFGS: (
-        "evaluates its closure as often as the loss on this worker's local batch asks for, so that workers would come "
-        "to different numbers of reductions"
+        "evaluates its closure as often as the loss on this worker's local batch requires, so that workers would run "
+        "different numbers of reductions"
     ),
     torch.optim.SparseAdam: (
         "needs sparse gradients, and those of the global batch are dense; use torch.optim.Adam for them"

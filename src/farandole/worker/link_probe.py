@@ -106,11 +106,11 @@ class LinkProbe:
 
 ATTEMPTS = 6
 """The number of connection attempts at each address, one after the other: packets get lost on working links, too, and
-the kernel retransmits a lost one only after a second."""
+the kernel retransmits a lost SYN only after a second (RFC 6298; TCP_TIMEOUT_INIT in Linux, include/net/tcp.h)."""
 
 _SPREAD = 0.6  # the last attempt is made after this fraction of the time
 
-_RESET = struct.pack("ii", 1, 0)  # on, within 0 s
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER (man 7 socket): on, within 0 s
 
 # An answer of the other end's kernel: no process listens there any more. The process is gone, the link works.
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)

@@ -31,10 +31,12 @@ LOADER_PROCESSES_END_S = 2.0
 def end_loader_processes_at_exit() -> None:
     """End daemonic children when this process ends, whatever they do about SIGTERM.
 
-    multiprocessing sends SIGTERM to them at the exit, and then waits without limit. (torch's loader processes are such
-    children; they run the user's code.) Meanwhile the worker's job does not end. Idempotent.
+    multiprocessing sends SIGTERM to them at the exit, and then waits without limit (CPython 3.11,
+    Lib/multiprocessing/util.py, _exit_function). (torch's loader processes are such children; they run the user's
+    code.) Meanwhile the worker's job does not end. Idempotent.
     """
-    # The first step at the exit: torch has declared by then that its loaders' deaths are not errors.
+    # The first step at the exit: torch has declared by then that its loaders' deaths are not errors (torch 2.13,
+    # torch/utils/data/_utils/__init__.py, _set_python_exit_flag).
     Finalize(None, _end_loader_processes, args=(os.getpid(),), exitpriority=0)
 
 
@@ -49,7 +51,9 @@ def _end_loader_processes(owner: int) -> None:
         child.join(max(0.0, deadline_s - now_s()))
     stubborn = [child for child in children if child.exitcode is None]
     if stubborn:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch takes the end of a loader process by SIGKILL for an error
+        # torch takes the end of a loader process by SIGKILL for an error (torch 2.13,
+        # torch/utils/data/_utils/signal_handling.py, _set_SIGCHLD_handler).
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in stubborn:
         child.kill()
 
@@ -62,8 +66,9 @@ _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 def shorten_exit() -> None:
     """Exclude all present objects from the garbage collection. Call it in one of the last atexit handlers.
 
-    At its exit Python looks for garbage several times, in all objects: with torch loaded that costs a worker a second
-    of CPU time, for which the end of the job waits. The system frees the memory in any case.
+    At its exit Python looks for garbage several times, in all objects (CPython 3.11, Python/pylifecycle.c,
+    Py_FinalizeEx() and finalize_modules()): with torch loaded that costs a worker a second of CPU time, for which the
+    end of the job waits. The system frees the memory in any case.
 
     The rest of Python's exit is unchanged: other atexit handlers run, and the objects that modules' variables hold are
     finalized. Only objects in cycles are not, which Python does not promise either; files among them are flushed here.
@@ -108,7 +113,7 @@ def set_log_level(level: str) -> None:
 # clears them and maps them anew: 37 of 170 ms of a step of ResNet-18 on one core, and more with
 # DistributedDataParallel.
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h; man 3 mallopt
 
 _KEPT_BYTES = 512 << 20
 """Bytes that may be free at the end of the heap before they are returned: far more than a step allocates and frees,

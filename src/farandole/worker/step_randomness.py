@@ -18,7 +18,8 @@ def reseed(seed: int, step: int, rank: int) -> None:
     if _has_accelerator():
         torch.manual_seed(value >> 1)
     else:
-        # torch.manual_seed() also keeps a traceback for devices that may come later: half a millisecond.
+        # torch.manual_seed() also keeps a traceback for devices that may come later: half a millisecond (torch 2.13,
+        # torch/random.py, _manual_seed_impl, and torch/cuda/__init__.py, _lazy_call).
         torch.default_generator.manual_seed(value >> 1)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)

@@ -83,6 +83,7 @@ def find_segment(flat: torch.Tensor) -> tuple[SegmentRef, int] | None:
 def readable(memory: memoryview) -> torch.Tensor:
     """Return a whole segment of another process, as bytes. Writing into it ends this process."""
     with warnings.catch_warnings():
+        # torch 2.13 warns in torch/csrc/utils/tensor_new.cpp, tensor_frombuffer(): it has no read-only tensors.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -185,6 +186,7 @@ def open_segment(ref: SegmentRef) -> memoryview:
     Raises OSError when it does not exist any more, or is not accessible: another user's, or in another namespace of
     process ids.
     """
+    # Opening this link gives the file itself, although it has no name: man 5 proc_pid_fd, man 2 memfd_create.
     descriptor = os.open(f"/proc/{ref.process}/fd/{ref.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)

@@ -75,14 +75,19 @@ def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> D
 
 
 def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """Return the names of the parameters that the module's reducer reduces."""
+    """Return the names of the parameters that the module's reducer reduces, in its order: private in torch 2.13
+    (torch/nn/parallel/distributed.py)."""
     parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     named = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return {parameter: named[id(parameter)] for parameter in parameters}
 
 
 def _refuse(ddp: DistributedDataParallel) -> None:
-    """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function."""
+    """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function.
+
+    The private attributes are those of torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel; none of
+    these arguments has a public one.
+    """
     group = ddp.process_group
     if not isinstance(group, FarandoleGroup) or group.size() != world.current().placement.size:
         raise ConfigError(

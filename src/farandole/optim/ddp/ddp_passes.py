@@ -138,7 +138,8 @@ def _holding(tensor: torch.Tensor) -> Future[torch.Tensor]:
 
 def _as_in_bucket(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a bucket's part in the order of the reducer's copy: the order of the parameter's memory if it is dense
-    (channels_last). `GradBucket.gradients()` assumes the contiguous order."""
+    (channels_last). `GradBucket.gradients()` assumes the contiguous order (torch 2.13,
+    torch/csrc/distributed/c10d: GradBucket::getGradients() in comm.hpp, initialize_bucket_views() in reducer.hpp)."""
     if parameter.is_contiguous():
         return part
     from torch._prims_common import is_non_overlapping_and_dense_or_false  # a slow import, rarely needed

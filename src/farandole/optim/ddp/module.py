@@ -5,6 +5,11 @@ After the first backward pass, its reducer cuts the gradients into buckets anew,
 collective in the next forward pass. A worker that joins would do so long after all others, and add up other gradients
 than they until then. So the reducer is created once more, with buckets in the order of the parameters, and kept from
 ever rebuilding them. All workers thus have the same buckets at all times.
+
+torch has no public way to do that. The private methods and attributes are those of torch 2.13,
+torch/nn/parallel/distributed.py: DistributedDataParallel._pre_forward (rebuilds the buckets), _ddp_init_helper (creates
+the reducer), _distributed_broadcast_coalesced (buffers), _comm_hooks, _set_static_graph; and Reducer in
+torch/_C/_distributed_c10d.pyi.
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ class ElasticModule(DistributedDataParallel):
         finally:
             self.require_backward_grad_sync = asked
 
+    # As DistributedDataParallel._pre_forward in torch 2.13: the graph must not contain it.
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _begin_forward(self, asked: bool) -> bool:
         """Prepare a forward pass. Returns whether the backward pass reduces."""

@@ -56,6 +56,8 @@ def registered_hook(ddp: DistributedDataParallel) -> UserHook | None:
     if ddp._comm_hooks:
         hook, state = ddp._comm_hooks[-1]
         return UserHook(state, hook)
+    # Private, but built-in hooks (_register_builtin_comm_hook in torch/nn/parallel/distributed.py of torch 2.13) are
+    # recorded there only.
     logging_data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     built_in = str(logging_data.get("comm_hook", ""))
     if built_in.endswith("FP16_COMPRESS"):
