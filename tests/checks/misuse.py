@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives.named.process_sets import engine
+from farandole.collectives.named.engine import engine
 from farandole.collectives.named.stages import Kind
 from tests.checks.tensors import assert_same, mine, of_all, reduced
 

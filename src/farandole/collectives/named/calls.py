@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from farandole.collectives.named import adasum
-from farandole.collectives.named.process_sets import ProcessSet, engine, global_process_set
+from farandole.collectives.named.engine import engine
+from farandole.collectives.named.process_sets import ProcessSet, global_process_set
 from farandole.collectives.named.stages import CPU, GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.tensor_queue import AlltoallHandle, Handle, Submission
 from farandole.collectives.transport import Reduction

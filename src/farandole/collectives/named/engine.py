@@ -308,6 +308,14 @@ class NamedCollectives:
         self._finish(response, True)
 
 
+def engine() -> NamedCollectives:
+    """Return the named collectives of the current world. Raises NotInitialized before init()."""
+    named = world.current().named
+    if named is None:
+        raise RuntimeError("this world has no named collectives")
+    return named
+
+
 # The exchange of a round: the request list of every rank goes to every rank -------------------------------------------
 #
 # Lists travel in a trailer of fixed length, which takes one trip around the ring and no agreement on lengths before. A

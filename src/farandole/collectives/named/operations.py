@@ -27,7 +27,8 @@ from farandole.collectives.named.calls import (
     submit_reduction,
 )
 from farandole.collectives.named.compression import Compression, Compressor
-from farandole.collectives.named.process_sets import ProcessSet, engine, global_process_set
+from farandole.collectives.named.engine import engine
+from farandole.collectives.named.process_sets import ProcessSet, global_process_set
 from farandole.collectives.named.settings import Average
 from farandole.collectives.named.stages import Kind
 from farandole.collectives.named.tensor_queue import Handle, synchronize

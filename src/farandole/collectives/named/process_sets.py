@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from farandole.collectives import world
+from farandole.collectives.named.engine import NamedCollectives, engine
 from farandole.collectives.named.stages import GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.tensor_queue import Handle, Submission
 from farandole.errors import CollectiveMismatch, HorovodInternalError
-
-if TYPE_CHECKING:
-    from farandole.collectives.named.engine import NamedCollectives
 
 
 class ProcessSet:
@@ -209,14 +206,6 @@ def forget_all() -> None:
         each.process_set_id = None
     _added.clear()
     _unclaimed.clear()
-
-
-def engine() -> NamedCollectives:
-    """Return the named collectives of the current world. Raises NotInitialized before init()."""
-    named = world.current().named
-    if named is None:
-        raise RuntimeError("this world has no named collectives")
-    return named
 
 
 def _add_all(process_sets: Sequence[ProcessSet], named: NamedCollectives) -> None:
