@@ -1,8 +1,10 @@
-"""Every run says the seed of its random schedules, and can be given one: pytest --hypothesis-seed=N."""
+"""Every run says the seed of its random schedules, and can be given one: pytest --hypothesis-seed=N. torch computes with
+one thread in the tests' own process."""
 
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
@@ -15,3 +17,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"random seed: --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+def pytest_collection_finish() -> None:
+    """The tests' tensors are small, and their ranks are threads: torch's own threads would only wait, and busily so."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

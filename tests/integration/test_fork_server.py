@@ -194,7 +194,8 @@ class ForkingJob(RunningJob):
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.output, self._stop = folder / "output", folder / "stop"
-        words = ["--epochs", "1000000", "--stop", str(self._stop)]
+        # Slowly: what starts meanwhile finds the cores free.
+        words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "2"]
         super().__init__(["-np", "2", "--verbose", *flags], ELASTIC_JOB, words, folder, self.output)
 
     def wait_for_line(self, text: str) -> None:

@@ -39,7 +39,7 @@ class CheckpointedJob(RunningJob):
         self.records, self.checkpoints = folder / "records", folder / "checkpoints"
         self.records.mkdir()
         flags = ["-np", "2", "--grace", "30", "--checkpoint", str(self.checkpoints)]
-        words = ["--epochs", "1000000", "--stop", str(folder / "stop")]
+        words = ["--epochs", "1000000", "--stop", str(folder / "stop"), "--item-ms", "2"]
         super().__init__(flags, ELASTIC_JOB, words, self.records, folder / "output", program)
 
     def check_that_it_ended_in_good_order(self, folder: Path) -> None:

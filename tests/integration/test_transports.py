@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import threading
@@ -59,32 +60,30 @@ def inputs(size: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [((torch.arange(numel) + 3 * rank) % 11 - (dtype.is_signed * 5)).to(dtype) for rank in range(size)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_all_reduce_sums_every_dtype_at_every_length(size: int, dtype: torch.dtype) -> None:
+def test_all_reduce_sums_every_dtype_at_every_length(size: int) -> None:
     with ring(size) as world:
-        for numel in {0, 1, size - 1, 1000, 1_000_000 if dtype in (torch.float32, torch.bfloat16) else 50_000}:
-            parts = inputs(size, numel, dtype)
-            world.run(lambda transport, parts=parts: transport.all_reduce(parts[transport.rank]))
-            expected = sum(inputs(size, numel, dtype), torch.zeros(numel, dtype=dtype))
-            assert all(torch.equal(part, expected) for part in parts)
+        for dtype in DTYPES:
+            for numel in {0, 1, size - 1, 1000, 1_000_000 if dtype in (torch.float32, torch.bfloat16) else 50_000}:
+                parts = inputs(size, numel, dtype)
+                world.run(lambda transport, parts=parts: transport.all_reduce(parts[transport.rank]))
+                expected = sum(inputs(size, numel, dtype), torch.zeros(numel, dtype=dtype))
+                assert all(torch.equal(part, expected) for part in parts), (dtype, numel)
 
 
-@pytest.mark.parametrize("op", [Reduction.MIN, Reduction.MAX, Reduction.PRODUCT], ids=lambda op: op.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_all_reduce_takes_other_operations_than_the_sum(size: int, dtype: torch.dtype, op: Reduction) -> None:
+def test_all_reduce_takes_other_operations_than_the_sum(size: int) -> None:
     expected = {
         Reduction.MIN: lambda stacked: stacked.amin(dim=0),
         Reduction.MAX: lambda stacked: stacked.amax(dim=0),
         Reduction.PRODUCT: lambda stacked: stacked.prod(dim=0),
-    }[op]
+    }
     with ring(size) as world:
-        for numel in {0, 1, 1000, 50_000}:
+        for dtype, op, numel in itertools.product(DTYPES, expected, (0, 1, 1000, 50_000)):
             parts = [part % 4 for part in inputs(size, numel, dtype)]
-            result = expected(torch.stack(parts)).to(dtype)
-            world.run(lambda transport, parts=parts: transport.all_reduce(parts[transport.rank], op=op))
-            assert all(torch.equal(part, result) for part in parts)
+            result = expected[op](torch.stack(parts)).to(dtype)
+            world.run(lambda transport, parts=parts, op=op: transport.all_reduce(parts[transport.rank], op=op))
+            assert all(torch.equal(part, result) for part in parts), (dtype, op, numel)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -215,15 +214,14 @@ def test_all_gather_takes_payloads_around_the_length_that_needs_a_second_round()
             assert gathered == [payloads] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_overwrites_everybody_with_the_source(size: int, dtype: torch.dtype) -> None:
+def test_broadcast_overwrites_everybody_with_the_source(size: int) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8)
     with ring(size) as world:
-        for source in range(size):
-            for numel in (0, 1, 300_001):
-                parts = inputs(size, numel, dtype)
-                world.run(lambda t, parts=parts, source=source: t.broadcast(parts[t.rank], source))
-                assert all(torch.equal(part, parts[source]) for part in parts)
+        for dtype, source, numel in itertools.product(dtypes, range(size), (0, 1, 300_001)):
+            parts = inputs(size, numel, dtype)
+            world.run(lambda t, parts=parts, source=source: t.broadcast(parts[t.rank], source))
+            assert all(torch.equal(part, parts[source]) for part in parts), (dtype, source, numel)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -43,6 +43,7 @@ class DdpPath:
         self.batch: Batch | None = None  # the batch to which the following state belongs
         self._pass: Pass = PlainPass(None)
         self._has_stale = False  # `.grad` may hold gradients of an aborted step
+        self._has_zeros = False  # `.grad` holds zeros in place of gradients that are accumulated, for the user to see
         self._is_watching = False  # gradients are also seen when they arrive
         self._weights = Weights("mean")
         self._accumulated = Accumulated()
@@ -73,6 +74,9 @@ class DdpPath:
         batch = _undecided()
         self._watch()
         self._weighed.clear()
+        if self._has_zeros:
+            self._has_zeros = False
+            self._forget_gradients()
         if batch is None:
             self._reduces = is_asked_to_reduce
         else:
@@ -92,10 +96,13 @@ class DdpPath:
             step.take_part(self)
             if self._has_stale:
                 self._has_stale = False
-                for parameter in self.parameters:
-                    parameter.grad = None
+                self._forget_gradients()
         else:
             self._accumulated.begin_body()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     # Calls of the reducer --------------------------------------------------------------------------------
 
@@ -153,6 +160,7 @@ class DdpPath:
                 self._restored_in = batch
                 torch.autograd.Variable._execution_engine.queue_callback(self._restore)
         else:
+            self._has_zeros = True
             self._accumulated.take(parameter, self._weights.record(batch), may_be_dropped=step.is_shared())
 
     def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
