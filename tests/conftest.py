@@ -1,5 +1,7 @@
-"""Every run says the seed of its random schedules, and can be given one: pytest --hypothesis-seed=N. torch computes with
-one thread in the tests' own process."""
+"""Every run says the seed of its random schedules, and can be given one: pytest --hypothesis-seed=N.
+
+torch computes with one thread in the tests' own process.
+"""
 
 from __future__ import annotations
 

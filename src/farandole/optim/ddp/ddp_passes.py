@@ -177,14 +177,12 @@ class Accumulated:
         self._closed.clear()
 
     def take(self, parameter: torch.Tensor, factor: float, may_be_dropped: bool) -> None:
-        """Add `factor` times the parameter's `.grad`, and zero it, so that the next micro-batch does not add to it, and
-        code that inspects gradients, clips them or steps a GradScaler finds the expected values."""
-        if parameter.grad is None:
-            return
-        gradient, key = parameter.grad.detach(), id(parameter)
-        if factor and key not in self._closed:  # not multiplied by 0: a dummy batch's inf would become NaN
-            _add(self._body if may_be_dropped else self._sums, key, gradient * factor)
-        parameter.grad = torch.zeros_like(gradient) if gradient.is_sparse else gradient.zero_()
+        """Add `factor` times the parameter's `.grad`, and set it to None, so that no code clips a partial sum or adds
+        to it."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or not factor or id(parameter) in self._closed:
+            return  # not multiplied: a dummy batch's inf times 0 would be NaN
+        _add(self._body if may_be_dropped else self._sums, id(parameter), gradient.detach().mul_(factor))
 
     def drop_body(self, keys: Collection[int]) -> None:
         """Drop the current loop body's gradients of these parameters."""

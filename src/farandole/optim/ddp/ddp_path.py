@@ -43,7 +43,8 @@ class DdpPath:
         self.batch: Batch | None = None  # the batch to which the following state belongs
         self._pass: Pass = PlainPass(None)
         self._has_stale = False  # `.grad` may hold gradients of an aborted step
-        self._has_zeros = False  # `.grad` holds zeros in place of gradients that are accumulated, for the user to see
+        self._taken: list[torch.Tensor] = []  # parameters whose gradients of this pass are accumulated
+        self._zeroed: list[torch.Tensor] = []  # parameters whose `.grad` is zeros for that reason
         self._is_watching = False  # gradients are also seen when they arrive
         self._weights = Weights("mean")
         self._accumulated = Accumulated()
@@ -74,9 +75,10 @@ class DdpPath:
         batch = _undecided()
         self._watch()
         self._weighed.clear()
-        if self._has_zeros:
-            self._has_zeros = False
-            self._forget_gradients()
+        for parameter in self._zeroed:  # the reducer compares with the gradients of this pass
+            parameter.grad = None
+        self._zeroed.clear()
+        self._taken.clear()  # of a pass that raised
         if batch is None:
             self._reduces = is_asked_to_reduce
         else:
@@ -96,13 +98,10 @@ class DdpPath:
             step.take_part(self)
             if self._has_stale:
                 self._has_stale = False
-                self._forget_gradients()
+                for parameter in self.parameters:
+                    parameter.grad = None
         else:
             self._accumulated.begin_body()
-
-    def _forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
     # Calls of the reducer --------------------------------------------------------------------------------
 
@@ -160,8 +159,19 @@ class DdpPath:
                 self._restored_in = batch
                 torch.autograd.Variable._execution_engine.queue_callback(self._restore)
         else:
-            self._has_zeros = True
+            if not self._taken:
+                torch.autograd.Variable._execution_engine.queue_callback(self._show_zeros)
+            self._taken.append(parameter)
             self._accumulated.take(parameter, self._weights.record(batch), may_be_dropped=step.is_shared())
+
+    def _show_zeros(self) -> None:
+        """Set `.grad` to zeros where gradients were accumulated, so that code which inspects gradients, clips them or
+        steps a GradScaler finds the expected values in each micro-batch. Runs at the end of backward(): the reducer
+        takes a parameter with a gradient for one that its own next pass has to reduce."""
+        for parameter in self._taken:
+            parameter.grad = torch.zeros_like(parameter)
+        self._zeroed += self._taken
+        self._taken.clear()
 
     def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
         """Multiply a gradient before the reducer copies it into its bucket, while it is in the cache."""
