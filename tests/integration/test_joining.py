@@ -264,7 +264,7 @@ def test_a_refusal_is_told_and_only_a_final_one_ends_the_attempts(tmp_path: Path
                 with pytest.raises(ConfigError, match="refuses this agent: host b already has an agent"):
                     await served.service
             else:
-                assert "host b already; trying again for 20 s" in (await waits).line()
+                assert "host b already has an agent; trying again for 20 s" in (await waits).line()
                 await served.greet()
             channel.abort()
 

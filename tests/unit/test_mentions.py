@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sysconfig
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "farandole"
@@ -20,7 +22,6 @@ FUNCTIONS = re.compile(r"`((?:\w+/)*\w+\.py)` \((`\w+`(?:, `\w+`)*)\)")
 
 ELSEWHERE = {
     "distributed_c10d.py": "torch's",
-    "torch/distributed/tensor/_sharding_prop.py": "torch's",
     "script.py": "the script of a user",
     "train.py": "the script of a user",
 }
@@ -38,7 +39,16 @@ def paths() -> list[str]:
 EXISTING = paths()
 
 
+SOURCES = {"torch/": Path(torch.__file__).parent, "Lib/": Path(sysconfig.get_path("stdlib"))}
+"""The folders of the sources that comments cite, by the beginning of the mentions."""
+
+ARE_CITED_VERSIONS = torch.__version__.startswith("2.13.")
+
+
 def exists(mention: str) -> bool:
+    for beginning, folder in SOURCES.items():
+        if mention.startswith(beginning):
+            return not ARE_CITED_VERSIONS or (folder / mention.removeprefix(beginning)).exists()
     return mention in ELSEWHERE or any(path.endswith(f"/{mention}") for path in EXISTING)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from farandole.coordinator import formatting, regroup
 from farandole.coordinator.inputs import StepsStalled
-from farandole.coordinator.job import Job, Stall
+from farandole.coordinator.job import Job, StepStall
 from farandole.coordinator.transition import Transition
 from farandole.events import CollectiveStalled, StallNoticed, WorkersHung
 from farandole.worker_status import LONGEST_BETWEEN_S, Phase, WorkerStatus
@@ -128,7 +128,7 @@ def _all_wait(transition: Transition, input: StepsStalled, how_long: str) -> Non
     """Respond to members that all wait: they are in different collectives, or a connection between them is broken."""
     before = transition.job.stall
     times = before.times + 1 if before is not None and before.step == input.step else 1
-    transition.change(stall=Stall(input.step, times))
+    transition.change(stall=StepStall(input.step, times))
     transition.log(CollectiveStalled(input.step, input.waiting, input.stalled_s))
     if times <= MOST_RETRIES:
         regroup.abort(transition, f"all workers have waited for each other for {how_long}")

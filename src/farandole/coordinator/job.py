@@ -216,7 +216,7 @@ class LinkTrouble:
 
 
 @dataclass(frozen=True)
-class Stall:
+class StepStall:
     """A stall: all members waited for each other at this step, `times` times."""
 
     step: int
@@ -305,7 +305,7 @@ class Job:
     restart_deferred_until_s: float | None = None
     plain_exits: tuple[str, ...] = ()
     links: LinkTrouble = LinkTrouble()
-    stall: Stall | None = None
+    stall: StepStall | None = None
     start_deadline_s: float | None = None
     ending: Ending | None = None
 

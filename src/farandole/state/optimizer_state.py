@@ -222,8 +222,8 @@ _TORCH_OWN = frozenset(
         "found_inf",
     }
 )
-"""Attributes that torch sets on optimizers (torch 2.13: torch/optim/optimizer.py, lr_scheduler.py and
-torch/amp/grad_scaler.py)."""
+"""Attributes that torch sets on optimizers (torch 2.13: torch/optim/optimizer.py,
+torch/optim/lr_scheduler.py and torch/amp/grad_scaler.py)."""
 
 
 def with_inner(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
