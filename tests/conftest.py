@@ -1,7 +1,5 @@
-"""Every run says the seed of its random schedules, and can be given one: pytest --hypothesis-seed=N.
-
-torch computes with one thread in the tests' own process.
-"""
+"""Every run says the seed of its random schedules, and can be given one: pytest --hypothesis-seed=N. In the tests' own
+process torch computes with one thread."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from farandole.testing.running_job import RunningJob
 from tests.chaos import invariants
 from tests.chaos.case import Case
 from tests.scripts.chaos_job import EPOCHS, STEPS, STEPS_PER_EPOCH
+from tests.support import jobs
 from tests.support.jobs import SCRIPTS
 
 SCRIPT, BODY_SCRIPT = SCRIPTS / "chaos_job.py", SCRIPTS / "chaos_body.py"
@@ -67,8 +68,11 @@ class Place:
         return self.folder / "output"
 
 
-def run_case(case: Case, folder: Path) -> Outcome:
-    """`folder` is empty; what the job wrote stays there."""
+def run_case(case: Case, folder: Path, kind: type[RunningJob] = RunningJob) -> Outcome:
+    """`folder` is empty; what the job wrote stays there.
+
+    kind  how it is started; without one, as users start it
+    """
     place = Place(folder)
     for each in (place.records, place.temporary):
         each.mkdir()
@@ -77,7 +81,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
     tidiness = invariants.Tidiness(place.records, place.temporary)
     staying: range | None = None
     try:
-        staying = _run(case, place, outcome)
+        staying = _run(case, place, outcome, kind)
     except (AssertionError, LabError, TimeoutError, subprocess.TimeoutExpired) as error:
         outcome.violations.append(f"{type(error).__name__}: {error}")
     outcome.seconds = time.monotonic() - began
@@ -90,7 +94,7 @@ def undisturbed_weights(width: int) -> list[float]:
     """What comes of the job when nothing happens to it. Raises AssertionError when that is no good itself."""
     with tempfile.TemporaryDirectory(prefix="farandole-peace-") as name:
         folder = Path(name)
-        with RunningJob(["-np", "1"], SCRIPT, ["--width", str(width)], folder, folder / "output") as job:
+        with jobs.RunningJob(["-np", "1"], SCRIPT, ["--width", str(width)], folder, folder / "output") as job:
             assert job.wait(DEADLINE_S) == 0, (folder / "output").read_text()
         proof = Proof(folder)
         weights: list[float] = proof.ends()[0]["weights"]
@@ -103,7 +107,7 @@ def undisturbed_record(body: str) -> dict[str, Any]:
     """What a body of the gallery comes to when nothing happens to it, alone."""
     with tempfile.TemporaryDirectory(prefix="farandole-peace-") as name:
         folder = Path(name)
-        with RunningJob(["-np", "1"], BODY_SCRIPT, ["--body", body], folder, folder / "output") as job:
+        with jobs.RunningJob(["-np", "1"], BODY_SCRIPT, ["--body", body], folder, folder / "output") as job:
             assert job.wait(DEADLINE_S) == 0, (folder / "output").read_text()
         proof = Proof(folder)
         record: dict[str, Any] = proof.ends()[0]["record"]
@@ -138,7 +142,7 @@ def _spares(case: Case) -> list[str]:
     return ["--spares", str(case.shape.spares)] if case.shape.spares else []
 
 
-def _run(case: Case, place: Place, outcome: Outcome) -> range:
+def _run(case: Case, place: Place, outcome: Outcome, kind: type[RunningJob]) -> range:
     """To the end of the job; between how many and how many workers are to come to it."""
     shape = case.shape
     pace = Pace(place.folder / "pace", case.pace_ms, STEPS)
@@ -163,7 +167,7 @@ def _run(case: Case, place: Place, outcome: Outcome) -> range:
         around = _lab(case, place, outcome) if shape.hosts else _machine(case, place)
         backend, more = stack.enter_context(around)
         script = BODY_SCRIPT if case.body else SCRIPT
-        job = RunningJob(flags + more, script, words, place.records, place.output, environment=environment)
+        job = kind(flags + more, script, words, place.records, place.output, environment=environment)
         stack.enter_context(job)
         if isinstance(backend, LabBackend):
             backend.start_agents()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from farandole import __version__
 from farandole.testing.faults import parse
+from farandole.testing.running_job import RunningJob
 from tests.chaos.case import Case, case_of
 from tests.chaos.disturbed_job import Outcome, run_case
 
@@ -46,11 +47,11 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run_one(case: Case, results: Path | None) -> Outcome:
-    """Run a case, say what came of it, and write that down."""
+def run_one(case: Case, results: Path | None, kind: type[RunningJob] = RunningJob) -> Outcome:
+    """Run a case, say what came of it, and write that down. `kind`: as in run_case()."""
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{case.seed}-"))
     try:
-        outcome = run_case(case, folder)
+        outcome = run_case(case, folder, kind)
     except BaseException:
         print(f"interrupted; what the job wrote is in {folder}", file=sys.stderr)
         raise

@@ -1,4 +1,7 @@
-"""Whole jobs under faults, some minutes of what `make chaos` does for hours."""
+"""Whole jobs under faults, some minutes of what `make chaos` does for hours.
+
+Most are started by the job server, which spares their workers the imports. The worst day begins as users' jobs do.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ import pytest
 
 from farandole.testing.faults import parse
 from farandole.testing.lab import why_not
+from farandole.testing.running_job import RunningJob
 from tests.chaos.case import Case, case_of
 from tests.chaos.disturbed_job import undisturbed_weights
 from tests.chaos.run import run_one
+from tests.support import jobs
 
 
-def check(case: Case) -> None:
+def check(case: Case, kind: type[RunningJob] = jobs.RunningJob) -> None:
     print(case)
-    assert run_one(case, results=None).violations == []
+    assert run_one(case, None, kind).violations == []
 
 
 def test_a_job_left_in_peace_trains_its_order_one_global_batch_after_the_other() -> None:
@@ -30,11 +35,14 @@ WORSE_DAY = (
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("body", "plan"), [("", BAD_DAY), ("", WORSE_DAY), ("averages-before", BAD_DAY)])
-def test_a_job_of_three_survives_a_bad_day(body: str, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "plan", "kind"),
+    [("", BAD_DAY, jobs.RunningJob), ("", WORSE_DAY, RunningJob), ("averages-before", BAD_DAY, jobs.RunningJob)],
+)
+def test_a_job_of_three_survives_a_bad_day(body: str, plan: str, kind: type[RunningJob]) -> None:
     case = case_of(2)
     shape = dataclasses.replace(case.shape, workers=3, replaces=True)
-    check(dataclasses.replace(case, body=body, shape=shape, width=8, plan=parse(plan)))
+    check(dataclasses.replace(case, body=body, shape=shape, width=8, plan=parse(plan)), kind)
 
 
 @pytest.mark.timeout(240)
@@ -53,4 +61,5 @@ def test_a_job_on_three_hosts_survives_a_bad_day() -> None:
     )
     case = case_of(1, hosts=3)
     shape = dataclasses.replace(case.shape, workers=3)
-    check(dataclasses.replace(case, body="", shape=shape, num_workers=0, width=8, plan=parse(plan)))
+    job = dataclasses.replace(case, body="", shape=shape, num_workers=0, width=8, plan=parse(plan))
+    check(job, RunningJob)  # its processes are on hosts of their own
