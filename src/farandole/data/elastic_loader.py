@@ -11,6 +11,7 @@ from farandole.data.epoch import Epoch, EpochRecord, LoaderHooks, NoLoaderHooks
 from farandole.errors import DataError, StepError
 from farandole.state import step
 from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.step import StepStatus
 
 _MOST_PADDING = 10_000
 
@@ -83,7 +84,7 @@ class ElasticLoader(ABC):
             self.record.enter(self.cursor)
             yield Epoch.of(self)
             step.end_body()  # after `break`
-            if step.state() == "aborted":
+            if step.is_aborted():
                 self.hooks.reach()  # decisions of an aborted loop body, such as `break`, do not count
                 continue
             self._is_ended = self.epoch == epoch  # or a regroup has advanced it
@@ -104,7 +105,7 @@ class ElasticLoader(ABC):
         self.record.refuse_second_pass(self.epoch)
         if self._is_pending:
             self._restart()
-            if step.state() != "aborted":  # the run loop has to see the aborted step
+            if not step.is_aborted():  # the run loop has to see the aborted step
                 step.close()
         return self
 
@@ -128,9 +129,9 @@ class ElasticLoader(ABC):
             return False
         if step.expects_micro_batch():
             return True
-        phase = step.state()
-        if phase not in ("none", "aborted"):
-            raise StepError(_advice(self.batch.global_batch, phase))
+        status = step.status()
+        if status not in (StepStatus.NONE, StepStatus.ABORTED):
+            raise StepError(_advice(self.batch.global_batch, status))
         self._restart()
         return False
 
@@ -240,7 +241,7 @@ class Padding:
 
     def is_due(self, batch: Batch | None) -> bool:
         """Return whether all gradients are reduced and the loop body has not stepped."""
-        return self.is_allowed and batch is not None and batch.is_last and step.state() == "reduced"
+        return self.is_allowed and batch is not None and batch.is_last and step.status() is StepStatus.REDUCED
 
     def next(self, batch: Batch | None) -> tuple[Batch, list[int], Any]:
         """Return a batch that does not count, its samples (none), and the last micro-batch's data again. Raises
@@ -257,21 +258,21 @@ class Padding:
         return padding, [], self._data
 
 
-def _advice(global_batch: GlobalBatch, phase: str) -> str:
+def _advice(global_batch: GlobalBatch, status: StepStatus) -> str:
     what = f"samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}"
-    if phase == "decided":
+    if status is StepStatus.DECIDED:
         return (
             f"the step for {what} was applied, but the loader has no commit for it: pass the loader to "
             f"TorchState(loader=...), or call loader.commit(loader.global_batch) after the step"
         )
-    if phase == "open" and not step.is_noticed():
+    if status is StepStatus.OPEN and not step.is_noticed():
         return (
             f"the next batch was requested, and no DistributedOptimizer has reduced gradients for {what}: an optimizer "
             f"of torch trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and pass "
             f"it to TorchState(optimizer=...), or pass a DistributedDataParallel as the model of TorchState. Where "
             f"the loop body ends early, as by `continue` for a bad batch, multiply the loss by 0 instead"
         )
-    missing = "optimizer.step()" if phase == "reduced" else "backward() and optimizer.step()"
+    missing = "optimizer.step()" if status is StepStatus.REDUCED else "backward() and optimizer.step()"
     return (
         f"the next batch was requested without {missing} for {what}: every run of the loop body must "
         f"call step() of a DistributedOptimizer; instead of `continue` for a bad batch, multiply its loss by 0"

@@ -17,6 +17,7 @@ from farandole.elastic import StepState, run
 from farandole.errors import ConfigError
 from farandole.membership import Shortfall
 from farandole.state import step
+from farandole.state.step import StepStatus
 
 ResultT = TypeVar("ResultT")
 
@@ -163,7 +164,7 @@ class Feed:
             optimizer.zero_grad()  # the rest of an aborted step; nothing while micro-batches are being added up
             result = compute(batch)
             optimizer.synchronize()  # also parameters without a gradient: a fault must show here, not in step()
-            if step.state() == "reduced":
+            if step.status() is StepStatus.REDUCED:
                 return result
             optimizer.step()  # of a micro-batch, or of a step that was aborted: it applies nothing
             batch = self._next()

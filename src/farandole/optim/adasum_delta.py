@@ -63,7 +63,7 @@ class DeltaOptimizer(WrappedOptimizer):
         self._passes.forget()
         if not is_alone:
             self._combine(moved, before)
-        step.stepped(self)
+        step.mark_stepped(self)
         return loss if closure is not None else True
 
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's step() is wrapped

@@ -10,7 +10,7 @@ import logging
 import queue
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -26,16 +26,21 @@ from farandole.optim.bucket_autotune import BucketAutotune, fastest
 from farandole.optim.buckets import Arrivals, Buckets, agree_on_buckets
 from farandole.optim.header import StepHeader
 from farandole.optim.parameters import describe
+from farandole.optim.step_agreement import conclude, header_of
+from farandole.state.global_batch import Batch
 
 logger = logging.getLogger("farandole")
 
 
 class BucketedGradients:
-    """Gradients in buckets. `.grad` becomes a view of a bucket, so that nothing is copied back. Main thread only.
+    """Gradients in buckets; see Gradients in step_reduction.py. `.grad` becomes a view of a bucket, so that nothing is
+    copied back. Main thread only.
 
     names         the parameters, with their names for errors
     pinned_bytes  least size of a bucket requested by the user, 0 for one bucket; None: it is chosen
     """
+
+    stay_in_place = False
 
     def __init__(
         self, names: Mapping[torch.Tensor, str], digest: int, compression: Compressor, pinned_bytes: int | None
@@ -92,6 +97,18 @@ class BucketedGradients:
         """Zero the bucket's part of a parameter that has no gradient."""
         self._buckets.view(parameter).zero_()
 
+    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
+        """Complete the buckets: zeros for the parameters that are not filled, unless they keep reduced gradients."""
+        if len(filled) == len(self.parameters):
+            return
+        for parameter in self.parameters:
+            if id(parameter) in filled:
+                continue
+            if is_reopened and parameter.grad is not None:
+                self.put(parameter, factor, adds=False)
+            else:
+                self.zero(parameter)
+
     # While backward continues ----------------------------------------------------------------------------
 
     def may_overlap(self) -> bool:
@@ -129,6 +146,11 @@ class BucketedGradients:
             self._given = 0
 
     # From bucket to the sum ------------------------------------------------------------------------------
+
+    def add_up(self, batch: Batch, own_weight: float) -> None:
+        """Reduce the remaining buckets to the gradients of the global batch, proved by the step header."""
+        headers = self.reduce(header_of(batch, self._digest, own_weight))
+        self.scale(conclude(headers, batch))
 
     def reduce(self, header: StepHeader) -> list[StepHeader]:
         """Add up the remaining buckets over all ranks. Returns the headers of all ranks, by rank. Raises the errors of

@@ -115,12 +115,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 class ReducingOptimizer(WrappedOptimizer):
     """An optimizer that reduces gradients, then steps. Mixed in before the user's optimizer class."""
 
-    farandole_attributes = WrappedOptimizer.farandole_attributes | {"_native", "_named", "_reduces_in_step", "_loss"}
+    farandole_attributes = WrappedOptimizer.farandole_attributes | {
+        "_loader_path",
+        "_named_path",
+        "_reduces_in_step",
+        "_loss",
+    }
 
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         self._set_up(named_parameters, passes_per_step)
-        self._native = LoaderPath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
-        self._named = NamedPath(self._parameter_names, options, self._passes)
+        self._loader_path = LoaderPath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
+        self._named_path = NamedPath(self._parameter_names, options, self._passes)
         self._reduces_in_step = True
         self._loss = options.loss
 
@@ -129,16 +134,16 @@ class ReducingOptimizer(WrappedOptimizer):
             return
         batch = step.batch()
         if batch is not None:
-            if self._native.waits_in is not batch:
-                self._native.on_gradient(parameter, batch)
+            if self._loader_path.waits_in is not batch:
+                self._loader_path.on_gradient(parameter, batch)
         else:
-            self._named.on_gradient(parameter)
+            self._named_path.on_gradient(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as torch does; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
-        self._native.plan_anew()
-        self._named.name(self._parameter_names)
+        self._loader_path.plan_anew()
+        self._named_path.name(self._parameter_names)
 
     # Methods that the user calls -------------------------------------------------------------------------
 
@@ -146,14 +151,14 @@ class ReducingOptimizer(WrappedOptimizer):
         """Reduce the remaining gradients, and apply all of them (see DistributedOptimizer)."""
         batch = step.batch()
         if batch is not None:
-            return self._native.step(self, batch, self._apply, closure)
+            return self._loader_path.step(self, batch, self._apply, closure)
         if self._loss == "sum":
             raise StepError('loss="sum" needs a batch of a DataLoader of Farandole, and there is none; use op=Sum')
         if closure is None:
             self._reduce_for_step()
         loss = self._apply(None if closure is None else self._reduced(closure), self._gradients())
-        self._named.forget()
-        step.stepped(self)
+        self._named_path.forget()
+        step.mark_stepped(self)
         return loss if closure is not None else True
 
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's step() is wrapped
@@ -161,15 +166,15 @@ class ReducingOptimizer(WrappedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _decide_within(self, batch: Batch) -> None:
-        self._native.decide_within(self, batch)
+        self._loader_path.decide_within(self, batch)
 
     def synchronize(self) -> None:
         """Reduce the remaining gradients, and wait for them; afterwards gradients may be changed."""
         batch = step.batch()
         if batch is not None:
-            self._native.reduce_rest(batch)
+            self._loader_path.reduce_rest(batch)
         else:
-            self._named.synchronize()
+            self._named_path.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -185,11 +190,11 @@ class ReducingOptimizer(WrappedOptimizer):
         being accumulated; without one it raises AssertionError between backward() and step()."""
         batch = step.batch()
         if batch is not None:
-            if not self._native.begin_zeroing(batch):
+            if not self._loader_path.begin_zeroing(batch):
                 return
         else:
             self._passes.refuse_zeroing()
-            self._named.forget()
+            self._named_path.forget()
         super().zero_grad(**zeroing(set_to_none))
 
     def abandon_step(self) -> None:
@@ -198,12 +203,12 @@ class ReducingOptimizer(WrappedOptimizer):
         For use after a failed collective, when gradients may be partly reduced. A TorchState calls it in restore().
         """
         super().abandon_step()
-        self._named.forget()
-        self._native.forget()
+        self._named_path.forget()
+        self._loader_path.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as torch does; backward passes are counted from zero again."""
-        self._named.forget()
+        self._named_path.forget()
         super().load_state_dict(state_dict)
 
     # Without a loader ------------------------------------------------------------------------------------
@@ -211,15 +216,15 @@ class ReducingOptimizer(WrappedOptimizer):
     def _reduce_for_step(self) -> None:
         if not self._reduces_in_step:
             return
-        if self._named.was_synchronized:
-            self._named.was_synchronized = False
+        if self._named_path.was_synchronized:
+            self._named_path.was_synchronized = False
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
                 "gradients that were changed or added to since then may be reduced once more. Write "
                 "`with optimizer.skip_synchronize(): optimizer.step()`",
                 stacklevel=3,
             )
-        if self._named.reduce_rest():
+        if self._named_path.reduce_rest():
             self._look_for_inf_again()
 
     def _reduced(self, closure: Callable[[], float]) -> Callable[[], float]:

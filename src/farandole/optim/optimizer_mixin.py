@@ -72,7 +72,7 @@ class OwnMethods(ScaledStep):
         return self._run_undecided(name, method, batch)
 
     def _run_undecided(self, name: str, method: Callable[[], Any], batch: Batch) -> Any:
-        step.applying(self)
+        step.begin_applying(self)
         undo = protect(self)
         refusal = (
             f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
@@ -88,7 +88,7 @@ class OwnMethods(ScaledStep):
                 raise
             finally:
                 self._is_inside = before
-        if step.state() == "aborted":
+        if step.is_aborted():
             return result
         if batch.global_batch.micro_batches > 1 and (undo.has_moved() or watch.has_stepped):
             raise StepError(refusal)

@@ -48,5 +48,5 @@ def absorb() -> bool:
     not possible, and the error has to propagate."""
     if not step.is_undecided():
         return False
-    step.aborted()
+    step.abort()
     return loop_hooks.can_repeat()

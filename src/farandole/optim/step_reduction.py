@@ -4,7 +4,8 @@ loader_path.py decides its time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,9 +16,66 @@ from farandole.optim.bucketed_gradients import BucketedGradients
 from farandole.optim.options import Options, refuse_for_loader
 from farandole.optim.parameters import check_devices, digest
 from farandole.optim.passes import Passes
-from farandole.optim.step_agreement import conclude, header_of
 from farandole.state import loop_hooks, recording, step
 from farandole.state.global_batch import Batch, GlobalBatch
+
+
+class Gradients(Protocol):
+    """The gradients of one optimizer's parameters in a global batch: BucketedGradients, or, where no other gradients
+    have to be added to those of one backward pass, LocalGradients."""
+
+    @property
+    def stay_in_place(self) -> bool:
+        """True when `.grad` keeps the tensors that autograd creates: put() and arrived() are not called."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]: ...
+
+    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
+        """Take `factor` times the parameter's `.grad`, after a backward pass."""
+        ...
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Note that the parameter's gradient is final on this rank, if reductions overlap with backward."""
+        ...
+
+    def may_overlap(self) -> bool:
+        """Return whether parts can be reduced while backward continues."""
+        ...
+
+    def is_overlapping(self) -> bool:
+        """Return whether a part is being reduced while backward continues."""
+        ...
+
+    def end_overlap(self, reason: str) -> None:
+        """Wait until no reduction is under way."""
+        ...
+
+    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
+        """Complete the gradients after the backward passes: each parameter has one.
+
+        filled       parameters, by id, whose gradients were put
+        factor       that of the last pass; 0 where no pass counts
+        is_reopened  parameters that are not filled keep the reduced gradients of an earlier pass
+        """
+        ...
+
+    def add_up(self, batch: Batch, own_weight: float) -> None:
+        """Reduce the gradients to those of the global batch."""
+        ...
+
+    def zero(self, parameter: torch.Tensor) -> None:
+        """Set the gradient of a parameter to zeros."""
+        ...
+
+    def publish(self) -> None:
+        """Set every `.grad` to the gradient of the global batch."""
+        ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all gradients, in as few tensors as possible."""
+        ...
 
 
 class StepReduction:
@@ -27,7 +85,7 @@ class StepReduction:
     def __init__(self, names: Callable[[], Mapping[torch.Tensor, str]], options: Options, passes: Passes) -> None:
         self._names, self._options, self._passes = names, options, passes
         self._batch: Batch | None = None
-        self._kept: BucketedGradients | LocalGradients | None = None  # gradients of this global batch
+        self._kept: Gradients | None = None  # gradients of this global batch
         self._forget_plan()
 
     def _forget_plan(self) -> None:
@@ -70,13 +128,13 @@ class StepReduction:
         _active.add(id(self), batch.global_batch)
 
     @property
-    def gradients(self) -> BucketedGradients | LocalGradients:
+    def gradients(self) -> Gradients:
         """Gradients of this global batch. They are copied, into memory allocated for it, only if necessary."""
         if self._kept is None:
             self._kept = self._keep()
         return self._kept
 
-    def _keep(self) -> BucketedGradients | LocalGradients:
+    def _keep(self) -> Gradients:
         assert self._batch is not None
         planned, options = self._plan(), self._options
         is_alone = world.current().placement.size == 1 and self._batch.global_batch.micro_batches == 1
@@ -97,10 +155,7 @@ class StepReduction:
     def begin_overlap(self, batch: Batch) -> bool:
         """Return whether gradients are reduced in the background from now on: only if no other optimizer's gradients
         can come between the buckets of this one."""
-        gradients = self.gradients
-        if isinstance(gradients, LocalGradients) or step.is_shared() or not _active.is_alone(id(self)):
-            return False
-        if not gradients.may_overlap():
+        if step.is_shared() or not _active.is_alone(id(self)) or not self.gradients.may_overlap():
             return False
         world.raise_if_refused("gradients cannot be reduced")
         recording.intend(batch)  # before anything is contributed
@@ -109,13 +164,13 @@ class StepReduction:
 
     def end_overlap(self, reason: str) -> None:
         """Wait until no reduction runs in the background."""
-        if isinstance(self._kept, BucketedGradients):
+        if self._kept is not None:
             self._kept.end_overlap(reason)
         _active.end_overlap(id(self))
 
     def refuse_half_reduced(self) -> None:
         """Raise StepError if the last backward pass has raised during an overlapped reduction."""
-        if isinstance(self._kept, BucketedGradients) and self._kept.is_overlapping():
+        if self._kept is not None and self._kept.is_overlapping():
             raise StepError(
                 "backward() has raised an exception after the reduction of some of its gradients had started; the "
                 "batch cannot be repeated. Let the exception leave the elastic function, or set FARANDOLE_BUCKET_MB=0 "
@@ -129,21 +184,12 @@ class StepReduction:
         transports, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
         world.raise_if_refused("gradients cannot be reduced")
         gradients = self.gradients
-        if isinstance(gradients, LocalGradients):
-            self._add_up_alone(gradients, batch)
-            return
-        _active.refuse_reducing(id(self))
-        headers = gradients.reduce(header_of(batch, self._digest, own_weight))
-        _active.end_overlap(id(self))
-        gradients.scale(conclude(headers, batch))
-        gradients.publish()
-
-    def _add_up_alone(self, gradients: LocalGradients, batch: Batch) -> None:
-        """Conclude the step of a single worker, without a comparison of headers."""
-        ids = recording.intend(batch)
-        gradients.raise_if_ended()
-        recording.agree(batch.global_batch.samples, ids)
-        loop_hooks.agree([loop_hooks.prepared()])
+        if not gradients.stay_in_place:
+            _active.refuse_reducing(id(self))
+        try:
+            gradients.add_up(batch, own_weight)
+        finally:
+            _active.end_overlap(id(self))
         gradients.publish()
 
     def drop(self) -> None:
@@ -204,15 +250,30 @@ _active = ActiveOptimizers()
 
 
 class LocalGradients:
-    """Gradients in the tensors that autograd has created. It implements the applicable part of BucketedGradients'
-    interface."""
+    """Gradients in the tensors that autograd has created; see Gradients."""
+
+    stay_in_place = True
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
 
-    def settle(self, factor: float) -> None:
-        """Complete the gradients after the backward passes: each parameter has one, as with several workers. 0: zeros
-        only."""
+    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
+        """Do nothing: autograd adds up the passes."""
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Do nothing: no reduction waits for it."""
+
+    def may_overlap(self) -> bool:
+        return False
+
+    def is_overlapping(self) -> bool:
+        return False
+
+    def end_overlap(self, reason: str) -> None:
+        """Do nothing: no reduction is under way."""
+
+    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
+        """Complete the gradients, as with several workers. Factor 0: zeros only."""
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None or not factor:  # not multiplied: inf times 0 would be NaN
@@ -228,9 +289,13 @@ class LocalGradients:
         else:
             gradient.zero_()
 
-    def raise_if_ended(self) -> None:
-        """Raise if the generation has ended, as a reduction would."""
+    def add_up(self, batch: Batch, own_weight: float) -> None:
+        """Conclude the step of a single worker, without a comparison of headers. Raises if the generation has ended, as
+        a reduction would."""
+        ids = recording.intend(batch)
         world.current().transport.barrier()
+        recording.agree(batch.global_batch.samples, ids)
+        loop_hooks.agree([loop_hooks.prepared()])
 
     def publish(self) -> None:
         for parameter in self.parameters:

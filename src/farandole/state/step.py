@@ -1,12 +1,36 @@
-"""The step that is currently open; loader, optimizer and run loop share it. Main thread only.
+"""The current step, and its status; loader, optimizers and run loop share it. Main thread only.
 
-    none ── open() ──► open ── reduced() ──► reduced ── decided() ──► decided
-                         └───── aborted() ─────┴──────► aborted
+              next micro-batch        another pass or optimizer, padding
+                    ┌─┐                        ┌─┐
+                    │ ▼                        │ ▼
+    NONE ─ open ─► OPEN ── mark_reduced ──► REDUCED ── decide ──► DECIDED
+                    │                          │
+                    └───────── abort ──────────┴─────► ABORTED ◄─ open, of a rehearsal
+                                                         │ ▲
+                                                         └─┘ next micro-batch of the rehearsal
 
-The loader opens the step with a batch, the optimizer reduces and applies, and any of them aborts it at a fault. A
-rehearsal is aborted from the beginning: the loop body runs without effect. Several optimizers (a GAN) reduce and apply
-one after the other. The step is decided when the last of them has stepped, or when the loop body ends without the
-others (a generator that steps for every fifth batch); until then it can be undone.
+    any status ─ open ─► OPEN        the next global batch, or the same one again after ABORTED
+    any status ─ close ─► NONE       the batches of an epoch are through, or workers have regrouped
+    NONE ─ decide ─► NONE            a step without a loader of Farandole: there is no batch
+    DECIDED ─ mark_reduced, abort or decide ─► REDUCED, ABORTED or DECIDED
+                                     another optimizer, for the same batch: where no state has the optimizers, each of
+                                     them makes a step by itself
+
+Who makes which transition:
+
+    open, pad       the loader, with each micro-batch (data/elastic_loader.py), and with padding
+    mark_reduced    an optimizer whose gradients are those of the global batch (optim/loader_path.py, ddp/ddp_passes.py)
+    abort           an optimizer whose collective failed, or the run loop (worker/step_loop.py)
+    mark_stepped    an optimizer that has applied its gradients. It decides the step when it is the last of several
+                    optimizers (a GAN)
+    end_body        the loader, when the loop body asks for the next batch or has left the loop. It decides a step that
+                    only some of several optimizers have made (a generator that steps for every fifth batch)
+    take_back       the run loop, before the same batch comes again: it aborts, and undoes the optimizers' changes
+    close           the loader and the run loop
+
+A step is *undecided* while it is OPEN, REDUCED or ABORTED: the changes of its optimizers can be undone. A transition
+that is not in the diagram raises StepError. Each optimizer has a status of its own within the step (`GradientStatus` in
+optim/loader_path.py).
 """
 
 from __future__ import annotations
@@ -24,7 +48,9 @@ from farandole.state import recording
 from farandole.state.global_batch import Batch
 
 
-class Phase(enum.StrEnum):
+class StepStatus(enum.StrEnum):
+    """The status of the current step. The values stand in error messages."""
+
     NONE = "none"  # no batch was handed out
     OPEN = "open"  # a batch was handed out; its gradients are not reduced yet
     REDUCED = "reduced"  # every gradient of the global batch has arrived
@@ -32,8 +58,20 @@ class Phase(enum.StrEnum):
     DECIDED = "decided"  # the optimizer step is applied (or skipped by all, as GradScaler does on inf)
 
 
+# The names of the diagram. A look-up in an Enum takes 0.3 us in Python 3.11, and a step makes many.
+NONE, OPEN, REDUCED, ABORTED, DECIDED = StepStatus
+
+_UNDECIDED = frozenset({OPEN, REDUCED, ABORTED})
+
+# The statuses in which a transition may be made. open() and close() may follow any status.
+_PADS_AFTER = frozenset({REDUCED})
+_REDUCED_AFTER = frozenset({OPEN, REDUCED, DECIDED})
+_ABORTS_AFTER = frozenset({OPEN, REDUCED, ABORTED, DECIDED})
+_DECIDES_AFTER = frozenset({NONE, REDUCED, DECIDED})
+
+
 class Undoable(Protocol):
-    """A copy of the values that an optimizer can change (Undo of optim/optimizer_mixin.py)."""
+    """A copy of the values that an optimizer can change (`Undo` in optim/optimizer_mixin.py)."""
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -76,7 +114,7 @@ class Observer(Protocol):
 
 @dataclass
 class _OpenStep:
-    phase: Phase = Phase.NONE
+    status: StepStatus = NONE
     batch: Batch | None = None
     on_decided: Callable[[Batch | None], None] | None = None
     tracked: frozenset[int] = frozenset()
@@ -88,8 +126,6 @@ class _OpenStep:
     is_rehearsal: bool = False
 
 
-_NOT_UNDONE = (Phase.NONE, Phase.DECIDED)
-
 _step = _OpenStep()
 _when_decided: Callable[[], None] | None = None
 _observer: Observer | None = None
@@ -99,7 +135,7 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     """Open a step, since the loader hands out `batch`. In a rehearsal the step is aborted in any case."""
     if batch.index == 0:
         _forget()
-    _step.phase, _step.batch = Phase.ABORTED if is_rehearsal else Phase.OPEN, batch
+    _step.status, _step.batch = ABORTED if is_rehearsal else OPEN, batch
     _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
     if is_rehearsal and _observer is not None:
         _observer.aborted()
@@ -108,6 +144,7 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
 def pad(batch: Batch) -> None:
     """Run the loop body again with a batch that does not count: the gradients of the global batch are reduced, and the
     body has not called step()."""
+    _refuse_unless(_PADS_AFTER, "padding is handed out")
     if _step.batch is not None and not _step.batch.is_padding:
         for participant in _step.participants:
             participant.begin_padding()
@@ -120,12 +157,12 @@ def close() -> None:
     _end_overlaps("its step was abandoned")
     _undo()
     _forget()
-    _step.phase, _step.batch, _step.is_rehearsal = Phase.NONE, None, False
+    _step.status, _step.batch, _step.is_rehearsal = NONE, None, False
 
 
-def state() -> str:
-    """Return the name of the phase: "none", "open", "reduced", "aborted" or "decided"."""
-    return _step.phase.value
+def status() -> StepStatus:
+    """Return the status of the current step."""
+    return _step.status
 
 
 def batch() -> Batch | None:
@@ -134,8 +171,13 @@ def batch() -> Batch | None:
 
 
 def is_undecided() -> bool:
-    """Return whether the step of the current batch has not been applied."""
-    return _step.phase in (Phase.OPEN, Phase.REDUCED, Phase.ABORTED)
+    """Return whether there is a batch whose step has not been applied."""
+    return _step.status in _UNDECIDED
+
+
+def is_aborted() -> bool:
+    """Return whether the current step has no effect: a fault came first, or it is a rehearsal."""
+    return _step.status is ABORTED
 
 
 def is_rehearsal() -> bool:
@@ -147,27 +189,39 @@ def expects_micro_batch() -> bool:
     """Return whether the current batch is a micro-batch and further ones of its global batch follow."""
     if _step.batch is None or _step.batch.is_last:
         return False
-    return _step.phase is Phase.OPEN or (_step.phase is Phase.ABORTED and _step.is_rehearsal)
+    return _step.status is OPEN or (_step.status is ABORTED and _step.is_rehearsal)
 
 
-def reduced() -> None:
+def mark_reduced() -> None:
     """Note that every gradient of the global batch has arrived on this rank."""
-    _step.phase = Phase.REDUCED
+    _refuse_unless(_REDUCED_AFTER, "its gradients are reduced")
+    _step.status = REDUCED
 
 
-def aborted() -> None:
+def abort() -> None:
     """Abort the current step and drop its gradients. The loop body runs on to its end; take_back() then undoes the
     changes that optimizers have made until then."""
+    _refuse_unless(_ABORTS_AFTER, "it is aborted")
     _end_overlaps("its step was aborted")
-    if _step.phase is not Phase.ABORTED and _observer is not None:
+    if _step.status is not ABORTED and _observer is not None:
         _observer.aborted()
-    _step.phase = Phase.ABORTED
+    _step.status = ABORTED
 
 
 def take_back() -> None:
     """Undo the optimizers' changes in an undecided step, after the loop body has ended or was left."""
-    aborted()
+    abort()
     _undo()
+
+
+def _refuse_unless(allowed: frozenset[StepStatus], what: str) -> None:
+    """Raise StepError for a transition that the diagram does not have."""
+    if _step.status not in allowed:
+        raise StepError(
+            f"the status of the step for {_step.batch} is {_step.status.value!r}, and {what}, which is possible only "
+            f"while it is {' or '.join(sorted(allowed))}. This is a defect of Farandole, or of code that calls its "
+            f"internal functions"
+        )
 
 
 # Several optimizers ---------------------------------------------------------------------------------------------------
@@ -204,7 +258,7 @@ def awaits_others(optimizer: object) -> bool:
     return bool(_step.tracked - _step.stepped - {id(optimizer)}) and id(optimizer) in _step.tracked
 
 
-def applying(optimizer: object) -> None:
+def begin_applying(optimizer: object) -> None:
     """Note that an optimizer is about to change values, or would if the step was not aborted."""
     if _observer is not None and not _step.stepped and id(optimizer) not in _step.undo:
         _observer.before_applying()
@@ -220,30 +274,31 @@ def undo_of(optimizer: object) -> Undoable | None:
     return _step.undo.get(id(optimizer))
 
 
-def stepped(optimizer: object) -> None:
+def mark_stepped(optimizer: object) -> None:
     """Note that the optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
     recording.updated(optimizer)
     _step.stepped.add(id(optimizer))
     if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
-        decided()
+        decide()
 
 
 def end_body() -> None:
     """End the loop body. If some of several optimizers have stepped in it, the step is decided. The same ones must have
     stepped on all ranks, or the header of the next reduction differs."""
-    if _step.phase is Phase.REDUCED and _step.stepped:
-        decided()
+    if _step.status is REDUCED and _step.stepped:
+        decide()
 
 
-def decided() -> None:
+def decide() -> None:
     """Decide the step after the optimizers have stepped: the rest of the step happens now, or not at all."""
+    _refuse_unless(_DECIDES_AFTER, "it is decided")
     _forget()
     try:
         if _step.on_decided is not None:
             _step.on_decided(_step.batch)
     finally:  # even if a callback has raised: the gradients are applied
-        if _step.phase is not Phase.NONE:
-            _step.phase = Phase.DECIDED
+        if _step.status is not NONE:
+            _step.status = DECIDED
     status_reporting.report_progress()
     tell_decided()
 
@@ -277,7 +332,7 @@ def _end_overlaps(reason: str) -> None:
 
 
 def _undo() -> None:
-    if _step.phase not in _NOT_UNDONE:
+    if _step.status in _UNDECIDED:
         while _step.undo:
             undo = _step.undo.popitem()[1]
             undo.put_back()

@@ -20,6 +20,7 @@ from farandole.state import loop_hooks, recording, step
 from farandole.state.buffers import layers_with_statistics, make_statistics_equal
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
+from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
 from farandole.wire.messages import Elastic, Synced
@@ -183,7 +184,7 @@ class StepLoop:
         self._is_busy = True
         has_to_regroup = self._has_to_regroup()
         if has_to_regroup and step.is_undecided():
-            step.aborted()
+            step.abort()
         if step.expects_micro_batch() and not has_to_regroup:
             self._state.begin_micro_batch()
         elif step.is_undecided():
@@ -198,7 +199,7 @@ class StepLoop:
 
     def _repeat(self, has_to_regroup: bool) -> None:
         """Repeat the current batch, which was not trained, or have the loader refuse to continue."""
-        if step.state() != "aborted":
+        if not step.is_aborted():
             return
         if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
             self._regroup()
@@ -323,8 +324,8 @@ class StepLoop:
         that is not reduced yet is aborted. A reduced step has the gradients of the whole global batch."""
         assert self._job is not None
         was_busy, self._is_busy = self._is_busy, True
-        if step.state() == "open":
-            step.aborted()
+        if step.status() is StepStatus.OPEN:
+            step.abort()
         with InPhase(Phase.REGROUPING):
             world.interrupt_collectives(None)
             self._connection = connect(self._job)
@@ -387,7 +388,7 @@ class StepLoop:
     def _may_end_here(self) -> bool:
         """Return whether the state is complete at the main thread's position: it is not while a step is being
         applied."""
-        return not self._is_busy and step.state() != "reduced"
+        return not self._is_busy and step.status() is not StepStatus.REDUCED
 
     def _save_in_emergency(self) -> None:
         self._is_busy = True

@@ -55,7 +55,8 @@ def train(state: Any, steps: int) -> None:
         state.optimizer.zero_grad()
         state.model(x).square().mean().backward()
         state.optimizer.step()
-        step.decided()
+        step.mark_reduced()
+        step.decide()
         state.boundary += 1
     state.capture()
 

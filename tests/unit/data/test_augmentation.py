@@ -37,7 +37,8 @@ def fetch(rank: int = 0, workers: int = 1, epochs: int = 1, dataset: Any = None,
         for items in loader:
             seen.update({(int(epoch), item[0]): item for item in items})
             if loader.batch.is_last:
-                step.decided()
+                step.mark_reduced()
+                step.decide()
     loader.close()
     step.on_decided(None)
     return seen

@@ -16,6 +16,7 @@ from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratif
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import step
+from farandole.state.step import StepStatus
 from farandole.state.torch_state import TorchState
 
 
@@ -65,8 +66,8 @@ def make(size: int = 10, global_batch_size: int = 4, **options: Any) -> DataLoad
 def make_step(loader: DataLoader) -> None:
     """What optimizer and state do when a step is applied."""
     step.on_decided(lambda batch: loader.commit(batch.global_batch))
-    step.reduced()
-    step.decided()
+    step.mark_reduced()
+    step.decide()
 
 
 def train_rest(loader: DataLoader) -> list[Any]:
@@ -87,7 +88,7 @@ def test_an_epoch_goes_once_over_the_data_set_and_ends_with_a_short_batch() -> N
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3
     assert (loader.epoch, loader.cursor, loader.batch, loader.global_batch) == (0, 10, None, None)
-    assert step.state() == "none"
+    assert step.status() is StepStatus.NONE
 
 
 def test_a_tensor_data_set_is_collated_as_by_torch() -> None:
@@ -231,7 +232,7 @@ def test_an_aborted_step_gets_the_same_batch_again() -> None:
     loader = make()
     feed = iter(loader)
     first = next(feed)
-    step.aborted()
+    step.abort()
     assert next(feed) == first
     make_step(loader)
     assert next(feed) == [4, 5, 6, 7]
@@ -241,7 +242,7 @@ def test_after_a_regroup_the_same_global_batch_is_divided_anew() -> None:
     loader = make()
     feed = iter(loader)
     assert next(feed) == [0, 1, 2, 3]
-    step.aborted()
+    step.abort()
     loader.hooks = Regroups(lambda: (step.close(), loader.set_world(1, 2)))
     assert next(feed) == [2, 3]
     assert loader.global_batch is not None
@@ -305,7 +306,7 @@ def test_a_fault_between_micro_batches_starts_the_global_batch_again() -> None:
     loader = make(8, 8, max_local_batch=3)
     feed = iter(loader)
     assert [next(feed), next(feed)] == [[0, 1], [2, 3, 4]]
-    loader.hooks = Regroups(lambda: (step.aborted(), loader.set_world(0, 2)))
+    loader.hooks = Regroups(lambda: (step.abort(), loader.set_world(0, 2)))
     assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
 
 
@@ -335,7 +336,7 @@ def test_a_loop_body_with_an_optimizer_of_torchs_alone_is_told_to_wrap_it() -> N
 def test_a_backward_pass_without_a_step_is_an_error_too() -> None:
     feed = iter(make())
     next(feed)
-    step.reduced()
+    step.mark_reduced()
     with pytest.raises(StepError, match=r"without optimizer.step\(\) for samples \[0, 4\) of epoch 0"):
         next(feed)
 
@@ -343,7 +344,8 @@ def test_a_backward_pass_without_a_step_is_an_error_too() -> None:
 def test_a_step_that_nobody_commits_is_an_error_instead_of_the_same_batch_for_ever() -> None:
     feed = iter(make())
     next(feed)
-    step.decided()
+    step.mark_reduced()
+    step.decide()
     with pytest.raises(StepError, match="pass the loader to TorchState"):
         next(feed)
 
@@ -496,9 +498,9 @@ def test_a_rehearsal_hands_out_the_first_batch_twice() -> None:
     loader.hooks = Rehearses()
     feed = iter(loader)
     assert next(feed) == [0, 1, 2, 3]
-    assert (step.state(), step.is_rehearsal(), loader.cursor) == ("aborted", True, 0)
+    assert (step.status(), step.is_rehearsal(), loader.cursor) == ("aborted", True, 0)
     assert next(feed) == [0, 1, 2, 3]
-    assert (step.state(), step.is_rehearsal()) == ("open", False)
+    assert (step.status(), step.is_rehearsal()) == ("open", False)
 
 
 def test_with_a_limit_the_rehearsal_splits_the_share_as_a_loss_would() -> None:
@@ -507,9 +509,9 @@ def test_with_a_limit_the_rehearsal_splits_the_share_as_a_loss_would() -> None:
     loader.hooks = Rehearses()
     feed = iter(loader)
     assert [next(feed), next(feed)] == [[0, 1], [2, 3]]
-    assert step.state() == "aborted"
+    assert step.is_aborted()
     assert next(feed) == [0, 1, 2, 3]
-    assert step.state() == "open"
+    assert step.status() is StepStatus.OPEN
 
 
 def test_with_a_limit_that_nothing_can_exceed_the_rehearsal_splits_nothing() -> None:
@@ -526,7 +528,7 @@ def test_break_in_a_loop_body_whose_step_is_aborted_does_not_end_the_epoch() -> 
         for batch in loader:
             seen.append(batch)
             if len(seen) == 1:
-                step.aborted()
+                step.abort()
                 break
             make_step(loader)
     assert seen == [[0, 1], [0, 1], [2, 3]]
@@ -540,7 +542,7 @@ def test_behind_the_last_batch_workers_that_have_regrouped_get_one_without_effec
         make_step(loader)
     loader.hooks = Regroups(lambda: loader.set_world(0, 1))
     assert next(feed) == [0, 1]
-    assert (step.state(), loader.cursor) == ("aborted", 4)
+    assert (step.status(), loader.cursor) == ("aborted", 4)
     assert next(feed, None) is None
 
 

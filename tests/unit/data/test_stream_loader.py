@@ -302,7 +302,7 @@ def test_a_second_pass_over_an_epoch_that_is_through_is_an_error_that_says_what_
     loader.set_world(0, 1)  # a regroup: the function is called again
     feed = iter(loader)
     assert next(feed) == [0, 1, 2, 3]  # the loop is not empty, and its step is aborted
-    assert (step.state(), loader.cursor) == ("aborted", 10)
+    assert (step.status(), loader.cursor) == ("aborted", 10)
     assert next(feed, None) is None
     for epoch in loader.epochs(2):
         assert train(loader) == ([] if epoch == 0 else [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
@@ -358,5 +358,5 @@ def test_with_a_limit_the_rehearsal_splits_the_local_batch_as_a_loss_would() -> 
     loader.hooks = Rehearses()
     feed = iter(loader)
     rehearsed = [*next(feed), *next(feed)]
-    assert (len(rehearsed), step.state()) == (4, "aborted")
-    assert (next(feed), step.state()) == (rehearsed, "open")
+    assert (len(rehearsed), step.status()) == (4, "aborted")
+    assert (next(feed), step.status()) == (rehearsed, "open")

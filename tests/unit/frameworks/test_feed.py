@@ -82,7 +82,7 @@ def test_the_micro_batches_of_a_step_are_one_batch_for_the_framework() -> None:
 
 def test_a_step_that_was_aborted_is_done_again_inside_of_the_frameworks_step() -> None:
     framework = Framework()
-    framework.before_backward = lambda: step.aborted() if len(framework.computed) == 2 else None
+    framework.before_backward = lambda: step.abort() if len(framework.computed) == 2 else None
     framework.fit()
     assert framework.computed[1] == framework.computed[2]
     assert len(framework.computed) == 7
@@ -108,7 +108,7 @@ def test_who_copies_a_step_from_others_enters_the_frameworks_loop_anew_behind_it
             return getattr(self.inner, name)
 
         def reach(self) -> None:
-            if step.state() == "aborted" and not step.is_rehearsal():
+            if step.is_aborted() and not step.is_rehearsal():
                 loader.commit(loader.global_batch)
                 state.step += 1
                 step.close()
@@ -118,7 +118,7 @@ def test_who_copies_a_step_from_others_enters_the_frameworks_loop_anew_behind_it
     def abort_once() -> None:
         if len(framework.computed) == decided + 1:
             loader.hooks = SomebodyWasAhead(loader.hooks)
-            step.aborted()
+            step.abort()
 
     framework.before_backward = abort_once
     framework.fit()

@@ -22,6 +22,7 @@ from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.c10d_members import Everybody
 from farandole.state import loop_hooks, step
 from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.step import StepStatus
 from tests.support.run_loops import RepeatingRunLoop
 from tests.support.thread_workers import run_workers
 
@@ -164,7 +165,7 @@ def test_no_sync_holds_where_the_script_accumulates_by_itself_and_not_where_the_
         for _, x in hand_out([[2], [2]], rank):
             with ddp.no_sync():
                 loss(ddp, x).backward()
-            assert step.state() == ("reduced" if accumulates else "open")
+            assert step.status() == ("reduced" if accumulates else "open")
         return gradients(ddp)
 
     found = run_workers(2, worker)
@@ -208,10 +209,10 @@ def test_two_models_that_share_a_step_are_undone_together(alone: AloneTransport)
             optimizer.zero_grad()
             (loss(ddp, x) + loss(first, x)).backward()  # the second one's runs through the first
             optimizer.step()
-            if step.state() == "reduced":
+            if step.status() is StepStatus.REDUCED:
                 assert not torch.equal(first.module[0].weight, before)
                 alone.abort("test")
-    assert step.state() == "aborted"
+    assert step.is_aborted()
     step.take_back()
     assert torch.equal(first.module[0].weight, before)
 
@@ -233,10 +234,10 @@ def test_a_fault_is_absorbed_and_the_same_objects_go_on_in_the_next_generation(
         alone.abort("test")
     for _, x in hand_out([[4]], 0):
         output = ddp(x)
-        assert step.state() == ("aborted" if where == "forward" else "open")
+        assert step.status() == ("aborted" if where == "forward" else "open")
         alone.abort("test")
         output.square().mean().backward()
-    assert step.state() == "aborted"
+    assert step.is_aborted()
     assert not gradients(ddp).any()
     assert optimizer.step() is False
     assert all(torch.equal(*pair) for pair in zip(ddp.parameters(), before, strict=True))
@@ -274,7 +275,7 @@ def test_a_fault_inside_of_a_users_hook_is_absorbed(alone: AloneTransport) -> No
     optimizer = adopted(ddp)
     for _, x in hand_out([[4]], 0):
         loss(ddp, x).backward()
-    assert step.state() == "aborted"
+    assert step.is_aborted()
     assert not gradients(ddp).any()
     assert optimizer.step() is False
 
@@ -383,7 +384,7 @@ def test_a_grad_scaler_skips_inf_and_the_step_is_decided(alone: AloneTransport, 
             scaler.scale(loss(ddp, x) * factor).backward()
             scaler.step(optimizer)
             scaler.update()
-        assert step.state() == "decided"
+        assert step.status() is StepStatus.DECIDED
         assert torch.equal(ddp.module[0].weight, before) is (factor != 1.0)
     assert torch.allclose(ddp.module[0].weight, _stepped(samples(4)).float(), atol=1e-6)
     assert scaler.get_scale() == 512.0

@@ -375,7 +375,7 @@ def test_a_fault_in_backward_is_absorbed_where_the_batch_can_be_repeated(alone: 
         loss(net, samples(4)).backward()
         assert torch.equal(net.weight.grad, torch.zeros_like(net.weight))
         assert optimizer.step() is False
-        assert step.state() == "aborted"
+        assert step.is_aborted()
     assert torch.equal(net.weight, before)
 
 

@@ -69,10 +69,10 @@ def test_the_second_of_two_steps_decides_the_step() -> None:
         loss_of(ours.model, x).backward()
         ours.optimizer.first_step(zero_grad=True)
         assert ours.model.weight.grad is None
-        assert (ours.state.step, step.state()) == (before, "reduced")
+        assert (ours.state.step, step.status()) == (before, "reduced")
         loss_of(ours.model, x).backward()
         ours.optimizer.second_step()
-        assert (ours.state.step, step.state()) == (before + 1, "decided")
+        assert (ours.state.step, step.status()) == (before + 1, "decided")
 
 
 def test_a_closure_between_the_two_steps_gives_the_same() -> None:
@@ -109,7 +109,7 @@ def test_a_fault_in_either_pass_takes_everything_back(fault_in: int, transport: 
     transport.abort("a worker was lost")
     loss_of(ours.model, x).backward()
     ours.optimizer.second_step(zero_grad=True)
-    assert (ours.state.step, step.state()) == (1, "aborted")
+    assert (ours.state.step, step.status()) == (1, "aborted")
     step.take_back()
     assert ours.everything() == before
 
@@ -123,7 +123,7 @@ def test_a_fault_in_a_closure_takes_everything_back_and_gives_a_loss(transport: 
     transport.abort("a worker was lost")
     for _ in range(2):  # the second time it is aborted when it begins
         assert torch.isfinite(ours.optimizer.step(lambda: loss_and_backward(ours, x)))
-    assert step.state() == "aborted"
+    assert step.is_aborted()
     step.take_back()
     assert ours.everything() == before
 

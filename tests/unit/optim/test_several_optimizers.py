@@ -102,9 +102,9 @@ def test_the_step_is_decided_by_the_last_of_them() -> None:
     for (x,) in gan.loader:
         before = state.step
         gan.generator_step(x)
-        assert (state.step, step.state()) == (before, "reduced")
+        assert (state.step, step.status()) == (before, "reduced")
         gan.discriminator_step(x)
-        assert (state.step, step.state()) == (before + 1, "decided")
+        assert (state.step, step.status()) == (before + 1, "decided")
 
 
 def test_a_body_may_step_one_of_them_and_decides_the_step_when_it_is_over() -> None:
@@ -150,7 +150,7 @@ def test_a_fault_between_them_takes_back_the_one_that_has_stepped(steps_before: 
     assert not equal(gan.everything(), before)
     transport.abort("a worker was lost")
     assert gan.discriminator_step(x) is False
-    assert step.state() == "aborted"
+    assert step.is_aborted()
     step.take_back()  # as the run loop does when the loop body is over
     assert equal(gan.everything(), before)
     assert state.step == steps_before

@@ -92,7 +92,7 @@ def test_a_gradient_that_one_worker_has_infinite_is_skipped_and_decided_by_all(u
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
-            seen.append((loader.cursor, scaler.get_scale(), step.state(), model.weight.tolist()))
+            seen.append((loader.cursor, scaler.get_scale(), step.status(), model.weight.tolist()))
         return seen
 
     first, *others = run_workers(3, train)

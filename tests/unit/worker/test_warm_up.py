@@ -65,7 +65,7 @@ def test_nothing_is_left_of_it(newcomer: Any) -> None:
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
     assert all(parameter.grad is None for parameter in state.model.parameters())
     assert (state.step, state.loader.epoch, state.loader.cursor, state.seen) == (0, 0, 0, [0])
-    assert (step.state(), state.loader.batch, state.loader.shortfall()) == ("none", None, None)
+    assert (step.status(), state.loader.batch, state.loader.shortfall()) == ("none", None, None)
 
 
 def test_an_exception_of_the_body_is_left_for_the_time_when_it_counts(newcomer: Any) -> None:

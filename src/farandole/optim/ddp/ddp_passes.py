@@ -80,7 +80,7 @@ class StepPass:
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         future: Future[torch.Tensor] = Future()
         self._buckets.append((future, bucket.buffer()))
-        if step.state() != "aborted":
+        if not step.is_aborted():
             try:
                 self._reduce(bucket)
             except RecoverableError:
@@ -107,7 +107,7 @@ class StepPass:
             factor = conclude([StepHeader.unpack(each) for each in trailers], self._batch)
             for _, values in self._buckets if factor != 1.0 else ():
                 values.mul_(factor)
-            step.reduced()
+            step.mark_reduced()
 
     def _weigh(self, bucket: GradBucket, scale: float) -> None:
         flat, factor = bucket.buffer(), self._factor * scale
@@ -127,7 +127,7 @@ class StepPass:
 
     def _complete(self) -> None:
         for future, values in self._buckets:
-            future.set_result(values.zero_() if step.state() == "aborted" else values)
+            future.set_result(values.zero_() if step.is_aborted() else values)
 
 
 def _holding(tensor: torch.Tensor) -> Future[torch.Tensor]:

@@ -58,7 +58,7 @@ class DdpPath:
         """Reset the state for a global batch."""
         self.is_reduced = False
         self._stepped: set[int] = set()
-        self._reduced: list[torch.Tensor | None] | None = None  # kept during loop bodies that do not count
+        self._kept_for_padding: list[torch.Tensor | None] | None = None  # reduced gradients
         self._restored_in: Batch | None = None
         self._weights.forget()
         self._accumulated.forget()
@@ -126,7 +126,7 @@ class DdpPath:
         if batch is None:
             return PlainPass(self.hook)
         self._notice(batch)
-        if step.state() == "aborted" or (self._owned and self._owned <= self._stepped):
+        if step.is_aborted() or (self._owned and self._owned <= self._stepped):
             return DroppedPass()
         if self.is_reduced and batch.global_batch.micro_batches > 1:
             raise StepError(
@@ -152,7 +152,7 @@ class DdpPath:
             return
         self._notice(batch)
         if batch.is_last and not batch.is_padding:
-            if self._reduces and step.state() != "aborted":
+            if self._reduces and not step.is_aborted():
                 self._weigh(parameter, batch)
         elif batch.is_padding:
             if self._restored_in is not batch:
@@ -185,12 +185,12 @@ class DdpPath:
     def begin_padding(self) -> None:
         """Remember the reduced gradients: autograd adds to them in place."""
         if self.is_reduced:
-            self._reduced = [None if each.grad is None else each.grad.clone() for each in self.parameters]
+            self._kept_for_padding = [None if each.grad is None else each.grad.clone() for each in self.parameters]
 
     def _restore(self) -> None:
-        if self._reduced is None:
+        if self._kept_for_padding is None:
             return
-        for parameter, gradient in zip(self.parameters, self._reduced, strict=True):
+        for parameter, gradient in zip(self.parameters, self._kept_for_padding, strict=True):
             if gradient is None or parameter.grad is None:
                 parameter.grad = None if gradient is None else gradient.clone()
             else:
@@ -228,7 +228,7 @@ class DdpPath:
         """Return whether zero_grad() may proceed: not while the micro-batches of a global batch are being
         accumulated."""
         self._notice(batch)
-        if step.state() == "aborted" or (batch.global_batch.micro_batches == 1 and not batch.is_padding):
+        if step.is_aborted() or (batch.global_batch.micro_batches == 1 and not batch.is_padding):
             return True
         if batch.is_padding:
             return False

@@ -86,7 +86,7 @@ class ElasticModule(DistributedDataParallel):
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         """Broadcast buffers, in forward(). A fault aborts the step, as in backward()."""
-        if step.state() == "aborted":
+        if step.is_aborted():
             return
         try:
             super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
@@ -209,7 +209,7 @@ class ReducerGroup(FarandoleGroup):
         self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = ReduceOp.SUM, timeout: Any = None
     ) -> Done:
         """Reduce the one tensor of `tensors`: a number for each parameter, 0 if it was not used."""
-        if step.state() == "aborted":
+        if step.is_aborted():
             return Done()
         for place in self._used_before():
             tensors[0][place] = 1

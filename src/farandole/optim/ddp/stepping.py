@@ -14,6 +14,7 @@ from farandole.optim.optimizer_mixin import OwnMethods, overriding_methods, prot
 from farandole.optim.scaled_step import STEPPED_TWICE, as_schedulers_patch_it, call_dropped, refuse_closure, zeroing
 from farandole.state import step
 from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.step import StepStatus
 
 _OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: their import is slow
 
@@ -37,15 +38,15 @@ class SteppingOptimizer(OwnMethods):
         batch = step.batch()
         if batch is None:
             loss = self._apply(closure, self._gradients())
-            step.stepped(self)
+            step.mark_stepped(self)
             return loss
         if closure is not None:
             return self._step_with(closure, batch)
         are_reduced = self._begin_step(batch)
         if not batch.is_last:
             return False
-        step.applying(self)
-        if step.state() == "aborted":
+        step.begin_applying(self)
+        if step.is_aborted():
             return False
         self._refuse_local_gradients(are_reduced)
         if step.awaits_others(self):
@@ -57,18 +58,18 @@ class SteppingOptimizer(OwnMethods):
     def _step_with(self, closure: Callable[[], Any], batch: Batch) -> Any:
         """Step with a closure. The optimizer runs backward passes itself; it may change parameters between them."""
         refuse_closure(batch)
-        if step.state() == "aborted":
+        if step.is_aborted():
             return call_dropped(closure)
-        step.applying(self)
+        step.begin_applying(self)
         protect(self)
         loss = self._apply(closure)
-        if step.state() != "aborted":
+        if not step.is_aborted():
             self._decide_within(batch)
         return loss
 
     def _decide_within(self, batch: Batch) -> None:
         self._begin_step(batch)
-        self._refuse_local_gradients(step.state() == "reduced")
+        self._refuse_local_gradients(step.status() is StepStatus.REDUCED)
         self._end_step(batch)
 
     def _begin_step(self, batch: Batch) -> bool:
@@ -83,7 +84,7 @@ class SteppingOptimizer(OwnMethods):
         self._farandole_global_batch = batch.global_batch
         for path in self._farandole_paths:
             path.stepped(self._keys())
-        step.stepped(self)
+        step.mark_stepped(self)
 
     # torch wraps step() of every optimizer class with a profiler range and hooks; the base class's step() is wrapped
     # already.
