@@ -39,18 +39,18 @@ def main() -> None:
     data = torch.utils.data.TensorDataset(numbers, numbers.sum(dim=1, keepdim=True))
     loader = fd.elastic.DataLoader(data, options.batch, seed=0)
     state: Any = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
-    at_boundary, hashing_s = state.digests.at_boundary, list[float]()
+    of_due_block, hashing_s = state.digests.of_due_block, list[float]()
 
     def is_on() -> bool:
         return bool(state.step // options.in_turn % 2)
 
     def in_turns(step: int) -> int:
         begin_s = time.thread_time()
-        value = at_boundary(step) if is_on() else 0
+        value = of_due_block(step) if is_on() else 0
         hashing_s.append(time.thread_time() - begin_s)
         return value
 
-    state.digests.at_boundary = in_turns
+    state.digests.of_due_block = in_turns
     times: dict[bool, list[float]] = {True: [], False: []}
     hashed: list[float] = []
 

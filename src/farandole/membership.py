@@ -77,14 +77,14 @@ class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
         step: Decided optimizer steps since the start of the job.
         epoch: Completed epochs.
         cursor: Samples of the current epoch that decided steps have consumed.
-        boundary: Boundaries passed (each next batch, epoch advance, commit).
+        boundary_number: Boundaries passed, and completed calls of Epoch.once().
     """
 
     run_id: int = 1
     step: int = 0
     epoch: int = 0
     cursor: int = 0
-    boundary: int = 0
+    boundary_number: int = 0
 
 
 class Origin(msgspec.Struct, frozen=True):

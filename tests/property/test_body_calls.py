@@ -21,7 +21,7 @@ class Survivor:
 
     done: int
     calls: int = CALLS
-    boundary: int = 7
+    boundary_number: int = 7
 
 
 def call(number: int) -> str:
@@ -42,7 +42,7 @@ def run_body(survivor: Survivor, transport: ThreadTransport, old: list[torch.Ten
         is_connected = True
 
     calls = BodyCalls(
-        boundary=lambda: survivor.boundary,
+        boundary_number=lambda: survivor.boundary_number,
         is_in_body=lambda: True,
         is_connected=lambda: is_connected,
         connect=connect,
@@ -84,5 +84,5 @@ def test_workers_that_make_other_calls_after_an_aborted_step_do_not_wait_for_eac
 
 def test_calls_of_another_loop_body_are_no_answer() -> None:
     """One worker is ahead by a boundary: what it has called there is another call."""
-    ahead, behind = run([Survivor(done=0, calls=2, boundary=8), Survivor(done=0, calls=2)])
+    ahead, behind = run([Survivor(done=0, calls=2, boundary_number=8), Survivor(done=0, calls=2)])
     assert (ahead, behind) == ([1.0, 1.0], [2.0, 2.0])

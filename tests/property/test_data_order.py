@@ -232,7 +232,7 @@ class Numbers:
 
 class Worker(NoLoaderHooks):
     """A training loop as a user writes it, which stops for the simulation at every batch and after every
-    epoch. It is the Boundary of its own loader."""
+    epoch. It is the hooks of its own loader."""
 
     def __init__(self, layout: BatchLayout, order: Order, seed: int) -> None:
         self.all_advance = True

@@ -122,7 +122,7 @@ class CheckpointWriter:
                 step=at.step,
                 epoch=at.epoch,
                 cursor=at.cursor,
-                boundary=at.boundary,
+                boundary_number=at.boundary_number,
                 generation=generation,
                 workers=workers,
                 written_s=wall_time_s(),

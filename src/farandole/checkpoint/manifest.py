@@ -28,7 +28,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """The manifest of a checkpoint.
 
     rule        the rule of the state: step or commit
-    run_id, step, epoch, cursor, boundary   the progress of the state
+    run_id, step, epoch, cursor, boundary_number   the progress of the state
     generation  number of the generation that wrote it
     workers     number of workers at that time
     written_s   seconds since 1970, for people
@@ -42,7 +42,7 @@ class Manifest(msgspec.Struct, frozen=True):
     step: int
     epoch: int
     cursor: int
-    boundary: int
+    boundary_number: int = msgspec.field(name="boundary")  # its name in the files
     generation: int
     workers: int
     written_s: float
@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def progress(self) -> Progress:
         """Progress of the state. A job resumes from the checkpoint with the highest one in a folder."""
-        return Progress(self.run_id, self.step, self.epoch, self.cursor, self.boundary)
+        return Progress(self.run_id, self.step, self.epoch, self.cursor, self.boundary_number)
 
 
 def encode(manifest: Manifest) -> bytes:

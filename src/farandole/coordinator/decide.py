@@ -140,7 +140,7 @@ def _settle(transition: Transition) -> None:
         slots.end_backoffs(transition)
         recovery.end_deferral_in_time(transition)
         hosts.dismiss_idle(transition)
-        recovery.report_when_over(transition)
+        recovery.conclude(transition)  # before slots.fill, which starts the replacement
         slots.follow_hosts(transition)
         slots.fill(transition)
         slots.warn_of_missing_spares(transition)

@@ -1,4 +1,14 @@
-"""Recovery from the loss of a worker, up to the first step, before which no replacement is started. Pure."""
+"""Recovery from the loss of a worker, up to the first step of the survivors: then a replacement may start. Pure.
+
+The way of that step, from the workers to the start of the replacement:
+
+    defer_restarts          a worker is lost: its slot stays empty for now (called by regroup.py)
+    report_first_step       on each survivor, when its first step after the regroup is decided: it sends FirstStep
+                            (worker/worker_recovery.py)
+    record_first_step       the message arrives (called by worker_messages.py)
+    conclude                all survivors have sent theirs: the deferral ends, and the recovery is reported
+    slots.fill              in the same decision: the slot is not deferred any more, and gets its worker
+"""
 
 from __future__ import annotations
 
@@ -33,15 +43,16 @@ def started(transition: Transition, change: Change) -> None:
     transition.change(recovery=recovery)
 
 
-def first_step(transition: Transition, worker: Worker, message: FirstStep) -> None:
+def record_first_step(transition: Transition, worker: Worker, message: FirstStep) -> None:
     """Record that a member has applied the first step of a generation."""
     recovery = transition.job.recovery
     if recovery is not None and message.number == recovery.number and transition.job.is_member(worker.name):
         transition.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: message}))
 
 
-def report_when_over(transition: Transition) -> None:
-    """Report the recovery once all members have applied a step, or have finished without another one."""
+def conclude(transition: Transition) -> None:
+    """Conclude the recovery once all members have applied a step, or have finished without another one: report it, and
+    permit replacements."""
     job, recovery = transition.job, transition.job.recovery
     if recovery is None or (job.change is not None and not job.change.is_planned):
         return  # Or the next fault has already happened.

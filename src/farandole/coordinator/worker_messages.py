@@ -51,7 +51,7 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Connected(number, way):
                 transition.log(TransportChosen(number, way))
             case FirstStep():
-                recovery.first_step(transition, worker, message)
+                recovery.record_first_step(transition, worker, message)
             case StatesDiffered():
                 _differed(transition, message)
             case Failed():

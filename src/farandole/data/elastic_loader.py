@@ -85,7 +85,7 @@ class ElasticLoader(ABC):
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.is_aborted():
-                self.hooks.reach()  # decisions of an aborted loop body, such as `break`, do not count
+                self.hooks.reach_boundary()  # decisions of an aborted loop body, such as `break`, do not count
                 continue
             self._is_ended = self.epoch == epoch  # or a regroup has advanced it
             if self._has_to_leave and not self._leave():
@@ -120,7 +120,7 @@ class ElasticLoader(ABC):
         if self._padding.is_due(self.batch):
             self.batch, self.indices, data = self._padding.next(self.batch)
             return data
-        self.hooks.reach()
+        self.hooks.reach_boundary()
         return self._next(self._settle())
 
     def _settle(self) -> bool:

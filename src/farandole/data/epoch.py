@@ -151,9 +151,10 @@ class Epoch(int):
 
 
 class LoaderHooks(Protocol):
-    """The points at which workers may regroup: between two batches, and between two epochs."""
+    """The calls of a loader at its boundaries, where workers may regroup: before each batch, and at the end of an
+    epoch."""
 
-    def reach(self) -> None:
+    def reach_boundary(self) -> None:
         """Handle that a batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
         ...
 
@@ -183,7 +184,7 @@ class LoaderHooks(Protocol):
 class NoLoaderHooks:
     """The hooks of a worker without an elastic run loop."""
 
-    def reach(self) -> None:
+    def reach_boundary(self) -> None:
         pass
 
     def rehearses(self) -> bool:

@@ -39,7 +39,7 @@ class StateDigest:
         self.local: frozenset[str] = frozenset()
         self.suspects: Mapping[str, int] = {}
 
-    def at_boundary(self, step: int) -> int:
+    def of_due_block(self, step: int) -> int:
         """Return the digest for the header of this step: that of the block that is due; 0 when none is."""
         if self.suspects and step > self._equal_at:
             if step == self._equal_at + 1:

@@ -117,7 +117,7 @@ class StepState(TorchState):
         self.loader: Any = loader
         self.step = 0
         self.run_id = 1
-        self.boundary = 0
+        self.boundary_number = 0
         self.is_holder = False
         self.on_divergence = on_divergence
         # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
@@ -181,7 +181,7 @@ class StepState(TorchState):
     @property
     def progress(self) -> Progress:
         epoch, cursor = (self.loader.epoch, self.loader.cursor) if self.loader is not None else (0, 0)
-        return Progress(self.run_id, self.step, epoch, cursor, self.boundary)
+        return Progress(self.run_id, self.step, epoch, cursor, self.boundary_number)
 
     def _how_far(self) -> Progress:
         return self.progress
@@ -243,7 +243,7 @@ class StepState(TorchState):
             for name, value in after[part].items():
                 if not is_same(before[part].get(name), value):
                     kept[part][name] = value
-        kept["boundary"] = self.boundary
+        kept["boundary"] = self.boundary_number
         if self.loader is not None:
             kept["loader"] = self.loader.state_dict()  # it contains the number of calls
         self._snapshot.take(kept)
@@ -290,7 +290,7 @@ class StepState(TorchState):
             load_stateful(getattr(self, name), saved)
         for name, value in metadata["values"].items():
             setattr(self, name, load_value(getattr(self, name), value))
-        self.run_id, self.step, self.boundary = metadata["run_id"], metadata["step"], metadata["boundary"]
+        self.run_id, self.step, self.boundary_number = metadata["run_id"], metadata["step"], metadata["boundary"]
         self.has_rehearsed = metadata["has_rehearsed"]
         changing, changing_late = metadata["changing"]
         self._watched.add_changing(changing)
@@ -303,7 +303,7 @@ class StepState(TorchState):
         return {
             "run_id": self.run_id,
             "step": self.step,
-            "boundary": self.boundary,
+            "boundary": self.boundary_number,  # the key in checkpoints
             "has_rehearsed": self.has_rehearsed,
             "changing": self._watched.changing,
             "loader": self.loader.state_dict() if self.loader is not None else None,

@@ -109,7 +109,7 @@ def is_behind(standing: Standing, source: Standing) -> bool:
     """Return whether a rank has to copy the tensors, whatever they contain. At another boundary of the same step it may
     lack changes that the source has made there, such as an average of weights after the step."""
     ours, theirs = standing.progress, source.progress
-    return not standing.is_holder or (ours.step, ours.boundary) != (theirs.step, theirs.boundary)
+    return not standing.is_holder or (ours.step, ours.boundary_number) != (theirs.step, theirs.boundary_number)
 
 
 def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:

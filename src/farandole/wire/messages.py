@@ -82,7 +82,9 @@ class Connected(Message, frozen=True):
 
 
 class FirstStep(Message, frozen=True):
-    """The first step of generation `number` is decided here. Once per regroup; durations, one after the other.
+    """The first step of generation `number` is decided here. When all survivors have sent it, the recovery is over: the
+    coordinator reports it and starts the replacement (coordinator/recovery.py). Once per regroup; durations, one after
+    the other.
 
     Attributes:
         ready_s: From the receipt of ABORT until READY was sent; 0 for a planned change.

@@ -24,7 +24,7 @@ from farandole.errors import RecoverableError
 class CallKey(msgspec.Struct, frozen=True):
     """The key of one call, the same on all workers that make it: its kind, and its number since a boundary."""
 
-    boundary: int
+    boundary_number: int
     kind: bytes
     count: int
 
@@ -46,24 +46,24 @@ class CallRound(msgspec.Struct, frozen=True):
 class BodyCalls:
     """The calls of one worker.
 
-    boundary      gives the number of the boundary that was passed last
-    is_in_body    whether a batch is out, so that a call can be completed where it is
-    is_connected  whether this worker is connected to a new generation whose states are not compared yet
-    connect       connects to the members of the next generation
-    transport     gives the transport of the current generation
-    add_up        adds up over all workers of a generation, where no worker was lost
+    boundary_number  gives the number of the boundary that was passed last
+    is_in_body       whether a batch is out, so that a call can be completed where it is
+    is_connected     whether this worker is connected to a new generation whose states are not compared yet
+    connect          connects to the members of the next generation
+    transport        gives the transport of the current generation
+    add_up           adds up over all workers of a generation, where no worker was lost
     """
 
     def __init__(
         self,
-        boundary: Callable[[], int],
+        boundary_number: Callable[[], int],
         is_in_body: Callable[[], bool],
         is_connected: Callable[[], bool],
         connect: Callable[[], None],
         transport: Callable[[], Transport],
         add_up: Callable[[str, torch.Tensor], torch.Tensor] = agreement.add_up,
     ) -> None:
-        self._boundary, self._is_in_body, self._is_connected = boundary, is_in_body, is_connected
+        self._boundary_number, self._is_in_body, self._is_connected = boundary_number, is_in_body, is_connected
         self._connect, self._transport, self._add_up = connect, transport, add_up
         self._counts: Counter[bytes] = Counter()
         self._counted_at = -1
@@ -114,12 +114,12 @@ class BodyCalls:
         return torch.stack(parts).sum(0).to(mine.dtype)
 
     def _key(self, what: str) -> CallKey:
-        boundary, kind = self._boundary(), hashlib.blake2b(what.encode(), digest_size=8).digest()
-        if boundary != self._counted_at:
+        number, kind = self._boundary_number(), hashlib.blake2b(what.encode(), digest_size=8).digest()
+        if number != self._counted_at:
             self._counts.clear()
-            self._counted_at = boundary
+            self._counted_at = number
         self._counts[kind] += 1
-        return CallKey(boundary, kind, self._counts[kind])
+        return CallKey(number, kind, self._counts[kind])
 
 
 def _all_gather(transport: Transport, mine: bytes) -> list[CallRound]:

@@ -93,7 +93,7 @@ class Checkpoints:
             live(self._state, self._state.progress)
         self._due.restart(now_s(), self._state.progress.step)
 
-    def at_boundary(self, is_captured: bool = True) -> bool:
+    def begin_if_due(self, is_captured: bool = True) -> bool:
         """Begin a checkpoint if one is due. Otherwise do nothing: the metadata need not be captured for that.
 
         Returns:

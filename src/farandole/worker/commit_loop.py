@@ -303,7 +303,7 @@ class CommitLoop:
         if self._values is not None:
             self._values.committed()
         if self._checkpoints is not None:
-            self._checkpoints.at_boundary(is_captured=False)
+            self._checkpoints.begin_if_due(is_captured=False)
         self._is_torn = False
 
 

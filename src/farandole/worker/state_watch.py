@@ -36,12 +36,12 @@ class StateWatch:
         self._is_asked = False  # some worker has begun a checkpoint
         self._is_sample = False  # the digest is one of a sample
 
-    def at_boundary(self, has_saved: bool) -> None:
+    def hash_due(self, has_saved: bool) -> None:
         """Hash the parts that are due. `has_saved`: a checkpoint was begun here."""
         self.digest, self.has_saved, self._is_sample = 0, False, False
         if world.current().placement.size > 1:
             self.has_saved = has_saved
-            self.digest = self._state.digests.at_boundary(self._state.step)
+            self.digest = self._state.digests.of_due_block(self._state.step)
             if self._is_asked:
                 self.digest, self._is_sample = self.digest ^ self.sample(), True
         self._is_asked = False

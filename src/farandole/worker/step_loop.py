@@ -64,7 +64,7 @@ class StepLoop:
         self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._calls = BodyCalls(
-            boundary=lambda: state.boundary,
+            boundary_number=lambda: state.boundary_number,
             is_in_body=lambda: job is not None and step.batch() is not None,
             is_connected=lambda: self._connection is not None,
             connect=self._connect_in_body,
@@ -177,8 +177,9 @@ class StepLoop:
 
     # Requests of the loader (data/epoch.py) -----------------------------------------------------------
 
-    def reach(self) -> None:
-        """Pass a boundary: each next(loader). The only place in the middle of an epoch where workers regroup."""
+    def reach_boundary(self) -> None:
+        """Pass the boundary before a batch: each next(loader). The only place in the middle of an epoch where workers
+        regroup."""
         if self._job is not None and self._job.link.is_over():
             self._job.link.raise_if_over()
         self._is_busy = True
@@ -276,7 +277,7 @@ class StepLoop:
 
     def begin_epoch(self) -> None:
         """Note that the loader has moved on to the next epoch."""
-        self._state.boundary += 1
+        self._state.boundary_number += 1
         self._state.capture()
         self._is_behind_batches = False
 
@@ -292,7 +293,7 @@ class StepLoop:
 
         def call_once() -> None:
             function()
-            state.boundary += 1
+            state.boundary_number += 1
 
         state.capture_after(call_once)
 
@@ -300,12 +301,12 @@ class StepLoop:
         """Remember the metadata, and seed the step's random numbers from (seed, step, rank): a step that is repeated
         gets the same numbers."""
         state, self._is_second_call = self._state, False
-        state.boundary += 1
+        state.boundary_number += 1
         # Before the rehearsal the effects of the loop body are unknown.
         is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1
         state.capture(is_whole=not is_known)
         self._is_behind_batches = False
-        self._watch.at_boundary(self._checkpoints is not None and self._checkpoints.at_boundary())
+        self._watch.hash_due(self._checkpoints is not None and self._checkpoints.begin_if_due())
         status_reporting.set_step(world.current().id.number, state.step)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)

@@ -72,7 +72,7 @@ class _WarmedUp(BaseException):
 
 
 class _WarmUp(NoLoaderHooks):
-    """The loader's boundary: it hands out one local batch after the other, and ends the function after the last one."""
+    """The loader's hooks of a warm-up: one local batch after the other, and the end of the function after the last."""
 
     def __init__(self, job: WorkerJob, state: StepState, loader: Loader, metadata: dict[str, Any]) -> None:
         self._job, self._state, self._loader, self._metadata = job, state, loader, metadata
@@ -80,7 +80,7 @@ class _WarmUp(NoLoaderHooks):
         self._sizes = set[int]()
         self._is_due = False  # a local batch is prepared, and was not handed out yet
 
-    def reach(self) -> None:
+    def reach_boundary(self) -> None:
         if self._job.link.is_over():
             self._job.link.raise_if_over()
         if step.expects_micro_batch():

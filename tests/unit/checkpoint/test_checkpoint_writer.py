@@ -57,7 +57,7 @@ def train(state: Any, steps: int) -> None:
         state.optimizer.step()
         step.mark_reduced()
         step.decide()
-        state.boundary += 1
+        state.boundary_number += 1
     state.capture()
 
 

@@ -18,7 +18,7 @@ def publish(folder: CheckpointFolder, step: int, run_id: int = 1) -> Path:
 
 
 def manifest(step: int, run_id: int = 1, **more: object) -> Manifest:
-    at = {"run_id": run_id, "step": step, "epoch": 0, "cursor": step, "boundary": step}
+    at = {"run_id": run_id, "step": step, "epoch": 0, "cursor": step, "boundary_number": step}
     return Manifest(**{"format": FORMAT, "rule": "step", "generation": 1, "workers": 1, "written_s": 0.0, **at, **more})
 
 

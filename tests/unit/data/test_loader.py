@@ -44,13 +44,13 @@ class Numbers:
 
 
 class Regroups(NoLoaderHooks):
-    """A boundary at which something happens once; `answers` to whether all are through with the epoch."""
+    """Hooks for which something happens once, at a boundary; `answers` to whether all are through with the epoch."""
 
     def __init__(self, action: Callable[[], None] = lambda: None, answers: tuple[bool, ...] = ()) -> None:
         self.action: Callable[[], None] | None = action
         self.answers = list(answers)
 
-    def reach(self) -> None:
+    def reach_boundary(self) -> None:
         action, self.action = self.action, None
         if action is not None:
             action()

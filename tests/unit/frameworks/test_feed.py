@@ -107,13 +107,13 @@ def test_who_copies_a_step_from_others_enters_the_frameworks_loop_anew_behind_it
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
-        def reach(self) -> None:
+        def reach_boundary(self) -> None:
             if step.is_aborted() and not step.is_rehearsal():
                 loader.commit(loader.global_batch)
                 state.step += 1
                 step.close()
                 loader.set_world(0, 1)
-            self.inner.reach()
+            self.inner.reach_boundary()
 
     def abort_once() -> None:
         if len(framework.computed) == decided + 1:

@@ -53,7 +53,7 @@ def state_of_all_kinds() -> Any:
 
 
 def turn(state: Any) -> list[int]:
-    return [state.digests.at_boundary(step) for step in range(TURN, 2 * TURN)]
+    return [state.digests.of_due_block(step) for step in range(TURN, 2 * TURN)]
 
 
 def names(state: Any) -> dict[str, torch.Tensor]:
@@ -116,10 +116,10 @@ def test_a_tensor_that_differs_again_a_step_later_is_hashed_no_more() -> None:
     state = state_of_all_kinds()
     digests = state.digests
     digests.resolved(301, {"model.queue": 0}, [])
-    assert digests.at_boundary(301) == 0, "no step has changed it since"
-    before = digests.at_boundary(302)
+    assert digests.of_due_block(301) == 0, "no step has changed it since"
+    before = digests.of_due_block(302)
     state.model.queue[0, 0] += 1
-    assert before != digests.at_boundary(302) != 0
+    assert before != digests.of_due_block(302) != 0
     digests.resolved(303, {}, ["model.queue"])
     before = turn(state)
     state.model.queue[0, 0] += 1

@@ -223,10 +223,10 @@ def test_a_value_assigned_to_a_handled_name_is_handled_from_then_on() -> None:
 
 
 def test_names_of_the_step_rule_are_free_under_the_commit_rule() -> None:
-    state = TorchState(step=3, progress=0.5, tensors=[1], run_id="x", boundary=None)
+    state = TorchState(step=3, progress=0.5, tensors=[1], run_id="x", boundary_number=None)
     state.step = 4
     state.restore()
-    assert (state.step, state.progress, state.tensors, state.run_id, state.boundary) == (3, 0.5, [1], "x", None)
+    assert (state.step, state.progress, state.tensors, state.run_id, state.boundary_number) == (3, 0.5, [1], "x", None)
 
 
 def test_torchs_own_loader_does_not_make_it_a_state_of_the_step_rule() -> None:
