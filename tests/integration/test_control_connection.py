@@ -70,7 +70,7 @@ def test_who_does_not_know_the_token_is_told_nothing(token: bytes, job: str) -> 
         ([AskStatus()], "AskStatus before AgentHello"),
         ([ClientHello(PROTOCOL_VERSION), ClientHello(PROTOCOL_VERSION)], "sent ClientHello twice"),
         ([ClientHello(PROTOCOL_VERSION), Heartbeat(1)], "not a valid message"),
-        ([ClientHello(PROTOCOL_VERSION + 1), AskStatus()], f"this job has {PROTOCOL_VERSION}"),
+        ([ClientHello(PROTOCOL_VERSION + 1), AskStatus()], f"this job version {PROTOCOL_VERSION}"),
         ([AgentHello("a", "host", 1, PROTOCOL_VERSION), AskStatus()], "not a valid message"),
     ],
 )

@@ -500,7 +500,7 @@ def check_adasum_in_an_elastic_job_averages_where_the_size_is_no_power_of_two() 
                 loss(model, data(fd.rank(), step)).backward()
                 optimizer.step()
                 assert same(list(model.parameters()), wanted)
-        assert [f"there are {fd.size()} now" in str(each.message) for each in caught] == [True]
+        assert [f"which is {fd.size()} now" in str(each.message) for each in caught] == [True]
     finally:
         loop_hooks.install(None)
 
