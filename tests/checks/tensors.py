@@ -16,6 +16,13 @@ SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16)
 SIZED = (0,), (1,), (7,), (2, 3), (2, 1, 4)
 """Shapes, one without elements among them."""
 
+
+def sized() -> tuple[tuple[int, ...], ...]:
+    """SIZED, or some of them among more than two ranks: for checks of every dtype, each with every shape. More ranks
+    change how tensors travel, and not what their shapes do."""
+    return SIZED if fd.size() == 2 else ((0,), (2, 3))
+
+
 _COMBINE: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     fd.Sum: torch.add,
     fd.Min: torch.minimum,

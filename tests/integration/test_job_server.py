@@ -69,7 +69,10 @@ def test_what_a_job_leaves_behind_is_told_and_ended(tmp_path: Path) -> None:
     """A worker starts a process in a session of its own, which nothing else would end."""
     os.mkfifo(tmp_path / "fifo")
     words = ["run", "-np", "1", "--", "sh", "-c", "setsid sh -c 'echo > fifo; exec sleep 987' & read x < fifo; exit 3"]
-    with (tmp_path / "output").open("wb") as output, launch(words, output, output, folder=tmp_path) as job:
+    with (
+        (tmp_path / "output").open("wb") as output,
+        launch(words, output, output, folder=tmp_path, gone_s=0.5) as job,
+    ):
         assert job.wait(DEADLINE_S) == 3
         left = job.left()
     assert [each.partition(": ")[2].strip() for each in left] == ["sleep 987"]

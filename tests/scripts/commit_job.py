@@ -13,6 +13,7 @@ import torch
 
 import farandole as fd
 from farandole.errors import HorovodInternalError
+from farandole.testing.quick_start import without_compiler
 
 
 def main() -> None:
@@ -45,6 +46,7 @@ def main() -> None:
         os.write(file, json.dumps(line).encode() + b"\n")
 
     torch.set_num_threads(1)
+    without_compiler()
     torch.manual_seed(os.getpid())  # so that only a sync can make the workers equal
     fd.init()
 

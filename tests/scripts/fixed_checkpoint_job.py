@@ -8,6 +8,7 @@ import os
 import torch
 
 import farandole as fd
+from farandole.testing.quick_start import without_compiler
 
 
 def main() -> None:
@@ -17,6 +18,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    without_compiler()
     fd.init()
     model = torch.nn.Linear(1, 1)
     optimizer = fd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))

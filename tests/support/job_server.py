@@ -10,8 +10,9 @@ its keeper, so that whatever a job leaves behind is seen.
                                         forks a fork server whenever the launcher wants one
 
 The client sends one end of a new connection for each job, and the descriptors of its standard output and error. The
-keeper reads a line of JSON there, {"program", "arguments", "environment", "folder"}, and writes three, as things
-happen: {"pid"} of the launcher, {"code"} that it ended with, {"left"}: what was left behind, which has been killed.
+keeper reads a line of JSON there, {"program", "arguments", "environment", "folder", "gone_s"}, and writes three, as
+things happen: {"pid"} of the launcher, {"code"} that it ended with, {"left"}: what was left behind, which has been
+killed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_MS = 5
-_GONE_S = 6.0  # until what a job has killed is gone, and its guard has cleaned up
 _NO_PLACE = 1  # exit code of a fork server whose launcher is gone
 
 
@@ -126,7 +126,7 @@ def _keep(connection: socket.socket, output: int, error: int) -> NoReturn:
             poll.unregister(connection)
         _reap(ended)
     _say(connection, {"code": ended[launcher]})
-    _say(connection, {"left": _end_orphans()})
+    _say(connection, {"left": _end_orphans(asked["gone_s"])})
     os._exit(0)
 
 
@@ -135,10 +135,10 @@ def _say(connection: socket.socket, words: Mapping[str, Any]) -> None:
         connection.sendall(json.dumps(words).encode() + b"\n")
 
 
-def _end_orphans() -> list[str]:
-    """Children that are left are orphans of the job: some seconds are theirs to go. Those that stay are killed, and
+def _end_orphans(gone_s: float) -> list[str]:
+    """Children that are left are orphans of the job: so many seconds are theirs to go. Those that stay are killed, and
     what they leave as well; the result says which."""
-    until = time.monotonic() + _GONE_S
+    until = time.monotonic() + gone_s
     while _children() and time.monotonic() < until:
         _reap({})
         select.select([], [], [], _POLL_MS / 1000)

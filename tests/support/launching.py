@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 _START_S = 60.0
 _END_S = 30.0
+_GONE_S = 6.0  # until what a job has killed is gone, and its guard has cleaned up
 _ENVIRONMENT = dict(os.environ)  # as it was before any test changed it
 # Read when Python or a library is loaded, which the job server has done already.
 _READ_EARLY = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH_", "CUDA_", "NCCL_", "LD_", "LC_", "LANG")
@@ -113,6 +114,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     program: str = "farandole",
+    gone_s: float = _GONE_S,
 ) -> Launched:
     """Start `farandole ARGUMENTS`.
 
@@ -120,6 +122,7 @@ def launch(
     environment    all of it; None: this process's own
     folder         its current directory; None: this process's own
     program        "horovodrun" in its place
+    gone_s         how long what the job leaves behind may take to end by itself
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -129,6 +132,7 @@ def launch(
         "arguments": [*arguments],
         "environment": dict(os.environ if environment is None else environment),
         "folder": str(folder or Path.cwd()),
+        "gone_s": gone_s,
     }
     ours.sendall(json.dumps(asked).encode() + b"\n")
     return Launched(program, arguments, ours)
