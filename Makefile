@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules check format bench paths docs clean
+.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -35,6 +35,9 @@ schedules: $(READY)  ## data order and membership under random schedules; DATA_S
 	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} \
 		$(BIN)/python -m pytest tests/property/test_data_order.py tests/property/test_membership_schedules.py
 
+mutate: $(READY)  ## one-line faults in the core, and which of them the unit and property tests notice; SEED=1 MUTANTS=60 FILES="worker/*.py"; see tests/README.md
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run --seed $${SEED:-1} --mutants $${MUTANTS:-60} $(if $(FILES),--files $(FILES))
+
 check: $(READY)  ## lint, format, types, import direction, terms, mentioned files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -60,7 +63,7 @@ docs: $(READY)  ## the documentation as web pages, into site/
 	@echo "Written to site/index.html"
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose
