@@ -174,6 +174,23 @@ def test_what_is_written_before_the_rehearsal_is_put_back_however_it_is_written(
     assert torch.equal(bodies[0], bodies[1])
 
 
+def test_a_call_of_the_loop_body_is_completed_by_the_remaining_workers(second_of_two: Orders) -> None:
+    """The body goes on where it is, and its step is aborted and comes again."""
+    state, bodies, orders = make_state(), [], second_of_two
+    state.is_holder = True
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append(x.tolist())
+        if len(bodies) == 2:
+            orders.lose_a_worker()
+        assert fd.mean(float(len(bodies))) == len(bodies)
+
+    train(orders, state, body)
+    assert world.current().id.number == 2
+    assert (len(bodies), bodies[1] == bodies[2]) == (4, True)
+    assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job(1, 2))
+
+
 # Planned changes -----------------------------------------------------------------------------------------------------
 
 
