@@ -73,7 +73,10 @@ class RunningJob:
         return self.process.wait(timeout_s)
 
     def latest(self) -> dict[int, dict[str, Any]]:
-        """Return the newest complete record of each worker process of the newest generation, by rank."""
+        """Return the newest complete record of each worker process of the newest generation, by rank.
+
+        "has_applied" is added to it: whether the worker has applied a step in this generation.
+        """
         records = []
         for path in self.folder.glob("worker-*.jsonl"):
             if path.stat().st_size == self._ended.get(path.name):
@@ -82,7 +85,11 @@ class RunningJob:
                 file.seek(max(0, path.stat().st_size - 8192))
                 lines = file.read().split(b"\n")
             if len(lines) > 2:  # the first may be cut off at its start, the last one is not complete yet
-                records.append(json.loads(lines[-2]))
+                record = json.loads(lines[-2])
+                # A step is two records, "before" and "after". The second of them is missing where it was aborted.
+                previous = json.loads(lines[-3]) if len(lines) > 3 else {}
+                applied = "after" in record or ("after" in previous and previous["generation"] == record["generation"])
+                records.append(record | {"has_applied": applied})
         newest = max((record["generation"] for record in records), default=0)
         return {record["rank"]: record for record in records if record["generation"] == newest}
 
@@ -116,6 +123,8 @@ def all_training(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
     """Return the condition that `size` workers of one generation have each applied a step in it."""
 
     def condition(latest: dict[int, dict[str, Any]]) -> bool:
-        return len(latest) == size and all(record["size"] == size for record in latest.values())
+        return len(latest) == size and all(
+            record["size"] == size and record["has_applied"] for record in latest.values()
+        )
 
     return condition
