@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from farandole.testing.running_job import FARANDOLE_RUN, HOROVODRUN, all_training
+from farandole.testing.running_job import FARANDOLE_RUN, HOROVODRUN, all_writing
 from tests.support.jobs import SCRIPTS, RunningJob
 
 COMMIT_JOB = SCRIPTS / "commit_job.py"
@@ -43,7 +43,7 @@ def committing(size: int, above: int = 0) -> Any:
 
     def condition(latest: dict[int, dict[str, Any]]) -> bool:
         return (
-            all_training(size)(latest)
+            all_writing(size)(latest)
             and all(record["what"] == "commit" for record in latest.values())
             and latest[0]["generation"] > above
         )

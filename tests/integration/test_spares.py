@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import HOROVODRUN, all_training
+from farandole.testing.running_job import HOROVODRUN, all_training, all_writing
 from tests.support.jobs import ELASTIC_JOB, SCRIPTS, RunningJob, check_job, farandole_run
 
 SAMPLES = 600
@@ -74,9 +74,9 @@ def test_spares_serve_scripts_written_for_horovod(tmp_path: Path) -> None:
     words = ["--stop", str(tmp_path / "stop")]
     with RunningJob(flags, SCRIPTS / "commit_job.py", words, records, output, HOROVODRUN) as running:
         running.wait_until(lambda _: "w2 (slot 2) waits as a spare" in output.read_text(), 60)
-        latest = running.wait_until(all_training(2), 60)
+        latest = running.wait_until(all_writing(2), 60)
         running.kill(latest[0]["pid"])
-        running.wait_until(lambda latest: all_training(2)(latest) and latest[0]["generation"] == 2, 60)
+        running.wait_until(lambda latest: all_writing(2)(latest) and latest[0]["generation"] == 2, 60)
         running.wait_until(lambda _: "w3 (slot 0) waits as a spare" in output.read_text(), 60)
         (tmp_path / "stop").touch()
         assert running.wait(60) == 0, output.read_text()

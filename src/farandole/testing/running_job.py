@@ -119,12 +119,19 @@ class RunningJob:
         return now
 
 
+def all_writing(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
+    """Return the condition that `size` workers of one generation have each written a record in it."""
+
+    def condition(latest: dict[int, dict[str, Any]]) -> bool:
+        return len(latest) == size and all(record["size"] == size for record in latest.values())
+
+    return condition
+
+
 def all_training(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
     """Return the condition that `size` workers of one generation have each applied a step in it."""
 
     def condition(latest: dict[int, dict[str, Any]]) -> bool:
-        return len(latest) == size and all(
-            record["size"] == size and record["has_applied"] for record in latest.values()
-        )
+        return all_writing(size)(latest) and all(record["has_applied"] for record in latest.values())
 
     return condition
