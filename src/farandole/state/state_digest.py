@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
-from farandole.state.digest import digest, digest_of
+from farandole.state.digest import LONG_BYTES, Piece, digest, digest_of
 from farandole.state.digest_schedule import TURN, ByteRange, block_at, cut, is_due, sample_at
 from farandole.state.named_tensors import NamedTensor
-from farandole.state.packing import as_bytes
+from farandole.state.packing import as_bytes, memory_at
 
 STRIKES = 3
 
@@ -113,9 +113,9 @@ class _BlockLayout:
     def is_outdated(self, step: int) -> bool:
         return step // TURN != self._step // TURN or step <= 16
 
-    def pieces(self, parts: Sequence[ByteRange]) -> list[torch.Tensor] | None:
+    def pieces(self, parts: Sequence[ByteRange]) -> list[Piece] | None:
         """Return the bytes of these parts; None when a tensor does not exist any more, or has another shape."""
-        found = []
+        found: list[Piece] = []
         for place, start, stop in parts:
             tensor = self._tensors[place].find()
             if tensor is None or (tensor.shape, tensor.dtype) != self._shapes[place]:
@@ -124,10 +124,12 @@ class _BlockLayout:
         return found
 
 
-def _bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _bytes(tensor: torch.Tensor, start: int, stop: int) -> Piece:
     """Return bytes [start, stop) of a tensor in its logical order. Of a tensor that is not contiguous, only the needed
     rows are copied."""
     if tensor.is_contiguous() or tensor.dim() == 0:
+        if tensor.is_cpu and stop - start < LONG_BYTES:
+            return memory_at(tensor, start, stop)
         return as_bytes(tensor)[start:stop]
     row = tensor.numel() * tensor.element_size() // tensor.shape[0]
     first, last = start // row, -(-stop // row)

@@ -28,9 +28,11 @@ WHOLE = TensorDataset(
 )
 HALF = Subset(WHOLE, range(1, 40, 2))
 QUARTER = Subset(HALF, [*range(0, 20, 2), -1])
+LAST = Subset(WHOLE, range(-7, 0))
+UNUSUAL = TensorDataset(WHOLE.tensors[0], torch.arange(40).to(torch.uint16))
 
 
-@pytest.mark.parametrize("dataset", [WHOLE, HALF, QUARTER])
+@pytest.mark.parametrize("dataset", [WHOLE, HALF, QUARTER, LAST, UNUSUAL])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_they_are_those_of_torch(dataset: Any, num_workers: int) -> None:
     ours = fd.elastic.EvalLoader(dataset, 3, num_workers=num_workers)
