@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery import WORKLOAD
-from farandole.testing.faults.backends import WorkerId
+from farandole.testing.faults.backends import LabBackend, WorkerId
 from farandole.testing.faults.fault_plan import ToHost
-from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab
 from farandole.testing.proof import Proof, Record
 from farandole.testing.running_job import RunningJob, all_training

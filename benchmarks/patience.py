@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery import WORKLOAD
-from farandole.testing.faults.lab_backend import LabBackend
+from farandole.testing.faults.backends import LabBackend
 from farandole.testing.lab import Lab
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training

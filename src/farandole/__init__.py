@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from farandole.launch.run_function import run as run
     from farandole.optim import distributed_optimizer
     from farandole.optim.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
-    from farandole.optim.weighting import weight as weight
+    from farandole.optim.step_agreement import weight as weight
     from farandole.parallel.data_parallel import DataParallel as DataParallel
     from farandole.worker.capabilities import (
         ccl_built as ccl_built,
@@ -131,7 +131,7 @@ _HOMES = {
     "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),
     "launch.run_function": "run",
     "optim.distributed_optimizer": "DistributedOptimizer",
-    "optim.weighting": "weight",
+    "optim.step_agreement": "weight",
     "parallel.data_parallel": "DataParallel",
     "worker.capabilities": (
         "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "

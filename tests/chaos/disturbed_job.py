@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farandole.testing.faults.backends import ThisMachine
+from farandole.testing.faults.backends import LabBackend, ThisMachine
 from farandole.testing.faults.bringing import Bringer, Pace, Triggers
 from farandole.testing.faults.fault_plan import AtLastStepOf, OneWay
-from farandole.testing.faults.lab_backend import LabBackend
 from farandole.testing.lab import Lab, LabError
 from farandole.testing.lab.lab import remains
 from farandole.testing.proof import Proof

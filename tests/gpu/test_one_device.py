@@ -15,7 +15,7 @@ from farandole.collectives.nccl_transport import NcclGroups, own_nccl_problem
 from farandole.collectives.ring import RingTransport
 from farandole.errors import ConfigError
 from farandole.optim.buckets import Arrivals
-from farandole.state.digest import digest_of
+from farandole.state.state_digest import digest_of
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.integration.test_elastic_job import SAMPLES, EndlessJob, beyond, job

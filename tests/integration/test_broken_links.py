@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testing.faults.lab_backend import LabBackend
+from farandole.testing.faults.backends import LabBackend
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from farandole.clock import now_s
-from farandole.collectives.dialer import Dialer
+from farandole.collectives.data_connections import DataListener, Dialer
 from farandole.collectives.handshake import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
-from farandole.collectives.listener import DataListener
 from farandole.collectives.p2p.incoming import CHANNEL, Incoming
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.errors import GenerationEnded

@@ -15,7 +15,7 @@ import pytest
 
 from farandole.agent.status_pages import ExitWatcher
 from farandole.liveness import exit_notice
-from farandole.liveness.status_page import MUTEX_AT, StatusPage
+from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
 from tests.support.jobs import SCRIPTS, farandole_run
 
 pytestmark = pytest.mark.skipif(

@@ -17,9 +17,8 @@ import pytest
 
 from farandole.agent.fork_server import ForkServer
 from farandole.agent.guard import Guard
-from farandole.agent.process import WorkerProcess
+from farandole.agent.process import WorkerProcess, reap_group
 from farandole.agent.spawner import Spawner, make_spawner
-from farandole.agent.subreaper import reap_group
 from farandole.events import Event, ForkServerLost, ForkServerReady
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training

@@ -11,7 +11,7 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.events import AgentJoined, HostDrained
 from farandole.launch.host_list import HostSlots
-from farandole.launch.local_agents import LocalAgents
+from farandole.launch.local import LocalAgents
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.wire.authentication import new_token
 from tests.support.waiting import EventLog, run

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from farandole.collectives.data_connections import DataListener
 from farandole.collectives.handshake import PROOF_BYTES, REPLY_BYTES, Introduction
-from farandole.collectives.listener import DataListener
 from farandole.collectives.p2p.incoming import CHANNEL
 from farandole.collectives.p2p.p2p_transport import P2PTransport
 from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint

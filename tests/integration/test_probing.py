@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from farandole.clock import now_s
-from farandole.collectives.listener import DataListener
+from farandole.collectives.data_connections import DataListener
 from farandole.membership import Address, Peer
 from farandole.wire.messages import Probed
 from farandole.worker.link_probe import ATTEMPTS, Connections, LinkProbe, find_answering

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import torch
 
+from farandole.collectives.data_connections import DataListener
 from farandole.collectives.handshake import Introduction
-from farandole.collectives.listener import DataListener
 from farandole.collectives.ring_builder import RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from farandole.data.epoch import NoLoaderHooks
+from farandole.data.elastic_loader import NoLoaderHooks
 from farandole.data.index_stream import IndexStream
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import farandole as fd
 from farandole.liveness import exit_notice, status_reporting
-from farandole.liveness.status_page import MUTEX_AT
+from farandole.liveness.status_reporting import MUTEX_AT
 from farandole.testing.quick_start import without_compiler
 from farandole.testing.step_records import Records
 

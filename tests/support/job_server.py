@@ -187,8 +187,8 @@ def _be_launcher(asked: Mapping[str, Any], output: int, error: int) -> NoReturn:
 def _launch(program: str, arguments: Sequence[str], nursery: socket.socket) -> int:
     from farandole.agent import agent
     from farandole.agent.fork_server import ForkServer
+    from farandole.agent.process import adopting_orphans
     from farandole.agent.spawner import make_spawner
-    from farandole.agent.subreaper import adopting_orphans
     from farandole.launch import cli, horovodrun
 
     sys.argv = [program, *arguments]

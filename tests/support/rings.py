@@ -12,11 +12,11 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from farandole.collectives.data_connections import DataListener
 from farandole.collectives.device_transport import DeviceTransport, StagedTransport
 from farandole.collectives.gloo_transport import GlooGroup, connect_gloo
 from farandole.collectives.hierarchical_transport import share_memory_within_hosts
 from farandole.collectives.host_layout import layout
-from farandole.collectives.listener import DataListener
 from farandole.collectives.nccl_transport import NcclGroups
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import RingBuilder

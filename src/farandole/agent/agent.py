@@ -26,7 +26,7 @@ from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
 from farandole.liveness.status_reporting import DUMP_SIGNAL
-from farandole.membership import Address
+from farandole.membership import LONGEST_BETWEEN_S, Address, WorkerStatus
 from farandole.wire.authentication import Role, derive_data_key
 from farandole.wire.channel import Channel, connect
 from farandole.wire.codec import TO_AGENT
@@ -52,7 +52,6 @@ from farandole.wire.messages import (
     WorkerMessage,
     WorkersSeen,
 )
-from farandole.worker_status import LONGEST_BETWEEN_S, WorkerStatus
 
 STATUS_EVERY_S = 0.5
 """Shortest time in seconds between two reports of the worker statuses."""

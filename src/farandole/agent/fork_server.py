@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from farandole.agent.fork_server_process import SIZE
-from farandole.agent.process import Child
-from farandole.agent.subreaper import adopting_orphans, reap_group
+from farandole.agent.process import Child, adopting_orphans, reap_group
 
 _SCRIPT = Path(__file__).with_name("fork_server_process.py")
 _FORK_S = 4.0  # milliseconds, unless the machine is busy

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from farandole.clock import now_s
 from farandole.liveness import exit_notice
-from farandole.liveness.status_page import MUTEX_AT, StatusPage
-from farandole.worker_status import WorkerStatus
+from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
+from farandole.membership import WorkerStatus
 
 _DUMP_S, _DUMP_LOOK_S = 1.0, 0.02  # for a handler that needs no lock, on a machine that may be busy
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from farandole.agent.guard import Guard
 from farandole.agent.guard_process import remove_shared_memory
-from farandole.agent.process import WorkerProcess
+from farandole.agent.process import WorkerProcess, reap_group
 from farandole.agent.remote_output import Sink
 from farandole.agent.spawner import Spawner
-from farandole.agent.subreaper import reap_group
 from farandole.liveness.exit_notice import is_main_thread_ending
 
 _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the memory first

@@ -15,7 +15,7 @@ from farandole.checkpoint.snapshot import Snapshot
 from farandole.clock import now_s, wall_time_s
 from farandole.errors import ConfigError, FarandoleError
 from farandole.membership import Progress
-from farandole.state.digest import digest_of
+from farandole.state.state_digest import digest_of
 
 AskToPublish = Callable[[str, Progress], str]
 """Signature ask(name, progress): returns "" if the checkpoint may be published, else the reason."""

@@ -33,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True):
     workers     number of workers at that time
     written_s   seconds since 1970, for people
     files       all files beside this one
-    digest      of all tensors, in the order in which they were written (state/digest.py)
+    digest      of all tensors, in the order in which they were written (state/state_digest.py)
     """
 
     format: int

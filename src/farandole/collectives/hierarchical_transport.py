@@ -1,7 +1,7 @@
 """Run all collectives among several hosts, with several ranks on some of them.
 
-A tensor is reduced over the ranks of a host in their shared memory (shared_memory/shared_memory_group.py), then over
-the hosts by rings, then the other ranks copy it from shared memory. Each ring reduces a part of the tensor; the first
+A tensor is reduced over the ranks of a host in their shared memory (shared_memory_transport.py), then over the hosts
+by rings, then the other ranks copy it from shared memory. Each ring reduces a part of the tensor; the first
 ring is that of the leaders.
 """
 
@@ -19,8 +19,13 @@ from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
 from farandole.collectives.ring_schedules import Combine
 from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock, MessageSlot
-from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
-from farandole.collectives.shared_memory.shared_memory_transport import ControlBlocks, share_control_blocks
+from farandole.collectives.shared_memory.shared_memory_transport import (
+    MAX_PAYLOAD_BYTES,
+    ControlBlocks,
+    SharedMemoryGroup,
+    combine_data,
+    share_control_blocks,
+)
 from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.transport import Reduction
 

@@ -1,4 +1,5 @@
-"""Build a working ring from START: dial the next rank (dialer.py), accept the previous one, prove both identities."""
+"""Build a working ring from START: dial the next rank (data_connections.py), accept the previous one, prove both
+identities."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from functools import partial
 
 from farandole.clock import now_s
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.dialer import Dialer
+from farandole.collectives.data_connections import Caller, DataListener, Dialer
 from farandole.collectives.handshake import (
     INTRODUCTION_LIMIT,
     PROOF_BYTES,
@@ -20,7 +21,6 @@ from farandole.collectives.handshake import (
     decode_introduction,
     is_dialer_proved,
 )
-from farandole.collectives.listener import Caller, DataListener
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.transport import Transport
 from farandole.collectives.worker_cores import may_spin

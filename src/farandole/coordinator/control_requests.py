@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from farandole.coordinator import capacity, formatting, slots
+from farandole.coordinator import formatting, hosts, slots
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
 from farandole.coordinator.job import Job, Worker
 from farandole.wire.control import (
@@ -53,7 +53,7 @@ def _scale(job: Job, size: int) -> tuple[Accepted | Declined, Input | None]:
         return Declined(f"{formatting.counted(size, 'worker')} {_is(size)} fewer than --min-np {low}"), None
     if high is not None and size > high:
         return Declined(f"{formatting.counted(size, 'worker')} {_is(size)} more than --max-np {high}"), None
-    room = capacity.worker_capacity(job)
+    room = hosts.worker_capacity(job)
     if size > max(room, job.target) and not job.may_get_hosts:
         offered = ", ".join(f"{host}:{slots}" for host, slots in _slots_by_host(job).items())
         return Declined(
@@ -70,7 +70,7 @@ def _drain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
         return refused, None
     if _is_drained(job, host):
         return Accepted(f"host {host} is already drained"), None
-    elsewhere = sum(each.host != host for each in capacity.slot_candidates(job))
+    elsewhere = sum(each.host != host for each in hosts.slot_candidates(job))
     left = min(job.target, elsewhere)
     if left < job.config.min_np:
         return Declined(

@@ -7,11 +7,8 @@ Each theme has a file. The death of a worker is handled by worker_failure.py, th
     regroup.py                the bootstrap, and the change from one generation to the next
     recovery.py               durations and costs of a recovery; no replacement starts before its first step
     hosts.py                  hosts are added, drained, removed, and quarantined after failures
-    capacity.py               slots that may be used, and the placements of workers
     slots.py                  which slots get a worker; spares; backoff after repeated failures
-    link_failures.py          reports of failed connections, and probes that prove which links are broken
-    hang_detection.py         no worker makes progress any more
-    checkpoint_publishing.py  permissions to publish a checkpoint, and the return to one
+    failure_detection.py      no worker makes progress, or connections fail: probes prove which links are broken
     shutdown.py               from the first Finished, or from a request to stop, to the last exit
 
 An input first changes the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
@@ -21,9 +18,8 @@ depends on which input came last, and old, repeated or contradictory ones change
 from __future__ import annotations
 
 from farandole.coordinator import (
-    hang_detection,
+    failure_detection,
     hosts,
-    link_failures,
     recovery,
     regroup,
     shutdown,
@@ -69,7 +65,7 @@ def next_deadline(job: Job) -> float | None:
     if job.ending is not None:
         return None if job.ending.is_done else job.ending.deadline_s
     of_regroup = (
-        link_failures.judge_deadline(job),
+        failure_detection.next_judgement(job),
         regroup.shortage_deadline(job),
         regroup.newcomers_deadline(job),
         regroup.lease_deadline(job),
@@ -104,7 +100,7 @@ def _apply_input(transition: Transition, input: Input) -> None:
         case UndrainRequested(host):
             hosts.undrain(transition, host)
         case StepsStalled():
-            hang_detection.steps_stalled(transition, input)
+            failure_detection.steps_stalled(transition, input)
         case StepsSeen(step):
             transition.change(steps_seen=max(step, transition.job.steps_seen))
         case Tick():
@@ -159,7 +155,8 @@ def _settle(transition: Transition) -> None:
 def _settle_elastic(transition: Transition) -> None:
     if regroup.awaits_exits(transition.job):
         return
-    for rule in (regroup.end_if_hopeless, link_failures.judge, shutdown.release_if_all_finished, regroup.advance):
+    rules = regroup.end_if_hopeless, failure_detection.judge_links, shutdown.release_if_all_finished, regroup.advance
+    for rule in rules:
         rule(transition)
         if transition.job.ending is not None or transition.job.is_released:
             return

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import capacity, formatting, recovery, slots
-from farandole.coordinator.checkpoint_publishing import is_state_lost, resume_from_checkpoint
+from farandole.coordinator import formatting, hosts, recovery, slots
 from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
 from farandole.coordinator.transition import Transition
+from farandole.coordinator.worker_messages import is_state_lost, resume_from_checkpoint
 from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
 from farandole.membership import GenerationId
 from farandole.wire.messages import Abort, Left, Prepare, Start, StartWorkers
@@ -90,8 +90,8 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     number = change.number
     id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
-    places = capacity.placements([job.host_of(worker) for worker in members])
-    neighbours = capacity.ring_neighbours([(name, address) for name, address in addresses if address is not None])
+    places = hosts.placements([job.host_of(worker) for worker in members])
+    neighbours = hosts.ring_neighbours([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
         starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, bootstrap=not job.was_synced)
@@ -226,7 +226,7 @@ def _record_shortage(transition: Transition, change: Change) -> None:
         transition.change(change=replace(change, short_since_s=None))
     elif (
         config.on_failure == "host"
-        and capacity.worker_capacity(transition.job) < config.min_np
+        and hosts.worker_capacity(transition.job) < config.min_np
         and not transition.job.may_get_slots()
     ):
         transition.end(
@@ -324,7 +324,7 @@ def _has_slots(job: Job) -> bool:
 def _can_never_start(job: Job) -> bool:
     """Return whether too many hosts are banned permanently."""
     needed = job.config.num_proc if job.config.fills_slots else job.target
-    return any(map(job.is_banned, job.bans)) and capacity.worker_capacity(job) < needed and not job.may_get_slots()
+    return any(map(job.is_banned, job.bans)) and hosts.worker_capacity(job) < needed and not job.may_get_slots()
 
 
 def _too_late(job: Job, waiting: list[Worker]) -> str:

@@ -16,7 +16,7 @@ from farandole.config import JobConfig
 from farandole.coordinator.agent_heartbeats import AgentHeartbeats
 from farandole.coordinator.control_requests import judge, status_of
 from farandole.coordinator.decide import decide, next_deadline
-from farandole.coordinator.hang_detection import HangDetector
+from farandole.coordinator.failure_detection import HangDetector
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,

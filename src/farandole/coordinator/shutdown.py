@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import checkpoint_publishing, formatting, slots
+from farandole.coordinator import formatting, slots, worker_messages
 from farandole.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
 from farandole.coordinator.job import LinkTrouble, Worker
 from farandole.coordinator.transition import EndJob, Transition
@@ -124,9 +124,9 @@ def advance(transition: Transition) -> None:
 def _emergency_checkpoint(transition: Transition, worker: Worker, payload: WorkerMessage) -> None:
     match payload:
         case MayPublish():
-            checkpoint_publishing.may_publish(transition, worker, payload)
+            worker_messages.may_publish(transition, worker, payload)
         case CheckpointEnded():
-            checkpoint_publishing.checkpoint_ended(transition, worker, payload)
+            worker_messages.checkpoint_ended(transition, worker, payload)
 
 
 def _wait_no_longer(transition: Transition) -> None:

@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 
-from farandole.coordinator import capacity, recovery
+from farandole.coordinator import hosts, recovery
 from farandole.coordinator.job import Job, Slot, SlotUse, Worker
 from farandole.coordinator.transition import Transition
 from farandole.events import (
@@ -32,14 +32,14 @@ def scale_requested(transition: Transition, size: int) -> None:
         return
     transition.log(ScaleChanged(job.target, size))
     transition.change(most=size)
-    _aim_at(transition, min(size, capacity.worker_capacity(job)) if job.config.fills_slots else size)
+    _aim_at(transition, min(size, hosts.worker_capacity(job)) if job.config.fills_slots else size)
 
 
 def follow_hosts(transition: Transition) -> None:
     """Set the target of a job that fills slots to the number of slots."""
     job = transition.job
     if job.config.fills_slots and not job.is_released:
-        most = capacity.worker_capacity(job)
+        most = hosts.worker_capacity(job)
         target = most if job.most is None else min(job.most, most)
         if target != job.target:
             _aim_at(transition, target)
@@ -95,7 +95,7 @@ def warn_of_missing(transition: Transition) -> None:
         return
     is_start = job.generation is None
     wanted = max(job.target, job.config.num_proc) if job.config.fills_slots and is_start else job.target
-    missing = max(0, wanted - capacity.worker_capacity(job))
+    missing = max(0, wanted - hosts.worker_capacity(job))
     if missing > job.missing_slots:
         ends_in_s = job.start_deadline_s - transition.now_s if is_start and job.start_deadline_s is not None else None
         transition.log(SlotsMissing(missing, wanted, ends_in_s))
@@ -137,7 +137,7 @@ def _open_more(transition: Transition) -> list[str]:
     if missing <= 0 or (job.config.fills_slots and job.generation is not None and not job.is_elastic):
         return new  # A script that has not entered an elastic function cannot admit workers.
     in_use = {slot for slot, use in job.slots.items() if use.is_open} | _occupants(job).keys()
-    free = [each.slot for each in capacity.slot_candidates(job) if each.slot is None or each.slot not in in_use]
+    free = [each.slot for each in hosts.slot_candidates(job) if each.slot is None or each.slot not in in_use]
     waits = job.config.waits_for_newcomers and job.generation is not None
     for place, slot in enumerate(free[:missing]):
         if slot is not None and _admits(transition.job):
@@ -158,7 +158,7 @@ def _spawn(transition: Transition, name: str) -> None:
     job = transition.job
     worker = job.workers[name]
     slot = worker.slot
-    transition.send(slot.agent, Spawn(name, slot.index, capacity.expected_placement(job, worker)))
+    transition.send(slot.agent, Spawn(name, slot.index, hosts.expected_placement(job, worker)))
     restart = job.slots[slot].restarts
     transition.log(WorkerSpawned(name, slot.index, job.host_of(worker), restart, job.config.restarts))
 
@@ -309,7 +309,7 @@ def warn_of_missing_spares(transition: Transition) -> None:
     job = transition.job
     if not (job.is_elastic and job.spares) or job.is_released:
         return
-    missing = min(job.spares, max(0, slots_wanted(job) - capacity.worker_capacity(job)))
+    missing = min(job.spares, max(0, slots_wanted(job) - hosts.worker_capacity(job)))
     if missing > job.missing_spares:
         transition.log(SparesMissing(job.spares, missing))
     transition.change(missing_spares=missing)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import checkpoint_publishing, link_failures, recovery, regroup, shutdown, slots
-from farandole.coordinator.job import Worker
+from farandole.coordinator import failure_detection, recovery, regroup, shutdown, slots
+from farandole.coordinator.job import Job, Worker
 from farandole.coordinator.transition import Transition
-from farandole.events import StatesDiverged, TransportChosen, UserCodeFailed, WorkerLeaves
+from farandole.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    StateLost,
+    StatesDiverged,
+    TransportChosen,
+    UserCodeFailed,
+    WorkerLeaves,
+)
 from farandole.membership import Address
 from farandole.wire.messages import (
     CheckpointEnded,
@@ -23,6 +31,7 @@ from farandole.wire.messages import (
     MayPublish,
     Newcomer,
     Probed,
+    PublishAnswer,
     Ready,
     StatesDiffered,
     Synced,
@@ -45,9 +54,9 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Synced(number):
                 _synced(transition, worker, number)
             case LinkBroken():
-                link_failures.link_broken(transition, worker, message)
+                failure_detection.link_broken(transition, worker, message)
             case Probed():
-                link_failures.note_probe_result(transition, worker, message)
+                failure_detection.note_probe_result(transition, worker, message)
             case Connected(number, way):
                 transition.log(TransportChosen(number, way))
             case FirstStep():
@@ -61,9 +70,9 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Leaving():
                 _leaving(transition, worker)
             case MayPublish():
-                checkpoint_publishing.may_publish(transition, worker, message)
+                may_publish(transition, worker, message)
             case CheckpointEnded():
-                checkpoint_publishing.checkpoint_ended(transition, worker, message)
+                checkpoint_ended(transition, worker, message)
 
 
 def kill_overdue(transition: Transition) -> None:
@@ -144,3 +153,56 @@ def _leaving(transition: Transition, worker: Worker) -> None:
     if not job.is_member(worker.name):
         transition.send_to_workers([worker.name], Left())
         transition.change_worker(worker.name, has_left=True)
+
+
+# Checkpoints from the coordinator's side: the permission to publish one, and the return to the newest one -------------
+
+
+def may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> None:
+    """Answer a worker that asks to publish. Every state that a living member has captured, also before the last
+    regroup, is in the past of all members: the source rank was never behind it. So the generation of the checkpoint
+    does not matter; the worker only has to be a member now."""
+    refusal = _why_not(transition.job, worker, asked)
+    if not refusal:
+        transition.change(published={**transition.job.published, asked.file: asked.progress})
+        if not asked.file:
+            # From now on there may be a checkpoint, even if its writer does not live to report it.
+            transition.change(has_checkpoint=transition.job.saves)
+    transition.send_to_workers([worker.name], PublishAnswer(asked.name, refusal))
+
+
+def checkpoint_ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
+    """Log the result of a checkpoint."""
+    if message.error:
+        transition.log(CheckpointFailed(worker.name, message.step, message.error))
+    else:
+        transition.log(CheckpointSaved(worker.name, message.step, message.name, message.took_s))
+
+
+def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
+    if not job.is_member(worker.name):
+        return "this worker is not a member of the current generation"
+    if not worker.synced:
+        return "this worker has not confirmed that it holds the state"
+    newest = job.published.get(asked.file)
+    if newest is not None and asked.progress < newest:
+        return f"a newer checkpoint, of step {newest.step}, is already published"
+    return ""
+
+
+# The return to the newest checkpoint ----------------------------------------------------------------------------------
+#
+# After all holders of the state are lost, newcomers read the newest checkpoint, as at the start of a job. A new run
+# id begins, so that no checkpoint of the old one is mistaken for it. The next generation is a bootstrap: rank 0 reads
+# the checkpoint, and the others copy its state.
+
+
+def is_state_lost(job: Job) -> bool:
+    return job.was_synced and not any(worker.synced for worker in job.survivors())
+
+
+def resume_from_checkpoint(transition: Transition) -> None:
+    """Reset the job's progress to "no state". Only for a job with a checkpoint."""
+    job = transition.job
+    transition.change(run_id=job.run_id + 1, was_synced=False, is_finishing=False, lost_at=job.steps_seen, steps_seen=0)
+    transition.log(StateLost(job.run_id + 1, "; ".join(loss.sentence for loss in job.losses)))

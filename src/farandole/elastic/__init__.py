@@ -5,7 +5,8 @@ from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Sequential, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.data.sampler import ElasticSampler
 from farandole.data.stream_loader import StreamLoader
-from farandole.state.handlers import (
+from farandole.state.loop_hooks import HostUpdateResult
+from farandole.state.metadata import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
@@ -13,7 +14,6 @@ from farandole.state.handlers import (
     get_handler_registry,
     set_handler_registry,
 )
-from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.object_state import ObjectState, State
 from farandole.state.step_state import StepState
 from farandole.state.torch_state import TorchState

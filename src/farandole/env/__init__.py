@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from farandole.env.agent_env import (
+    CheckpointEnv,
     JobEnv,
     WorkerEnv,
+    read_checkpoint_env,
     read_exit_notice,
     read_job_env,
     read_token,
     read_transport,
     read_worker_env,
 )
-from farandole.env.checkpoint_env import CheckpointEnv, read_checkpoint_env
 from farandole.env.env_values import environment_of
 from farandole.env.horovod import (
     HorovodSettings,

@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 from farandole.events.base import Event, Field, Level
-from farandole.events.generation_events import (
-    ChangePlanned,
-    GenerationStarted,
-    LinksDistrusted,
-    Recovered,
-    RegroupBegan,
-    TooFewWorkers,
-    TransportChosen,
-)
 from farandole.events.host_events import (
     AgentJoined,
     AgentRejoins,
@@ -31,18 +22,25 @@ from farandole.events.host_events import (
     HostUndrained,
 )
 from farandole.events.job_events import (
+    ChangePlanned,
     CheckpointFailed,
     CheckpointSaved,
     ConnectionRefused,
     CoordinatorStalled,
+    GenerationStarted,
     JobEnds,
     JobNotAnnounced,
+    LinksDistrusted,
+    Recovered,
+    RegroupBegan,
     ScaleChanged,
     ScaleRefused,
     StateLost,
     StopAsked,
+    TooFewWorkers,
     TrainingCutShort,
     TrainingFinished,
+    TransportChosen,
 )
 from farandole.events.worker_events import (
     CollectiveStalled,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from farandole.data.epoch import Epoch
+from farandole.data.elastic_loader import Epoch
 from farandole.data.loader import DataLoader
 from farandole.elastic import StepState, run
 from farandole.errors import ConfigError

@@ -19,7 +19,7 @@ from farandole.errors import ConfigError
 from farandole.frameworks.feed import Feed
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.optimizer_mixin import WrappedOptimizer
-from farandole.optim.weighting import weight
+from farandole.optim.step_agreement import weight
 
 __all__ = ["Trainer"]
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farandole.checkpoint.folder import begin_job
-from farandole.checkpoint.job_lock import JobLock
+from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.schedule import parse_every
 from farandole.checkpoint.store import LocalStore, normalized
 from farandole.env import CheckpointEnv, environment_of

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import mmap
 import os
 import signal
+import sys
 import threading
 from types import TracebackType
 
 from farandole.liveness import exit_notice
-from farandole.liveness.status_page import MUTEX_AT, OwnStatusPage
-from farandole.worker_status import Phase
+from farandole.membership import Phase, WorkerStatus
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 """The signal on which a worker writes the stacks of all its threads into its page, whatever it executes. A real-time
@@ -110,3 +111,110 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):  # a loader process must not report for its worker
     os.register_at_fork(after_in_child=_forget)
+
+
+# A small page of shared memory per worker: the worker stores its status in it, its agent reads it.
+#
+# The agent makes it (agent/status_pages.py) and reads it; the functions above write it.
+#
+# The reader needs no cooperation of the worker: the page shows the status of a worker that holds the interpreter's
+# lock, waits for a lock for ever, or is stopped. A store takes no lock and no system call. The page has no name in
+# any file system, so nothing is left behind; the worker opens it through /proc, as transports do with each other's
+# memory.
+#
+#     0     count        64-bit words, little endian: changes whenever any of the following does
+#     8     generation
+#     16    step         decided steps
+#     24    phase        a Phase
+#     32    can dump     whether DUMP_SIGNAL makes the process write the stacks of its threads
+#     64    a mutex      held by the main thread for as long as it lives (liveness/exit_notice.py)
+#     4096  stacks       text, up to the first zero byte
+
+
+STACKS_AT = 4096
+PAGE_BYTES = STACKS_AT + 252 * 1024
+MUTEX_AT = 64
+_WORDS = 5
+_COUNT, _GENERATION, _STEP, _PHASE, _CAN_DUMP = range(_WORDS)
+
+
+class StatusPage:
+    """The agent's end. Raises OSError when there is no memory for it, or the system does not support it."""
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise OSError("pages for workers are made with Linux's memfd")
+        self._descriptor = os.memfd_create("farandole-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._descriptor, PAGE_BYTES)
+            import fcntl  # not on every system
+
+            # A worker that made it shorter would crash the agent.
+            fcntl.fcntl(self._descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
+            self.memory = mmap.mmap(self._descriptor, PAGE_BYTES)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
+
+    @property
+    def path(self) -> str:
+        """The path by which the worker opens and identifies it: its descriptor may refer to another file later."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}#{os.fstat(self._descriptor).st_ino}"
+
+    @property
+    def can_dump(self) -> bool:
+        """True when DUMP_SIGNAL may be sent; it would end a process without a handler for it."""
+        return self._words[_CAN_DUMP] == 1
+
+    def look(self) -> WorkerStatus | None:
+        """Return the worker's status; None before it has stored one, or when it has stored invalid values."""
+        count, generation, step, phase, _ = self._words
+        try:
+            return WorkerStatus(count, generation, step, Phase(phase)) if count else None
+        except ValueError:
+            return None
+
+    def stacks(self) -> str:
+        """Return the stacks of the worker's threads that it has written; empty if there are none yet."""
+        text, _, _ = self.memory[STACKS_AT:].partition(b"\0")
+        return text.decode("utf-8", "backslashreplace")
+
+    def close(self) -> None:
+        """Close the descriptor, so that no other process can open the page. The memory is freed with its last view."""
+        os.close(self._descriptor)
+
+
+class OwnStatusPage:
+    """The worker's end. Raises OSError when it cannot be opened, or does not exist any more."""
+
+    def __init__(self, path: str) -> None:
+        file, _, inode = path.partition("#")
+        self.descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        """A descriptor at the start of the area for stacks: data written to it is stored there."""
+        if str(os.fstat(self.descriptor).st_ino) != inode:
+            os.close(self.descriptor)
+            raise FileNotFoundError(f"{file} is another file than the page that was there")
+        self.memory = mmap.mmap(self.descriptor, PAGE_BYTES)
+        self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
+        os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)
+
+    def set_phase(self, phase: int) -> None:
+        words = self._words
+        words[_PHASE] = phase
+        words[_COUNT] += 1
+
+    def set_step(self, generation: int, step: int) -> None:
+        words = self._words
+        words[_GENERATION], words[_STEP] = generation, step
+        words[_COUNT] += 1
+
+    def report_progress(self) -> None:
+        self._words[_COUNT] += 1
+
+    def enable_dump(self) -> None:
+        self._words[_CAN_DUMP] = 1
+
+
+_ADD_SEALS = 1033
+_SEAL_SHRINK, _SEAL_GROW = 0x0002, 0x0004

@@ -16,9 +16,8 @@ from farandole.collectives.named.process_sets import global_process_set
 from farandole.collectives.named.settings import Adasum, Average
 from farandole.collectives.named.tensor_queue import synchronize
 from farandole.errors import StepError
-from farandole.optim.optimizer_mixin import WrappedOptimizer, counts_passes
+from farandole.optim.optimizer_mixin import WrappedOptimizer, counts_passes, zeroing
 from farandole.optim.options import Options
-from farandole.optim.scaled_step import zeroing
 from farandole.state import loop_hooks, step
 
 

@@ -22,7 +22,7 @@ from farandole.collectives.shared_memory.tensors import shareable_zeros
 from farandole.collectives.transport import Transport
 from farandole.errors import StepError
 from farandole.liveness.status_reporting import WaitingForPeers
-from farandole.optim.bucket_autotune import BucketAutotune, fastest
+from farandole.optim.bucket_size import BucketAutotune, fastest
 from farandole.optim.buckets import Arrivals, Buckets, agree_on_buckets
 from farandole.optim.header import StepHeader
 from farandole.optim.parameters import describe

@@ -17,9 +17,8 @@ from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
 from farandole.optim.loader_path import LoaderPath
 from farandole.optim.named_path import NamedPath
-from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, wrap
+from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, wrap, zeroing
 from farandole.optim.options import Options, groups_of, recommend_fused
-from farandole.optim.scaled_step import zeroing
 from farandole.state import step
 from farandole.state.global_batch import Batch
 

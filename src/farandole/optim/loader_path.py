@@ -26,12 +26,11 @@ from typing import Any
 import torch
 
 from farandole.errors import RecoverableError, StepError
-from farandole.optim.optimizer_mixin import protect
+from farandole.optim.optimizer_mixin import STEPPED_TWICE, call_dropped, protect, refuse_closure
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
-from farandole.optim.scaled_step import STEPPED_TWICE, call_dropped, refuse_closure
+from farandole.optim.step_agreement import Weights
 from farandole.optim.step_reduction import StepReduction
-from farandole.optim.weighting import Weights
 from farandole.state import loop_hooks, step
 from farandole.state.global_batch import Batch
 from farandole.state.step import StepStatus

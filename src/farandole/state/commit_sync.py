@@ -10,7 +10,7 @@ import torch
 
 from farandole.collectives.transport import Transport
 from farandole.membership import Progress
-from farandole.state.handlers import (
+from farandole.state.metadata import (
     BUILT_IN,
     ModelStateHandler,
     OptimizerStateHandler,

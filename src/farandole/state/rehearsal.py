@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from farandole.errors import ConfigError
-from farandole.state.handlers import is_same
+from farandole.state.metadata import is_same
 from farandole.state.step_state import StepState
 from farandole.state.watched_tensors import are_equal
 

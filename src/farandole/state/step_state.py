@@ -14,8 +14,15 @@ from farandole.membership import Progress, Shortfall
 from farandole.state import recording, step
 from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
 from farandole.state.global_batch import Batch, GlobalBatch
-from farandole.state.handlers import is_same, is_stateful, load_stateful, load_value, pack_metadata, refuse_other_model
-from farandole.state.metadata_snapshot import MetadataSnapshot
+from farandole.state.metadata import (
+    MetadataSnapshot,
+    is_same,
+    is_stateful,
+    load_stateful,
+    load_value,
+    pack_metadata,
+    refuse_other_model,
+)
 from farandole.state.named_tensors import named_tensors
 from farandole.state.object_state import State
 from farandole.state.optimizer_state import OptimizerState, with_inner
@@ -34,7 +41,7 @@ class Loader(Protocol):
     epoch: int
     cursor: int
     seed: int
-    hooks: Any  # the run loop installs itself here (data/epoch.py)
+    hooks: Any  # the run loop installs itself here (data/elastic_loader.py)
 
     def commit(self, global_batch: GlobalBatch) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...

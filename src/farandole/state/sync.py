@@ -15,11 +15,10 @@ from farandole.collectives.transport import Transport
 from farandole.errors import FatalError
 from farandole.membership import Progress
 from farandole.state import packing
-from farandole.state.digest import digest_of
 from farandole.state.divergence import Divergence, choose_right, differing
 from farandole.state.named_tensors import tensors_in
 from farandole.state.optimizer_state import outline
-from farandole.state.state_digest import STRIKES, StateDigest
+from farandole.state.state_digest import STRIKES, StateDigest, digest_of
 
 
 class Shared(Protocol):

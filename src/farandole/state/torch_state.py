@@ -25,7 +25,7 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import loop_hooks
 from farandole.state.deep_copy import BackgroundCopy, TensorPair, finish_all
-from farandole.state.handlers import (
+from farandole.state.metadata import (
     BUILT_IN,
     LoaderHandler,
     LoaderSamplerHandler,
@@ -49,7 +49,7 @@ class TorchState(ObjectState):
 
     A torch DataLoader stays each worker's own; the progress of its sampler is kept, if the sampler records any.
 
-    Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (handlers.py); any
+    Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (metadata.py); any
     number of each. Every other value is plain, and must support copying and pickling.
 
     A commit is a deep copy. Parameters of optimizers, and optimizer state, are copied while training continues: the

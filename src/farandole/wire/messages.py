@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from farandole.config import ForkServerUse
-from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall
-from farandole.worker_status import WorkerStatus
+from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
 
 PROTOCOL_VERSION = 2
 

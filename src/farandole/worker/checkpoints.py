@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from farandole.checkpoint.checkpoint_writer import CheckpointWriter, Written
-from farandole.checkpoint.folder import CheckpointFolder, LockedStore, begin_job
-from farandole.checkpoint.job_lock import has_lost_it
+from farandole.checkpoint.folder import CheckpointFolder, LockedStore, begin_job, has_lost_it
 from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
 from farandole.checkpoint.snapshot import Kept, Staging, live

@@ -23,7 +23,8 @@ from farandole.errors import (
 )
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
-from farandole.optim.ddp.adoption import adopt_modules
+from farandole.membership import Phase
+from farandole.optim.ddp.module import adopt_modules
 from farandole.state import loop_hooks, recording, step
 from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.deep_copy import finish_all
@@ -38,7 +39,6 @@ from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.worker.sample_records import commit_records
 from farandole.worker.worker_job import WorkerJob
 from farandole.worker.worker_recovery import regroup, report_first_step
-from farandole.worker_status import Phase
 
 logger = logging.getLogger("farandole")
 

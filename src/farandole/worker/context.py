@@ -23,7 +23,7 @@ from farandole.errors import JobEnded
 from farandole.liveness import status_reporting
 from farandole.membership import GenerationId, Placement
 from farandole.process_group.registration import open_default_group, register
-from farandole.state import save_once
+from farandole.state import object_state
 from farandole.wire.messages import Failed
 from farandole.worker import process_setup
 from farandole.worker.fixed_job import FixedJob
@@ -127,7 +127,7 @@ def _join() -> None:
         _job = WorkerJob(worker_env, _settings)
         atexit.register(_end)
         _report_exceptions(_job)
-        save_once.install(_job.may_publish)
+        object_state.install_saver(_job.may_publish)
         if not _job.meet():
             _enter_alone()
     elif fixed_env is not None and fixed_env.size > 1:
@@ -143,7 +143,7 @@ def _end() -> None:
     """Leave the job at exit: no call may follow."""
     global _job, _fixed
     shutdown()
-    save_once.install(None)
+    object_state.install_saver(None)
     for each in (_job, _fixed):
         if each is not None:
             each.close()

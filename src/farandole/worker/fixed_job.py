@@ -15,7 +15,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farandole.collectives import world
-from farandole.collectives.listener import DataListener
+from farandole.collectives.data_connections import DataListener
 from farandole.collectives.named.settings import NamedSettings
 from farandole.env import FixedEnv, restart_count, uses_agent_store
 from farandole.errors import ConfigError, JobEnded

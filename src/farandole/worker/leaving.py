@@ -13,10 +13,9 @@ from types import FrameType
 from farandole.collectives import world
 from farandole.events import TrainingCutShort
 from farandole.liveness.status_reporting import InPhase
-from farandole.membership import Shortfall
+from farandole.membership import Phase, Shortfall
 from farandole.wire.messages import Finished
 from farandole.worker.worker_job import WorkerJob
-from farandole.worker_status import Phase
 
 logger = logging.getLogger("farandole")
 

@@ -100,9 +100,9 @@ class LinkProbe:
 #
 # They test which addresses can be reached now, and answer. A TCP handshake needs both directions, and only the kernel
 # at the other end: a process that computes, or holds its interpreter for minutes, answers all the same. An attempt
-# leaves nothing there: it ends with a reset, and a listener that waits for a caller's first bytes (listener.py) then
-# forgets it. Leftover attempts would fill its queue, stall after stall, until the kernel drops new ones, and that
-# looks like a broken link.
+# leaves nothing there: it ends with a reset, and a listener that waits for a caller's first bytes then forgets it
+# (data_connections.py). Leftover attempts would fill its queue, stall after stall, until the kernel drops new ones, and
+# that looks like a broken link.
 
 ATTEMPTS = 6
 """The number of connection attempts at each address, one after the other: packets get lost on working links, too, and

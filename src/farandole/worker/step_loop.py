@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+import random
 import struct
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
+
+import numpy as np
+import torch
 
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
-from farandole.membership import Shortfall
+from farandole.membership import Phase, Shortfall
+from farandole.mixing import mixed
 from farandole.optim.buckets import reserve
-from farandole.optim.ddp.adoption import adopt
+from farandole.optim.ddp.module import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
 from farandole.state import loop_hooks, recording, step
 from farandole.state.buffers import layers_with_statistics, make_statistics_equal
@@ -30,15 +36,15 @@ from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.worker.process_setup import map_memory_ahead
 from farandole.worker.sample_records import sample_records
 from farandole.worker.state_watch import StateWatch
-from farandole.worker.step_randomness import reseed
 from farandole.worker.warm_up import warm_up
 from farandole.worker.worker_job import WorkerJob
 from farandole.worker.worker_recovery import Connection, connect, regroup, report_first_step
-from farandole.worker_status import Phase
+
+logger = logging.getLogger("farandole")
+
 
 ResultT = TypeVar("ResultT")
 
-logger = logging.getLogger("farandole")
 
 _ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
 _EPOCH_END = struct.Struct("<3qQ")  # epoch, decided steps, prepared, digest
@@ -175,7 +181,7 @@ class StepLoop:
         self._is_second_call = warm_up(job, self._state, call)
         self._is_busy = True
 
-    # Requests of the loader (data/epoch.py) -----------------------------------------------------------
+    # Requests of the loader (data/elastic_loader.py) -----------------------------------------------------------
 
     def reach_boundary(self) -> None:
         """Pass the boundary before a batch: each next(loader). The only place in the middle of an epoch where workers
@@ -282,7 +288,8 @@ class StepLoop:
         self._is_behind_batches = False
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
-        """Run `function` once, as described in data/epoch.py. A worker that has completed it is ahead of the others."""
+        """Run `function` once, as described in data/elastic_loader.py. A worker that has completed it is ahead of the
+        others."""
         state = self._state
         here = (epoch, state.step, call)
         said = [_ONCE.unpack(trailer) for trailer in world.current().transport.all_gather(_ONCE.pack(*here))]
@@ -433,3 +440,25 @@ class StepLoop:
 
     def committed(self) -> None:
         """Do nothing: every step is a commit here."""
+
+
+# Random numbers of a step: a function of (seed, step, rank), so that a repeated step gets the same ones ---------------
+
+
+def reseed(seed: int, step: int, rank: int) -> None:
+    """Seed the global generators of torch, numpy and Python. Never copied from another rank: that would give
+    all workers the same dropout masks."""
+    value = mixed(mixed(mixed(seed) + step) + rank)
+    if _has_accelerator():
+        torch.manual_seed(value >> 1)
+    else:
+        # torch.manual_seed() also keeps a traceback for devices that may come later: half a millisecond (torch 2.13,
+        # torch/random.py, _manual_seed_impl, and torch/cuda/__init__.py, _lazy_call).
+        torch.default_generator.manual_seed(value >> 1)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()

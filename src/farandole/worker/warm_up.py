@@ -15,7 +15,7 @@ import torch
 
 from farandole.clock import now_s
 from farandole.collectives import world
-from farandole.data.epoch import NoLoaderHooks
+from farandole.data.elastic_loader import NoLoaderHooks
 from farandole.state import step
 from farandole.state.step_state import Loader, StepState
 from farandole.worker.worker_job import WorkerJob

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from farandole.clock import now_s
 from farandole.collectives import world
-from farandole.collectives.listener import DataListener
+from farandole.collectives.data_connections import DataListener
 from farandole.collectives.named.process_sets import recreate
 from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.ring import RingTransport

@@ -14,11 +14,11 @@ from farandole.clock import now_s
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.liveness.status_reporting import InPhase
+from farandole.membership import Phase
 from farandole.state import step
 from farandole.state.sync import SyncReport
 from farandole.wire.messages import FirstStep, Start, Synced
 from farandole.worker.worker_job import WorkerJob
-from farandole.worker_status import Phase
 
 Agree = Callable[[Transport, bool], SyncReport | None]
 """agree(transport, bootstrap): makes the state the same on all members; None where the state does not report how."""

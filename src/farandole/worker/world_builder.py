@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from farandole.collectives.data_connections import DataListener
 from farandole.collectives.hierarchical_transport import RINGS_PER_RANK
-from farandole.collectives.listener import DataListener
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.settings import NamedSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.checkpoint.job_lock import JobLock, has_lost_it, lock
+from farandole.checkpoint.folder import JobLock, has_lost_it, lock
 from farandole.checkpoint.store import LocalStore
 from farandole.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.capacity import by_rank, placements, ring_neighbours
+from farandole.coordinator.hosts import by_rank, placements, ring_neighbours
 from farandole.membership import Address, Placement
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farandole.coordinator import AgentReported
-from farandole.coordinator.hang_detection import HangDetector
+from farandole.coordinator.failure_detection import HangDetector
 from farandole.coordinator.inputs import StepsStalled
 from farandole.events import CollectiveStalled, Recovered, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
+from farandole.membership import Phase, WorkerStatus
 from farandole.wire.messages import ForwardToWorkers, Kill, Stop, WorkerDying, WorkerExited
-from farandole.worker_status import Phase, WorkerStatus
 from tests.support.told_job import ToldJob
 
 TIMEOUT_S = 5.0

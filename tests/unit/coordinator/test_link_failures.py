@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator.link_failures import smallest_cover
+from farandole.coordinator.failure_detection import smallest_cover
 from farandole.events import TransportChosen
 from farandole.wire.messages import Connected, Kill, LinkBroken
 from tests.support.told_job import ToldJob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator.link_failures import cover_but_one_holder, spread_to_hosts
+from farandole.coordinator.failure_detection import cover_but_one_holder, spread_to_hosts
 from farandole.events import LinksDistrusted, RegroupBegan
 from farandole.wire.messages import ForwardToWorkers, Kill, Probe, Probed
 from tests.support.told_job import ToldJob

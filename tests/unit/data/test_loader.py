@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from farandole.data.epoch import NoLoaderHooks
+from farandole.data.elastic_loader import NoLoaderHooks
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratified, Weighted
 from farandole.errors import ConfigError, DataError, StepError

@@ -10,8 +10,7 @@ import torch
 
 from farandole.data.loader import DataLoader
 from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
-from farandole.data.orders.grouped import ManyPermutations, derived_seed
-from farandole.data.orders.weighted import alias_table
+from farandole.data.orders.grouped import ManyPermutations, alias_table, derived_seed
 from farandole.data.partition import BatchLayout
 from farandole.data.permutation import Permutation
 from farandole.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from farandole.data.epoch import NoLoaderHooks
+from farandole.data.elastic_loader import NoLoaderHooks
 from farandole.data.stream_loader import StreamLoader
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall

@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from farandole.liveness import status_reporting
-from farandole.liveness.status_page import PAGE_BYTES, STACKS_AT, OwnStatusPage, StatusPage
-from farandole.liveness.status_reporting import InPhase, WaitingForPeers
-from farandole.worker_status import Phase, WorkerStatus
+from farandole.liveness.status_reporting import (
+    PAGE_BYTES,
+    STACKS_AT,
+    InPhase,
+    OwnStatusPage,
+    StatusPage,
+    WaitingForPeers,
+)
+from farandole.membership import Phase, WorkerStatus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
 
@@ -24,7 +30,7 @@ def run(page: StatusPage, code: str) -> str:
     """In a process of its own that has the page: its last line."""
     begin = (
         "import os, sys, threading\nfrom farandole.liveness import status_reporting\n"
-        "from farandole.worker_status import Phase\n"
+        "from farandole.membership import Phase\n"
     )
     begin += "status_reporting.open_status_page(sys.argv[1], gives_exit_notice=False)\n"
     done = subprocess.run(

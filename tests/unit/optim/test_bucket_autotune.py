@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from farandole.optim.bucket_autotune import BucketAutotune, fastest
+from farandole.optim.bucket_size import BucketAutotune, fastest
 
 
 def tried(seconds: dict[int, list[float | None]]) -> BucketAutotune:

@@ -15,9 +15,9 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import ConfigError, GenerationEnded, StepError
 from farandole.membership import GenerationId, Placement
-from farandole.optim.ddp.adoption import adopt
+from farandole.optim.ddp.module import adopt
 from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.optim.weighting import weight
+from farandole.optim.step_agreement import weight
 from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.c10d_members import Everybody
 from farandole.state import loop_hooks, step

@@ -13,7 +13,7 @@ import torch
 from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError
 from farandole.optim.optimizer_mixin import Undo
-from farandole.state.handlers import OptimizerStateHandler
+from farandole.state.metadata import OptimizerStateHandler
 from farandole.state.optimizer_state import OptimizerState, outline
 from farandole.state.packing import pack, unpack
 

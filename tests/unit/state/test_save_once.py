@@ -11,7 +11,7 @@ import torch
 
 import farandole as fd
 from farandole.membership import Progress
-from farandole.state import save_once as module
+from farandole.state import object_state
 from farandole.state.object_state import ObjectState
 from tests.support.thread_workers import run_workers
 
@@ -32,7 +32,7 @@ class Coordinator:
 def world_of_one() -> Iterator[None]:
     fd.init()
     yield
-    module.install(None)
+    object_state.install_saver(None)
     fd.shutdown()
 
 
@@ -49,7 +49,7 @@ def test_without_a_coordinator_rank_0_writes(tmp_path: Path) -> None:
 def test_a_worker_that_was_cut_off_leaves_the_file_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_text("what its replacement has written")
-    module.install(Coordinator("this worker is not a member of the current generation"))
+    object_state.install_saver(Coordinator("this worker is not a member of the current generation"))
     assert not state().save_once(lambda temporary: temporary.write_text("old"), path)
     assert path.read_text() == "what its replacement has written"
     assert list(tmp_path.iterdir()) == [path]
@@ -64,7 +64,7 @@ def test_the_coordinator_is_asked_when_the_file_is_whole_and_before_it_counts(tm
             return super().__call__(name, progress, file)
 
     coordinator = Looking()
-    module.install(coordinator)
+    object_state.install_saver(coordinator)
     model = torch.nn.Linear(1, 1)
     counting = fd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     counting.commit()
@@ -75,9 +75,9 @@ def test_the_coordinator_is_asked_when_the_file_is_whole_and_before_it_counts(tm
 
 def test_without_a_path_the_coordinator_is_asked_first() -> None:
     calls: list[str] = []
-    module.install(Coordinator("no"))
+    object_state.install_saver(Coordinator("no"))
     assert not state().save_once(lambda: calls.append("no"))
-    module.install(Coordinator())
+    object_state.install_saver(Coordinator())
     assert state().save_once(lambda: calls.append("yes"))
     assert calls == ["yes"]
 

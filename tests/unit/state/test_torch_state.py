@@ -12,7 +12,7 @@ from farandole.collectives import world
 from farandole.errors import ConfigError, StepError
 from farandole.state import loop_hooks
 from farandole.state.commit_sync import CommittedState
-from farandole.state.handlers import (
+from farandole.state.metadata import (
     ModelStateHandler,
     SamplerStateHandler,
     StateHandler,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.data.epoch import NoLoaderHooks
+from farandole.data.elastic_loader import NoLoaderHooks
 from farandole.errors import GenerationEnded
 from farandole.state.packing import unpack
 

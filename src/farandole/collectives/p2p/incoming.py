@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from farandole.collectives.data_connections import Caller, DataListener
 from farandole.collectives.handshake import (
     INTRODUCTION_LIMIT,
     PROOF_BYTES,
@@ -21,7 +22,6 @@ from farandole.collectives.handshake import (
     decode_introduction,
     is_dialer_proved,
 )
-from farandole.collectives.listener import Caller, DataListener
 from farandole.errors import ProtocolError
 from farandole.membership import GenerationId
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from farandole.clock import now_s
-from farandole.collectives.dialer import Dialer
+from farandole.collectives.data_connections import DataListener, Dialer
 from farandole.collectives.handshake import Introduction
-from farandole.collectives.listener import DataListener
 from farandole.collectives.p2p.incoming import (
     CHANNEL,
     FRAME,

@@ -1,22 +1,38 @@
-"""Run all collectives among workers of one host: tensors move through their memory, payloads around the ring.
-
-shared_memory_group.py moves the tensors.
-"""
+"""Run all collectives among workers of one host: tensors move through their memory, payloads around the ring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event
+from typing import NoReturn, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
+from farandole.clock import now_s
+from farandole.collectives.chunks import blocks, chunk_bounds
+from farandole.collectives.connection_pair import Interruption
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
+from farandole.collectives.ring_schedules import Agreement, Combine
 from farandole.collectives.shared_memory import futex
-from farandole.collectives.shared_memory.control_block import CONTROL_BLOCK_BYTES, DATA_BYTES, ControlBlock
-from farandole.collectives.shared_memory.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
-from farandole.collectives.shared_memory.tensors import SegmentRef, create_segment, open_segment
+from farandole.collectives.shared_memory.control_block import (
+    CONTROL_BLOCK_BYTES,
+    DATA_BYTES,
+    PAYLOAD_BYTES,
+    ControlBlock,
+    MemoryBarrier,
+    MessageSlot,
+)
+from farandole.collectives.shared_memory.tensors import (
+    TENSOR_REF_BYTES,
+    OtherTensors,
+    SegmentRef,
+    Stage,
+    TensorRef,
+    create_segment,
+    open_segment,
+)
 from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_view
 from farandole.collectives.transport import Reduction
 
@@ -169,3 +185,215 @@ def share_control_blocks(ring: RingTransport, mates: Sequence[int]) -> ControlBl
     received = ring.all_gather(msgspec.msgpack.encode(own.refs))
     opened = own.open_those_of(ring, mates, [msgspec.msgpack.decode(each, type=ControlBlockRefs) for each in received])
     return opened if isinstance(opened, str) else opened[0]
+
+
+# The ranks of one host, and their operations in shared memory: exchange messages, reduce, broadcast.
+#
+# Each rank reads the tensors of the others in place, or in a staging area into which the owner had to copy them, and
+# writes only its own. A rank reduces its part of the tensor over all ranks, then copies the other parts from the
+# ranks that have reduced them.
+
+
+MAX_PAYLOAD_BYTES = PAYLOAD_BYTES - HEADER_BYTES - TENSOR_REF_BYTES
+"""The limit of a payload beside a tensor."""
+
+# A block is combined with those of all ranks before the next one: it stays in the cache between.
+_BLOCK_BYTES = 256 * 1024
+
+_LOSS_S = 5.0  # from the loss of a rank's memory to the end of its connections: the kernel does both
+_LOOK_AGAIN_S = 0.002
+
+T = TypeVar("T")
+
+Finish = Callable[[torch.Tensor, int, list[MessageSlot]], None]
+"""finish(this rank's part of a piece, reduced over the group; the number of the piece; the message slots of all ranks):
+complete the part, in place, before the others copy it."""
+
+
+class SharedMemoryGroup:
+    """The operations of the `size` ranks of this host; ranks are their places. For one thread; wake() is for any.
+
+    All ranks call the same methods in the same order; after an error the group is unusable.
+
+    Args:
+        place: The place of this rank.
+        names: The ranks' names in error messages.
+        control_blocks: Those of all ranks; new ones for each generation.
+        look_around: Called every few milliseconds while this rank waits; returns a reason to stop, or None; may raise.
+        end_by: Raises the error of such a reason.
+        piece_bytes: Tensors that others cannot read in place move in pieces of this size; all, if
+            `is_always_in_pieces`.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        names: Sequence[int],
+        control_blocks: Sequence[ControlBlock],
+        look_around: Callable[[], Interruption | None],
+        end_by: Callable[[Interruption, Header], NoReturn],
+        piece_bytes: int,
+        is_always_in_pieces: bool = False,
+    ) -> None:
+        self.place, self.size = place, len(control_blocks)
+        self._names, self._control_blocks = names, control_blocks
+        self._look_around, self._end_by = look_around, end_by
+        self._barrier: MemoryBarrier[Interruption] | None = MemoryBarrier(
+            place, control_blocks, look_around
+        )  # None: closed
+        self._others = OtherTensors()
+        self._stage = Stage(piece_bytes)
+        self._piece_bytes, self._is_always_in_pieces = piece_bytes, is_always_in_pieces
+        self._turn = 0
+
+    def post(self, header: Header, payload: bytes, data: torch.Tensor | None = None) -> list[MessageSlot]:
+        """Return the message slots of all ranks, once all have posted the same header of their operation.
+
+        Raises CollectiveMismatch if the headers differ. Message slots are valid until the operation after the next one.
+        """
+        agreement = Agreement(header, self.place, self._names)
+        message_slots = [control_block.message_slot(self._turn) for control_block in self._control_blocks]
+        self._turn += 1
+        mine = message_slots[self.place]
+        mine.payload[: HEADER_BYTES + len(payload)] = agreement.packed + payload
+        if data is not None:
+            mine.data[: data.numel() * data.element_size()].view(data.dtype).copy_(data)
+        self.meet(header)
+        for back in range(1, self.size):
+            agreement.check(message_slots[self.place - back].payload[:HEADER_BYTES], back)
+        return message_slots
+
+    def meet(self, header: Header) -> None:
+        """Return when all ranks have come here, too; the data that they stored before is visible then."""
+        barrier = self._barrier
+        assert barrier is not None, "the group is closed"
+        barrier.arrive()
+        interruption = barrier.wait()
+        if interruption is not None:
+            self._end_by(interruption, header)
+
+    def reduce(
+        self,
+        header: Header,
+        trailer: bytes,
+        flat: torch.Tensor,
+        combine: Combine,
+        owners: int,
+        finish: Finish | None = None,
+    ) -> list[MessageSlot]:
+        """Reduce a tensor piece by piece. Return the message slots of all ranks, with the trailer.
+
+        For each piece, all ranks make theirs readable, and meet; each of the first `owners` ranks reduces its part, and
+        all meet; each copies the parts of the others.
+        """
+        mine, ready = self._make_ref(flat)
+        message_slots = self.post(header, trailer + mine.pack())
+        tensor_refs = self._from_mine(
+            [TensorRef.unpack(message_slot.payload[HEADER_BYTES + len(trailer) :]) for message_slot in message_slots]
+        )
+        for number, (start, stop) in enumerate(
+            self._pieces(flat, any(tensor_ref.is_staged for tensor_ref in tensor_refs))
+        ):
+            piece = flat[start:stop]
+            if number:
+                ready = self._stage.put(mine, piece)
+                self.meet(header)
+            regions = [
+                ready[: stop - start],
+                *(self._read(header, each, number, start, piece) for each in tensor_refs[1:]),
+            ]
+            parts = self._from_mine([*chunk_bounds(stop - start, owners), *[(0, 0)] * (self.size - owners)])
+            for low, high in blocks(*parts[0], _BLOCK_BYTES // flat.element_size()):
+                reduced = regions[0][low:high]
+                for region in regions[1:]:
+                    combine(reduced, region[low:high], out=reduced)
+            if finish is not None and self.place < owners:
+                finish(regions[0][slice(*parts[0])], number, message_slots)
+            self.meet(header)
+            for (low, high), region in zip(parts, regions, strict=True):
+                if region is not regions[0] or mine.is_staged:
+                    piece[low:high].copy_(region[low:high])
+        if not all(tensor_ref.is_staged for tensor_ref in tensor_refs):
+            self.meet(header)  # no rank reads any more the memory that its owner is about to change
+        return message_slots
+
+    def broadcast(self, header: Header, flat: torch.Tensor, source: int) -> None:
+        """Copy the tensor of the rank at place `source` into every rank's."""
+        nbytes = flat.numel() * flat.element_size()
+        if nbytes <= DATA_BYTES:
+            message_slots = self.post(header, b"", flat if source == self.place else None)
+            flat.copy_(message_slots[source].data[:nbytes].view(flat.dtype))
+        else:
+            self._pass_on(header, flat, source)
+
+    def wake(self) -> None:
+        """Make this rank check now, if it waits. Callable from any thread."""
+        barrier = self._barrier  # held: close() in another thread must not unmap the memory to be woken
+        if barrier is not None:
+            barrier.wake()
+
+    def close(self) -> None:
+        """Release the control blocks, even if the group is still referenced; no operation may run. Idempotent."""
+        self._control_blocks, self._barrier = (), None
+        self._others.close()
+        self._stage.close()
+
+    def _pass_on(self, header: Header, flat: torch.Tensor, source: int) -> None:
+        """Copy the source's tensor, piece by piece: all meet when a piece is readable, and the others copy it."""
+        is_source = self.place == source
+        mine = self._make_ref(flat)[0] if is_source else None
+        message_slots = self.post(header, b"" if mine is None else mine.pack())
+        tensor_ref = TensorRef.unpack(message_slots[source].payload[HEADER_BYTES:])
+        for number, (start, stop) in enumerate(self._pieces(flat, tensor_ref.is_staged)):
+            piece = flat[start:stop]
+            if number:
+                if is_source:
+                    self._stage.put(tensor_ref, piece)
+                self.meet(header)
+            if not is_source:
+                piece.copy_(self._read(header, tensor_ref, number, start, piece))
+        self.meet(header)  # as in reduce(); nor does the source leave before all have opened its memory
+
+    def _make_ref(self, flat: torch.Tensor) -> tuple[TensorRef, torch.Tensor]:
+        """Return the reference for readers of the tensor and the memory of its first piece, or of all unless staged."""
+        tensor_ref = self._stage.make_ref(flat, is_read=self.size > 1)
+        if not tensor_ref.is_staged:
+            return tensor_ref, flat
+        return tensor_ref, self._stage.put(tensor_ref, flat[: self._piece_bytes // flat.element_size()])
+
+    def _read(self, header: Header, tensor_ref: TensorRef, number: int, start: int, like: torch.Tensor) -> torch.Tensor:
+        """Return piece `number` of another rank, from element `start`, with the length and dtype of `like`."""
+        item_bytes = like.element_size()
+        where = tensor_ref.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
+        try:
+            whole = self._others.find(tensor_ref.segment)
+        except OSError:
+            self._end_by_loss(header)
+            raise
+        return whole[where].view(like.dtype)
+
+    def _end_by_loss(self, header: Header) -> None:
+        """End after a rank's memory has vanished: that rank is gone, as the ring will report in a moment."""
+        deadline_s = now_s() + _LOSS_S
+        while now_s() < deadline_s:
+            interruption = self._look_around()
+            if interruption is not None:
+                self._end_by(interruption, header)
+            Event().wait(_LOOK_AGAIN_S)
+
+    def _pieces(self, flat: torch.Tensor, is_staged: bool) -> Iterator[tuple[int, int]]:
+        """Yield the elements [start, stop) of each piece."""
+        in_pieces = is_staged or self._is_always_in_pieces
+        return blocks(0, flat.numel(), self._piece_bytes // flat.element_size() if in_pieces else flat.numel())
+
+    def _from_mine(self, by_place: list[T]) -> list[T]:
+        """Return the list in the order of this rank, the next one, ...: ranks read from different ones at a time."""
+        return by_place[self.place :] + by_place[: self.place]
+
+
+def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine) -> None:
+    """Reduce the tensors in the data of all message slots into `flat`, in the order of the ranks, on whichever rank."""
+    nbytes = flat.numel() * flat.element_size()
+    first, *others = (message_slot.data[:nbytes].view(flat.dtype) for message_slot in message_slots)
+    for number, other in enumerate(others):
+        combine(flat if number else first, other, out=flat)

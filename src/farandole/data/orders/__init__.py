@@ -1,7 +1,6 @@
 """The orders in which an epoch may traverse the data set; elastic.DataLoader takes one as its `order`."""
 
-from farandole.data.orders.grouped import Bucketed, ShardLocal, Stratified
+from farandole.data.orders.grouped import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.data.orders.order import Lookup, Order, Sequential, Shuffled
-from farandole.data.orders.weighted import Weighted
 
 __all__ = ["Bucketed", "Lookup", "Order", "Sequential", "ShardLocal", "Shuffled", "Stratified", "Weighted"]

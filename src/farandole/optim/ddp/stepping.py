@@ -1,5 +1,5 @@
 """Optimizers of torch for parameters that a DistributedDataParallel reduces: they decide steps, as a
-DistributedOptimizer does. adoption.py converts them."""
+DistributedOptimizer does. module.py converts them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import torch
 
 from farandole.errors import ConfigError, StepError
 from farandole.optim.ddp.ddp_path import DdpPath
-from farandole.optim.optimizer_mixin import OwnMethods, overriding_methods, protect
-from farandole.optim.scaled_step import STEPPED_TWICE, as_schedulers_patch_it, call_dropped, refuse_closure, zeroing
+from farandole.optim.optimizer_mixin import (
+    STEPPED_TWICE,
+    OwnMethods,
+    as_schedulers_patch_it,
+    call_dropped,
+    overriding_methods,
+    protect,
+    refuse_closure,
+    zeroing,
+)
 from farandole.state import step
 from farandole.state.global_batch import Batch, GlobalBatch
 from farandole.state.step import StepStatus

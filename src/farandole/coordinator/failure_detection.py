@@ -1,21 +1,155 @@
-"""Broken links between living workers: their reports, and the probes that find the side at fault. Pure."""
+"""Hang detection from the worker statuses that agents report, and the response to stalled steps. Pure.
+
+A step needs all members: while one of them hangs, each of the others comes to wait for it. So it is enough to detect
+the moment after which no member makes progress.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from farandole.coordinator import regroup
-from farandole.coordinator.job import Finding, Job, LinkTrouble, Worker
+from farandole.coordinator import formatting, regroup
+from farandole.coordinator.inputs import StepsStalled
+from farandole.coordinator.job import Finding, Job, LinkTrouble, StepStall, Worker
 from farandole.coordinator.transition import Transition
-from farandole.events import LinksDistrusted
+from farandole.events import CollectiveStalled, LinksDistrusted, StallNoticed, WorkersHung
+from farandole.membership import LONGEST_BETWEEN_S, Phase, WorkerStatus
 from farandole.wire.messages import LinkBroken, Probe, Probed
+
+_FRESH_S = 1.25 * LONGEST_BETWEEN_S
+
+NOTICE_S = 60.0
+"""Seconds after which, without a step timeout, the workers that block the others are named, once in a generation."""
+
+
+class HangDetector:
+    """`step_timeout_s`: the longest time without progress of any member; None: unlimited, but a stall is reported."""
+
+    def __init__(self, step_timeout_s: float | None) -> None:
+        self._timeout_s = step_timeout_s
+        self._noticed: object = None  # the generation in which a stall was reported
+        self._seen: dict[str, Mapping[str, WorkerStatus]] = {}  # by agent
+        self._received_s: dict[str, float] = {}
+        self._state: object = None
+        self._since_s = 0.0
+
+    def record(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
+        """Record the statuses that an agent reports of all its workers."""
+        self._seen[agent], self._received_s[agent] = workers, now_s
+
+    def forget(self, agent: str) -> None:
+        self._seen.pop(agent, None)
+        self._received_s.pop(agent, None)
+
+    def steps(self) -> dict[str, int]:
+        """Return, by worker, how many steps it had decided when it was last seen."""
+        return {name: each.step for workers in self._seen.values() for name, each in workers.items()}
+
+    def look(self, job: Job, now_s: float) -> StepsStalled | None:
+        """Return a StepsStalled input if no member has made progress for too long, and again after the same time. Call
+        it regularly.
+
+        Nothing is known, and so no stall is reported, while a member has not entered its elastic function yet, or has
+        not been seen lately.
+        """
+        members = job.survivors()
+        if not members or job.is_released or job.ending is not None:
+            self._state = None
+            return None
+        statuses: dict[str, WorkerStatus] = {}
+        for member in members:
+            agent = member.slot.agent
+            status = self._seen.get(agent, {}).get(member.name)
+            if status is None or not member.is_elastic or now_s - self._received_s[agent] > _FRESH_S:
+                self._state = None
+                return None
+            statuses[member.name] = status
+        state = (job.number, job.generation, statuses)
+        if state != self._state:
+            self._state, self._since_s = state, now_s
+        stalled_s = now_s - self._since_s
+        if stalled_s < (NOTICE_S if self._timeout_s is None else self._timeout_s):
+            return None
+        own_code = (Phase.USER, Phase.OUTSIDE)
+        waiting = tuple(name for name, status in statuses.items() if status.phase not in own_code)
+        if self._timeout_s is None:
+            if not waiting or self._noticed == job.number:  # long steps are not a stall
+                return None
+            self._noticed = job.number
+        self._since_s = now_s
+        return StepsStalled(
+            number=job.number,
+            stalled_s=stalled_s,
+            step=max(status.step for status in statuses.values()),
+            in_own_code=tuple(name for name, status in statuses.items() if status.phase in own_code),
+            waiting=waiting,
+        )
+
+
+# The response to stalled steps; without --step-timeout a stall is only reported ---------------------------------------
+#
+# some are in their own code, the others wait   the former hang: they are stopped, with the stacks of their threads
+# all wait for each other                       a new generation with the same members, twice; then the job ends
+# all are in their own code                     the job ends, with the stacks of all: no worker is known to be healthy
+
+MOST_RETRIES = 2
+
+
+def steps_stalled(transition: Transition, input: StepsStalled) -> None:
+    """Respond to steps that have stalled, unless the membership has changed meanwhile."""
+    job = transition.job
+    if not job.is_elastic or job.is_released or job.generation is None or input.number != job.number:
+        return
+    members = {worker.name: worker for worker in job.survivors()}
+    hung = [name for name in input.in_own_code if name in members]
+    if members.keys() != {*input.in_own_code, *input.waiting}:
+        return
+    if job.config.step_timeout_s is None:
+        transition.log(StallNoticed(input.step, input.in_own_code, input.waiting, input.stalled_s))
+        return
+    how_long = f"{input.stalled_s:.0f} s (--step-timeout {job.config.step_timeout_s:g})"
+    if hung and input.waiting:
+        hung = [name for name in hung if not members[name].killed_for]
+        if hung:
+            transition.log(WorkersHung(input.step, tuple(hung), input.stalled_s))
+        for name in hung:
+            transition.kill(name, 0.0, f"the other workers have waited for it for {how_long}", dumps_stacks=True)
+    elif hung:
+        transition.end(
+            1,
+            f"No worker has made progress for {how_long}, and none of them waits for another one: "
+            f"{formatting.listed(hung)} are in their own code. If a step may take that long, increase --step-timeout.",
+            dumps_stacks=True,
+        )
+    elif job.change is None or job.change.is_planned:
+        _all_wait(transition, input, how_long)
+
+
+def _all_wait(transition: Transition, input: StepsStalled, how_long: str) -> None:
+    """Respond to members that all wait: they are in different collectives, or a connection between them is broken."""
+    before = transition.job.stall
+    times = before.times + 1 if before is not None and before.step == input.step else 1
+    transition.change(stall=StepStall(input.step, times))
+    transition.log(CollectiveStalled(input.step, input.waiting, input.stalled_s))
+    if times <= MOST_RETRIES:
+        regroup.abort(transition, f"all workers have waited for each other for {how_long}")
+        return
+    transition.end(
+        1,
+        f"All workers have waited for each other for {how_long}, {times} times at the same step: check that all of "
+        "them call the same collectives in the same order.",
+        dumps_stacks=True,
+    )
+
+
+# Broken links between living workers: their reports, and the probes that find the side at fault -----------------------
+
 
 # Time in seconds within which an exit explains a failed connection: the kernel needs up to 150 ms to tear down the
 # memory of a worker before its exit is seen.
 EXIT_EXPLAINS_S = 0.5
-MOST_RETRIES = 2
 
 
 def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> None:
@@ -37,7 +171,7 @@ def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> N
     transition.change(links=replace(trouble, hints=trouble.hints | {link}, deadline_s=deadline_s))
 
 
-def judge(transition: Transition) -> None:
+def judge_links(transition: Transition) -> None:
     """Act on links that are proved to be broken, and on reports that no exit has explained in time."""
     verdict_s = transition.job.links.verdict_s
     if verdict_s is not None and transition.now_s >= verdict_s:
@@ -46,7 +180,7 @@ def judge(transition: Transition) -> None:
         _judge_hints(transition)
 
 
-def judge_deadline(job: Job) -> float | None:
+def next_judgement(job: Job) -> float | None:
     """Return when `judge` has to run next."""
     trouble = job.links
     return trouble.deadline_s if trouble.verdict_s is None else trouble.verdict_s
