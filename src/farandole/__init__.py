@@ -158,10 +158,13 @@ __all__ = sorted([*_HOME, *_MODULES])
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'farandole' has no attribute {name!r}")
+        value: Any = importlib.import_module(_MODULES[name])
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'farandole' has no attribute {name!r}")
+    globals()[name] = value  # so that this function is called once for each name
+    return value
 
 
 def __dir__() -> list[str]:

@@ -8,10 +8,10 @@ import os
 import pytest
 import torch
 
-from farandole.collectives.shared_memory import futex
+from farandole.collectives.shared_memory.tensors import can_share_memory
 from farandole.optim.buckets import Buckets, reserve
 
-pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="no shared memory on this platform")
+pytestmark = pytest.mark.skipif(not can_share_memory(), reason="no shared memory on this platform")
 
 
 def segments() -> int:

@@ -8,12 +8,15 @@ previous message in it before they arrived again.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from farandole.collectives.shared_memory import futex
 from farandole.collectives.shared_memory.tensors import readable
 from farandole.collectives.worker_cores import may_spin
 from farandole.liveness.status_reporting import WaitingForPeers
@@ -54,7 +57,7 @@ class ControlBlock:
     def arrive(self) -> None:
         """Count one more arrival, and wake the ranks that wait for it."""
         self._arrivals[0] = (self._arrivals[0] + 1) & _MASK
-        futex.wake(self._address)
+        futex_wake(self._address)
 
     def has_arrived(self, times: int) -> bool:
         """Return whether this rank has arrived `times` times, counted from 0 and modulo 2**32."""
@@ -64,11 +67,11 @@ class ControlBlock:
         """Sleep until this rank arrives again, unless it has arrived `times` times; not longer than `timeout_s`."""
         seen = self._arrivals[0]
         if (seen - times) & _MASK >= _HALF:
-            futex.wait(self._address, seen, timeout_s)
+            futex_wait(self._address, seen, timeout_s)
 
     def wake(self) -> None:
         """Wake all ranks that wait for this one, for a check."""
-        futex.wake(self._address)
+        futex_wake(self._address)
 
 
 # The barrier of all ranks: a waiting rank spins for a moment, then sleeps ---------------------------------------------
@@ -129,3 +132,48 @@ class MemoryBarrier(Generic[TroubleT]):
         """Make this rank check now. Callable from any thread. The others check too, and sleep on."""
         for control_block in self._others:
             control_block.wake()
+
+
+# Sleep until a word of shared memory changes, and wake sleepers: Linux's futex(2), through the C library --------------
+
+_SYSCALL = 202  # on x86-64
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def futex_wait(address: int, value: int, timeout_s: float) -> None:
+    """Sleep while the 32-bit word at `address` is `value`, until futex_wake() or for `timeout_s`. May return early.
+
+    Releases the interpreter's lock. Raises OSError for an address that is not mapped.
+    """
+    whole = int(timeout_s)
+    limit = _TimeSpec(whole, int((timeout_s - whole) * 1e9))
+    if _syscall()(_SYSCALL, address, _WAIT, value, ctypes.byref(limit), None, 0) == -1:
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+
+
+def futex_wake(address: int) -> None:
+    """Wake all threads, in all processes, that sleep on the word at `address`."""
+    _syscall()(_SYSCALL, address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+@functools.cache
+def _syscall() -> Callable[..., int]:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+    ]
+    return call

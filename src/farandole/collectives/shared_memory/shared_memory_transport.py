@@ -15,7 +15,6 @@ from farandole.collectives.connection_pair import Interruption
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
 from farandole.collectives.ring_schedules import Agreement, Combine
-from farandole.collectives.shared_memory import futex
 from farandole.collectives.shared_memory.control_block import (
     CONTROL_BLOCK_BYTES,
     DATA_BYTES,
@@ -30,6 +29,7 @@ from farandole.collectives.shared_memory.tensors import (
     SegmentRef,
     Stage,
     TensorRef,
+    can_share_memory,
     create_segment,
     open_segment,
 )
@@ -131,7 +131,7 @@ class OwnControlBlocks:
         self._control_blocks: list[ControlBlock] = []
         self._hide: list[Callable[[], object]] = []
         refs: list[SegmentRef] = []
-        problem = "" if futex.is_supported() else f"rank {rank} is not on Linux for x86-64"
+        problem = "" if can_share_memory() else f"rank {rank} is not on Linux for x86-64"
         try:
             for _ in range(0 if problem else count):
                 segment = create_segment(CONTROL_BLOCK_BYTES)

@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import mmap
 import os
+import platform
 import struct
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,8 +21,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from farandole.collectives.shared_memory import futex
 
 # Below this size a segment of its own costs more than the copies that it saves.
 _LEAST_BYTES = 64 * 1024
@@ -37,12 +37,21 @@ _reserved: dict[int, torch.Tensor] = {}
 """The memory that was created ahead of time, by its number of bytes."""
 
 
+def can_share_memory() -> bool:
+    """Return whether this is Linux on x86-64.
+
+    Elsewhere the number of the system call futex(2) differs, and most processors may reorder stores, so that a counter
+    would announce data that is not visible yet.
+    """
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
 def shareable_zeros(numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
     """Return a flat tensor of zeros; on the CPU in shared memory if it is large and the platform supports that."""
     nbytes = numel * dtype.itemsize
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
-    if nbytes < _LEAST_BYTES or not futex.is_supported():
+    if nbytes < _LEAST_BYTES or not can_share_memory():
         return torch.zeros(numel, dtype=dtype)
     try:
         return create_tensor(nbytes).view(dtype)
@@ -68,7 +77,7 @@ def create_tensor(nbytes: int) -> torch.Tensor:
 def reserve_zeros(numel: int, dtype: torch.dtype) -> None:
     """Create and map now the memory of one later call of shareable_zeros(), on the CPU. Does nothing if it is small."""
     nbytes = numel * dtype.itemsize
-    if nbytes >= _LEAST_BYTES and futex.is_supported():
+    if nbytes >= _LEAST_BYTES and can_share_memory():
         with contextlib.suppress(OSError):  # raised when it is needed
             _reserved[nbytes] = create_tensor(nbytes).zero_()
 

@@ -7,11 +7,10 @@ import threading
 import pytest
 
 from farandole.clock import now_s
-from farandole.collectives.shared_memory import futex
 from farandole.collectives.shared_memory.control_block import CONTROL_BLOCK_BYTES, ControlBlock, MemoryBarrier
-from farandole.collectives.shared_memory.tensors import create_segment, open_segment
+from farandole.collectives.shared_memory.tensors import can_share_memory, create_segment, open_segment
 
-pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="shared memory is for Linux on x86-64")
+pytestmark = pytest.mark.skipif(not can_share_memory(), reason="shared memory is for Linux on x86-64")
 
 
 def control_blocks(count: int) -> list[list[ControlBlock]]:
