@@ -139,8 +139,7 @@ def _bytes(tensor: torch.Tensor, start: int, stop: int) -> Piece:
     return as_bytes(tensor[first:last])[start - first * row : stop - first * row]
 
 
-# A 64-bit digest of tensors, which tells copies of one state apart at memory speed; not for security. sync.py and
-# state_digest.py use it.
+# A 64-bit digest of tensors, which tells copies of one state apart at memory speed; not for security ------------------
 #
 # Long pieces are hashed multilinearly: each 32-bit word is multiplied by a random odd 64-bit number that belongs to
 # its place, and the products are added up modulo 2^64; the sums of rows of words are the coefficients of a polynomial
