@@ -50,7 +50,7 @@ class _Block:
         return True
 
     def _place_of(self, line: bytes) -> _LineKind | None:
-        if self.place == "frames" and line:
+        if self.place == "frames" and line and line != _HEADER:
             return "frames" if line.startswith(b" ") else "exception"
         if self.place == "exception" and line.startswith(b" "):
             return "exception"  # a note, or a message of several lines
