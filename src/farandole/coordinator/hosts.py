@@ -282,15 +282,7 @@ def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:
     return candidate.slot is not None and candidate.slot in job.slots and job.slots[candidate.slot].is_given_up
 
 
-# Ranks, placements and neighbours of the members of a generation ------------------------------------------------------
-
-
-def by_rank(survivors: Sequence[str], newcomers: Sequence[str]) -> tuple[str, ...]:
-    """Return the members of the next generation by rank: survivors keep their order, newcomers follow them.
-
-    So a survivor's rank never grows, and the source rank is never moved behind a newcomer.
-    """
-    return (*survivors, *newcomers)
+# Placements and neighbours of the members of a generation -------------------------------------------------------------
 
 
 def placements(hosts: Sequence[str]) -> list[Placement]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.hosts import by_rank, placements, ring_neighbours
+from farandole.coordinator.hosts import placements, ring_neighbours
 from farandole.membership import Address, Placement
-
-
-def test_survivors_keep_their_order_and_newcomers_come_behind() -> None:
-    assert by_rank(["w4", "w1"], ["w9", "w7"]) == ("w4", "w1", "w9", "w7")
 
 
 def test_local_and_cross_ranks_are_numbered_as_in_horovod() -> None:
