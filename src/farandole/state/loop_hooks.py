@@ -37,7 +37,7 @@ class RunLoop(Protocol):
         """Take note of the digests of all ranks, and of a checkpoint. Different digests mean different states."""
         ...
 
-    def hears_of_updates(self) -> bool:
+    def receives_updates(self) -> bool:
         """Return whether it answers `agreed_update`; otherwise only the state itself can know of host events."""
         ...
 
@@ -99,8 +99,8 @@ def compare(digests_by_rank: list[int], has_any_saved: bool) -> None:
         _run_loop.compare(digests_by_rank, has_any_saved)
 
 
-def hears_of_updates() -> bool:
-    return _run_loop is not None and _run_loop.hears_of_updates()
+def receives_updates() -> bool:
+    return _run_loop is not None and _run_loop.receives_updates()
 
 
 def agreed_update() -> HostUpdateResult | None:

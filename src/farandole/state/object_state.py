@@ -96,7 +96,7 @@ class State:
             HostsUpdatedInterrupt: The membership is about to change.
             PeerLost, GenerationEnded: The collective failed.
         """
-        if loop_hooks.hears_of_updates():
+        if loop_hooks.receives_updates():
             update = loop_hooks.agreed_update()
         else:
             update = self._agree_on_messages()

@@ -300,7 +300,7 @@ def decide() -> None:
         if _step.status is not NONE:
             _step.status = DECIDED
     status_reporting.report_progress()
-    tell_decided()
+    notify_decided()
 
 
 def when_next_decided(callback: Callable[[], None]) -> None:
@@ -309,7 +309,7 @@ def when_next_decided(callback: Callable[[], None]) -> None:
     _when_decided = callback
 
 
-def tell_decided() -> None:
+def notify_decided() -> None:
     """Run the callback of when_next_decided(): a step is decided, or, where none are counted, a commit was made."""
     global _when_decided
     if _when_decided is not None:

@@ -120,7 +120,7 @@ class TorchState(ObjectState):
         """Commit as State.commit() does. Ranks that have recorded samples of their own exchange them first, so that
         each commit contains all ranks' samples: otherwise those of a lost worker would be lost with it."""
         has_news = any(getattr(handler.value, "has_news", False) for handler in self._handlers.values())
-        if not (has_news and loop_hooks.hears_of_updates()):
+        if not (has_news and loop_hooks.receives_updates()):
             super().commit()
             return
         update = loop_hooks.agreed_update()

@@ -261,7 +261,7 @@ class CommitLoop:
     def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
         """Do nothing: no state was hashed, since a script may change its state freely between two commits."""
 
-    def hears_of_updates(self) -> bool:
+    def receives_updates(self) -> bool:
         return self._job is not None or world.current().placement.size > 1
 
     def agreed_update(self) -> HostUpdateResult | None:
@@ -299,7 +299,7 @@ class CommitLoop:
         self._commits += 1
         self._uncommitted.committed()
         status_reporting.set_step(world.current().id.number, self._newest_commit)
-        step.tell_decided()
+        step.notify_decided()
         if self._values is not None:
             self._values.committed()
         if self._checkpoints is not None:

@@ -52,7 +52,7 @@ class StateWatch:
             return 0
         return self._state.digests.of_sample(self._state.step, trained_only=False)
 
-    def heard(self, digests: Collection[int], is_asked: bool) -> None:
+    def compare_headers(self, digests: Collection[int], is_asked: bool) -> None:
         """Compare the digests in the headers of all ranks.
 
         Args:

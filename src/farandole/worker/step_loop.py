@@ -268,13 +268,13 @@ class StepLoop:
                 raise
             self._regroup()
             return False
-        said = [_EPOCH_END.unpack(trailer) for trailer in trailers]
-        if any(each[:2] != said[0][:2] for each in said):
+        by_rank = [_EPOCH_END.unpack(trailer) for trailer in trailers]
+        if any(each[:2] != by_rank[0][:2] for each in by_rank):
             raise CollectiveMismatch(
-                f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in said]}"
+                f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in by_rank]}"
             )
-        self.agree([each[2] for each in said])
-        self._watch.compare([each[3] for each in said], is_sample=True)
+        self.agree([each[2] for each in by_rank])
+        self._watch.compare([each[3] for each in by_rank], is_sample=True)
         if state.digests.is_suspicious and not self._mend():
             return False
         if self._records is not None:
@@ -292,10 +292,10 @@ class StepLoop:
         others."""
         state = self._state
         here = (epoch, state.step, call)
-        said = [_ONCE.unpack(trailer) for trailer in world.current().transport.all_gather(_ONCE.pack(*here))]
-        if any(each != here for each in said):
+        by_rank = [_ONCE.unpack(trailer) for trailer in world.current().transport.all_gather(_ONCE.pack(*here))]
+        if any(each != here for each in by_rank):
             raise CollectiveMismatch(
-                f"epoch.once() was called at different places; (epoch, step, number of the call) by rank: {said}"
+                f"epoch.once() was called at different places; (epoch, step, number of the call) by rank: {by_rank}"
             )
 
         def call_once() -> None:
@@ -427,9 +427,9 @@ class StepLoop:
         return self._watch.has_saved
 
     def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
-        self._watch.heard(digests_by_rank, has_any_saved)
+        self._watch.compare_headers(digests_by_rank, has_any_saved)
 
-    def hears_of_updates(self) -> bool:
+    def receives_updates(self) -> bool:
         return True
 
     def agreed_update(self) -> HostUpdateResult | None:

@@ -52,7 +52,7 @@ def test_a_fault_takes_the_function_back_to_the_last_commit(make: Any) -> None:
     assert train(state, 10, more=1) == 51
     assert entered == [0, 2]
     assert state.trail == [1, 2, 3, 4, 5]
-    assert not loop_hooks.hears_of_updates()
+    assert not loop_hooks.receives_updates()
 
 
 def test_an_interrupt_keeps_what_is_live() -> None:

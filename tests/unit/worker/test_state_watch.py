@@ -66,7 +66,7 @@ def no_world_is_left() -> Iterator[None]:
 
 def test_a_worker_alone_hashes_nothing() -> None:
     alone = Watched(of=1)
-    alone.watch.heard([0], True)
+    alone.watch.compare_headers([0], True)
     alone.watch.hash_due(has_saved=True)
     assert (alone.watch.digest, alone.watch.has_saved, alone.watch.sample()) == (0, False, 0)
 
@@ -80,7 +80,7 @@ def test_at_each_boundary_one_block_is_hashed() -> None:
 def test_equal_hashes_say_nothing_of_a_checkpoint_unless_a_sample_is_among_them() -> None:
     watched = Watched()
     watched.watch.hash_due(has_saved=False)
-    watched.watch.heard([BLOCK, BLOCK], False)
+    watched.watch.compare_headers([BLOCK, BLOCK], False)
     assert (watched.is_suspicious, watched.checkpoints.verdicts) == (False, [])
 
 
@@ -88,10 +88,10 @@ def test_after_a_checkpoint_of_any_rank_a_sample_decides_whether_it_counts() -> 
     watched = Watched()
     watched.watch.hash_due(has_saved=True)
     assert watched.watch.has_saved
-    watched.watch.heard([BLOCK, BLOCK], True)
+    watched.watch.compare_headers([BLOCK, BLOCK], True)
     watched.watch.hash_due(has_saved=False)
     assert (watched.watch.digest, watched.watch.has_saved) == (BLOCK ^ SAMPLE, False)
-    watched.watch.heard([BLOCK ^ SAMPLE] * 2, False)
+    watched.watch.compare_headers([BLOCK ^ SAMPLE] * 2, False)
     assert watched.checkpoints.verdicts == [True]
     watched.watch.hash_due(has_saved=False)
     assert watched.watch.digest == BLOCK, "one sample is enough"
@@ -100,13 +100,13 @@ def test_after_a_checkpoint_of_any_rank_a_sample_decides_whether_it_counts() -> 
 def test_different_hashes_raise_suspicion_and_no_checkpoint_counts() -> None:
     watched = Watched()
     watched.watch.hash_due(has_saved=False)
-    watched.watch.heard([BLOCK, 9], False)
+    watched.watch.compare_headers([BLOCK, 9], False)
     assert (watched.is_suspicious, watched.checkpoints.verdicts) == (True, [False])
 
 
 def test_after_a_sync_all_have_the_same_state_and_a_checkpoint_counts() -> None:
     watched = Watched()
-    watched.watch.heard([BLOCK, BLOCK], True)
+    watched.watch.compare_headers([BLOCK, BLOCK], True)
     watched.watch.synchronized(SyncReport(0, (), 0))
     watched.watch.hash_due(has_saved=False)
     assert (watched.checkpoints.verdicts, watched.watch.digest) == ([True], BLOCK)
