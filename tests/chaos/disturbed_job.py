@@ -193,8 +193,9 @@ def _run(case: Case, place: Place, outcome: Outcome, kind: type[RunningJob]) -> 
         # A fault in the last step of all may come when all have finished: then that is what the job has to say.
         came_too_late = at_end and _FINISHED in place.output.read_text(errors="replace")
         assert code == (1 if came_too_late else 0), f"the job ended with exit code {code}"
-        # Who is lost in the last step of all is not replaced any more.
-        return range(1 if at_end else bringer.wanted, bringer.wanted + 1)
+        # Who is lost in the last step of all is not replaced any more, or had come to the end before.
+        most = bringer.wanted + (bringer.deaths if came_too_late else 0)
+        return range(1 if at_end else bringer.wanted, most + 1)
 
 
 def _findings(case: Case, place: Place, outcome: Outcome, staying: range | None) -> Iterator[str]:

@@ -38,7 +38,7 @@ def train(state):
             elif kind == "losses":
                 out = model(x, index)
                 losses = {"mse": F.mse_loss(out, y), "l1": F.l1_loss(out, y), "size": out.square().mean()}
-                sum(losses.values()).backward()
+                (sum(losses.values()) / 3).backward()  # the whole sum diverges in long runs, at this learning rate
             elif kind == "penalty":
                 (F.mse_loss(model(x, index), y) + 0.1 * penalty(x, index)).backward()
             elif kind == "checkpoint-reentrant":
