@@ -21,9 +21,7 @@ import torch
 
 import farandole as fd
 from farandole.data.augmentation import KeyedSampler
-from farandole.data.index_stream import IndexStream
-from farandole.data.orders import Shuffled
-from farandole.data.partition import BatchLayout
+from farandole.data.sample_order import BatchLayout, IndexStream, Shuffled
 
 GLOBAL_BATCH = 256
 SIZES = [1_280_000, 10**9, 10**12]

@@ -91,7 +91,7 @@ def farandole(task: Task) -> tuple[Step, Any]:
 def elastic_ddp(task: Task) -> tuple[Step, Any]:
     """As farandole(); the default group of the process is Gloo's, for DDP on that."""
     from farandole.process_group.c10d_group import FarandoleGroup
-    from farandole.process_group.c10d_members import Everybody
+    from farandole.process_group.works import Everybody
 
     model, optimizer = made(task)
     return with_loader(task, wrapped(model, process_group=FarandoleGroup(Everybody())), optimizer)

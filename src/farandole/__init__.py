@@ -27,6 +27,14 @@ if TYPE_CHECKING:
         reducescatter_async as reducescatter_async,
     )
     from farandole.collectives.named.compression import Compression as Compression
+    from farandole.collectives.named.negotiation import (
+        Adasum as Adasum,
+        Average as Average,
+        Max as Max,
+        Min as Min,
+        Product as Product,
+        Sum as Sum,
+    )
     from farandole.collectives.named.objects import (
         allgather_object as allgather_object,
         broadcast_object as broadcast_object,
@@ -54,14 +62,6 @@ if TYPE_CHECKING:
         add_process_set as add_process_set,
         global_process_set as global_process_set,
         remove_process_set as remove_process_set,
-    )
-    from farandole.collectives.named.settings import (
-        Adasum as Adasum,
-        Average as Average,
-        Max as Max,
-        Min as Min,
-        Product as Product,
-        Sum as Sum,
     )
     from farandole.collectives.named.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from farandole.collectives.named.tensor_queue import poll as poll, synchronize as synchronize
@@ -124,7 +124,7 @@ _HOMES = {
         "grouped_allreduce_ grouped_reducescatter join reducescatter sparse_allreduce_async"
     ),
     "collectives.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
-    "collectives.named.settings": "Adasum Average Max Min Product Sum",
+    "collectives.named.negotiation": "Adasum Average Max Min Product Sum",
     "collectives.named.sync_batch_norm": "SyncBatchNorm",
     "collectives.named.tensor_queue": "poll synchronize",
     "collectives.named.timeline": "start_timeline stop_timeline",

@@ -15,7 +15,7 @@ import farandole as fd
 from farandole.collectives import world
 from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError, StepError
 from farandole.state import step
-from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.step import Batch, GlobalBatch
 
 MANY = 0.0001  # megabytes
 SAMPLES = 12

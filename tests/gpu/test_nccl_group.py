@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from farandole.collectives import nccl_transport
+from farandole.collectives.connection_pair import DTYPES
 from farandole.collectives.nccl_transport import NcclGroup, own_nccl_problem
 from farandole.collectives.ring_store import ExchangedStore
-from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.torch_group import _WIDER
 from farandole.collectives.transport import Reduction
 from farandole.env import prepare_for_nccl

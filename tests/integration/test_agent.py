@@ -19,8 +19,7 @@ from farandole.events import ConnectionRefused, CoordinatorLost, StoppedWorkerKi
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.membership import Address, GenerationId, Peer, Placement
 from farandole.wire.authentication import derive_data_key, new_token
-from farandole.wire.channel import Channel, accept
-from farandole.wire.codec import AGENT_MESSAGES
+from farandole.wire.channel import AGENT_MESSAGES, Channel, accept
 from farandole.wire.messages import (
     Abort,
     AgentHello,

@@ -14,8 +14,7 @@ from farandole.events import AgentJoined, AgentWasLost
 from farandole.liveness.heartbeats import HeartbeatSeal
 from farandole.membership import Address
 from farandole.wire.authentication import Role, new_token
-from farandole.wire.channel import Channel, connect
-from farandole.wire.codec import TO_AGENT
+from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,

@@ -14,8 +14,7 @@ from farandole.errors import AuthenticationError
 from farandole.events import ConnectionRefused
 from farandole.launch.control_commands import Client, NoAnswer
 from farandole.wire.authentication import new_token
-from farandole.wire.channel import connect
-from farandole.wire.codec import TO_CLIENT
+from farandole.wire.channel import TO_CLIENT, connect
 from farandole.wire.control import AskScale, AskStatus, ClientHello, Declined
 from farandole.wire.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
 from tests.support.waiting import DEADLINE_S, EventLog, run
@@ -53,7 +52,9 @@ def test_a_command_is_answered_one_request_after_the_other() -> None:
     run(body())
 
 
-@pytest.mark.parametrize(("token", "job"), [(new_token(), "job"), (TOKEN, "another")])
+@pytest.mark.parametrize(
+    ("token", "job"), [(new_token(), "job"), (TOKEN, "another")], ids=["another token", "another job"]
+)
 def test_who_does_not_know_the_token_is_told_nothing(token: bytes, job: str) -> None:
     async def body() -> None:
         async with serving() as (coordinator, events):

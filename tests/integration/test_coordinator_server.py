@@ -11,16 +11,15 @@ from typing import TypeVar
 
 import pytest
 
-from farandole.clock import now_s
 from farandole.config import JobConfig
 from farandole.coordinator import server
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.errors import ConfigError
 from farandole.events import AgentJoined, AgentWasLost, ConnectionRefused, CoordinatorStalled
-from farandole.wire import channel as channel_module
+from farandole.machine import now_s
+from farandole.wire import channel
 from farandole.wire.authentication import new_token
-from farandole.wire.channel import Channel, connect
-from farandole.wire.codec import TO_AGENT, frame
+from farandole.wire.channel import TO_AGENT, Channel, connect, frame
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
@@ -50,8 +49,8 @@ class Running:
         self._channels: list[Channel[ToAgent]] = []
 
     async def close(self) -> None:
-        for channel in self._channels:
-            channel.abort()
+        for each in self._channels:
+            each.abort()
         self.outcome.cancel()
         await asyncio.wait([self.outcome], timeout=DEADLINE_S)
 
@@ -117,7 +116,9 @@ def test_an_agent_that_proves_the_token_gets_workers_to_spawn() -> None:
     run(test())
 
 
-@pytest.mark.parametrize(("token", "job_id"), [(new_token(), JOB_ID), (TOKEN, "another job")])
+@pytest.mark.parametrize(
+    ("token", "job_id"), [(new_token(), JOB_ID), (TOKEN, "another job")], ids=["another token", "another job"]
+)
 def test_a_wrong_token_is_refused_with_one_event(token: bytes, job_id: str) -> None:
     async def test() -> None:
         async with serving() as running:
@@ -160,7 +161,7 @@ def test_a_stranger_is_refused_with_one_event(said: bytes) -> None:
 
 
 def test_who_takes_too_long_to_prove_the_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "HANDSHAKE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(channel, "HANDSHAKE_DEADLINE_S", 0.1)
 
     async def test() -> None:
         async with serving() as running:

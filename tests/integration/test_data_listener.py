@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from farandole.clock import now_s
-from farandole.collectives.data_connections import DataListener, Dialer
-from farandole.collectives.handshake import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
-from farandole.collectives.p2p.incoming import CHANNEL, Incoming
-from farandole.collectives.ring_builder import RingBuilder
+from farandole.collectives.point_to_point import CHANNEL, Incoming
+from farandole.collectives.ring_builder import DataListener, Dialer, RingBuilder
 from farandole.errors import GenerationEnded
+from farandole.machine import now_s
 from farandole.membership import Address, GenerationId
 from farandole.testing.running_job import all_training
-from farandole.worker.link_probe import find_answering
+from farandole.wire.authentication import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
+from farandole.worker.link import find_answering
 from tests.support.jobs import ELASTIC_JOB, RunningJob
 from tests.support.rings import DEADLINE_S, KEY, build, in_threads, listeners, make_start
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from farandole.env import WorkerEnv, environment_of
-from farandole.wire import codec
+from farandole.wire import channel
 from farandole.wire.messages import Abort, Message, Prepare
 from tests.support.waiting import DEADLINE_S
 
@@ -21,7 +21,7 @@ PROGRAM = """
 import threading
 from farandole.env import read_worker_env
 from farandole.membership import Address
-from farandole.worker.abort_registry import AbortRegistry
+from farandole.worker.worker_recovery import AbortRegistry
 from farandole.worker.link import Link
 
 class Blocked:
@@ -59,7 +59,7 @@ class Worker:
             self._connection, _ = listener.accept()
 
     def tell(self, message: Message) -> None:
-        self._connection.sendall(codec.frame(codec.encode(message)))
+        self._connection.sendall(channel.frame(channel.encode(message)))
 
     def hang_up(self) -> None:
         self._connection.close()

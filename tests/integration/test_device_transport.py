@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from farandole.collectives import device_transport
-from farandole.collectives.device_transport import DeviceTransport, StagedTransport, host_transport
+from farandole.collectives.connection_pair import DTYPES
+from farandole.collectives.device_transport import DeviceTransport, StagedTransport
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_store import ExchangedStore
-from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.torch_group import Construction
 from farandole.collectives.transport import Reduction
+from farandole.collectives.transport_choice import host_transport
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, PeerLost
 from tests.support import rings
 from tests.support.rings import GlooDevices, listeners

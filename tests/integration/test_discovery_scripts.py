@@ -14,8 +14,7 @@ from threading import Event
 
 import pytest
 
-from farandole.launch.discovery import DiscoveryFailed, ScriptDiscovery
-from farandole.launch.host_list import HostSlots
+from farandole.launch.host_list import DiscoveryFailed, HostSlots, ScriptDiscovery
 from tests.support.jobs import processes_with
 from tests.support.waiting import DEADLINE_S, run
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from farandole.agent.status_pages import ExitWatcher
+from farandole.agent.worker_server import ExitWatcher
 from farandole.liveness import exit_notice
 from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
 from tests.support.jobs import SCRIPTS, farandole_run

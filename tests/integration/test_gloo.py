@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from farandole.collectives.connection_pair import dtype_code
 from farandole.collectives.gloo_transport import GlooTransport, use_gloo
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, TransportOperation
-from farandole.collectives.tensor_bytes import dtype_code
+from farandole.collectives.ring import Header, RingTransport, TransportOperation
 from farandole.collectives.transport import Reduction
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.testing.proof import Proof

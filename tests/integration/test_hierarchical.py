@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives.shared_memory.tensors import shareable_zeros
+from farandole.collectives.shared_memory_tensors import shareable_zeros
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
 from farandole.testing.proof import Proof

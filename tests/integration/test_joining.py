@@ -20,8 +20,7 @@ from farandole.events import AgentRejoins, AgentServes, AgentWaits
 from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.membership import Address
 from farandole.wire.authentication import Handshake, Role, new_token
-from farandole.wire.channel import Channel, accept
-from farandole.wire.codec import AGENT_MESSAGES, LENGTH, frame
+from farandole.wire.channel import AGENT_MESSAGES, LENGTH, Channel, accept, frame
 from farandole.wire.messages import (
     AgentHello,
     AgentLeaving,

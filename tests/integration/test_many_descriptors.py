@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from farandole.agent import fork_server_process
-from farandole.agent.guard import Guard
+from farandole.agent.process import Guard
 from farandole.collectives.alone import AloneTransport
-from farandole.launch.nonblocking_writer import write_all
+from farandole.launch.output import write_all
 from tests.integration.test_p2p import p2p_group
 from tests.support.thread_world import ThreadWorld
 

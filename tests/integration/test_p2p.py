@@ -10,16 +10,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from farandole.collectives.data_connections import DataListener
-from farandole.collectives.handshake import PROOF_BYTES, REPLY_BYTES, Introduction
-from farandole.collectives.p2p.incoming import CHANNEL
-from farandole.collectives.p2p.p2p_transport import P2PTransport
-from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
+from farandole.collectives.connection_pair import DTYPES
+from farandole.collectives.p2p_transport import P2PTransport
+from farandole.collectives.point_to_point import CHANNEL, Endpoint, PointToPoint
 from farandole.collectives.ring import OnBroken
-from farandole.collectives.tensor_bytes import DTYPES
+from farandole.collectives.ring_builder import DataListener
 from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
+from farandole.wire.authentication import PROOF_BYTES, REPLY_BYTES, Introduction
 from tests.support.rings import KEY, in_threads
 
 GENERATION = GenerationId(1, 1, 7, "nonce")

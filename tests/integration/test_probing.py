@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.clock import now_s
-from farandole.collectives.data_connections import DataListener
+from farandole.collectives.ring_builder import DataListener
+from farandole.machine import now_s
 from farandole.membership import Address, Peer
 from farandole.wire.messages import Probed
-from farandole.worker.link_probe import ATTEMPTS, Connections, LinkProbe, find_answering
+from farandole.worker.link import ATTEMPTS, Connections, LinkProbe, find_answering
 from tests.support.waiting import DEADLINE_S
 
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from farandole.clock import now_s
 from farandole.env import FixedEnv
 from farandole.errors import ConfigError, JobEnded
+from farandole.machine import now_s
 from farandole.membership import Address
 from farandole.worker.fixed_job import Rendezvous
 from tests.support.jobs import SCRIPTS

@@ -16,12 +16,11 @@ import msgspec
 import pytest
 import torch
 
-from farandole.collectives.data_connections import DataListener
-from farandole.collectives.handshake import Introduction
-from farandole.collectives.ring_builder import RingBuilder
+from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
 from farandole.membership import GenerationId
+from farandole.wire.authentication import Introduction
 from tests.support.rings import DEADLINE_S, build, in_threads, listeners, make_start, outcomes_in_threads
 
 SHORT_S = 0.3

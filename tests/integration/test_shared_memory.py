@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory.shared_memory_transport import SharedMemoryTransport
-from farandole.collectives.shared_memory.tensors import shareable_zeros
+from farandole.collectives.shared_memory_tensors import shareable_zeros
+from farandole.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.transport_choice import Way, choose
 from farandole.errors import ConfigError, GenerationEnded
 from tests.support.rings import build, in_threads, listeners, ring

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
+from farandole.collectives.connection_pair import DTYPES
 from farandole.collectives.host_layout import layout
-from farandole.collectives.tensor_bytes import DTYPES
 from farandole.collectives.transport import Reduction, Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from tests.support import rings

@@ -15,7 +15,7 @@ import pytest
 from farandole.agent import worker_server
 from farandole.agent.worker_server import WorkerServer
 from farandole.membership import Address
-from farandole.wire.codec import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.wire.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
 from tests.support.waiting import DEADLINE_S, run
 

@@ -35,7 +35,7 @@ from tests.mutation.mutants import Mutant, find_mutants
 
 CORE = (
     *("coordinator/*.py", "worker/*.py", "state/*.py"),
-    *("data/partition.py", "data/index_stream.py", "optim/step_reduction.py", "ledger/check.py"),
+    *("data/sample_order.py", "data/sample_order.py", "optim/step_reduction.py", "ledger/check.py"),
 )
 RECORDS = ROOT / ".mutation"
 _TESTS = ("tests/unit", "tests/property")

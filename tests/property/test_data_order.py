@@ -14,21 +14,24 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from farandole.data.elastic_loader import NoLoaderHooks
-from farandole.data.index_stream import IndexStream
+from farandole.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.data.loader import DataLoader
-from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
-from farandole.data.partition import (
+from farandole.data.sample_order import (
     BatchLayout,
+    IndexStream,
+    Order,
+    Permutation,
+    Sequential,
+    Shuffled,
     batches,
     even_slice,
     global_batch_range,
     make_global_batch,
     micro_batches,
 )
-from farandole.data.permutation import Permutation
 from farandole.errors import DataError, StepError
 from farandole.state import step
-from farandole.state.global_batch import Batch
+from farandole.state.step import Batch
 
 EPOCHS = 2
 SCHEDULES = int(os.environ.get("DATA_SCHEDULES", "300"))  # `make schedules` runs 100,000

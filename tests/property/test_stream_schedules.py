@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from farandole.data.loader import Prefetch
 from farandole.data.stream_loader import StreamLoader
-from farandole.data.torch_loader import Prefetch
 from farandole.state import step
 
 no_deadline = settings(deadline=None)

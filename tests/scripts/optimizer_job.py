@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import farandole as fd
 from farandole.collectives.named.adasum import tree
 from farandole.collectives.named.compression import Compression
+from farandole.collectives.named.negotiation import Adasum, Sum
 from farandole.collectives.named.objects import (
     allgather_object,
     broadcast_object,
@@ -28,7 +29,6 @@ from farandole.collectives.named.objects import (
     broadcast_parameters,
 )
 from farandole.collectives.named.process_sets import add_process_set, remove_process_set
-from farandole.collectives.named.settings import Adasum, Sum
 from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
 from farandole.errors import HorovodInternalError
 from farandole.optim.distributed_optimizer import DistributedOptimizer

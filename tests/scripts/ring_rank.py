@@ -17,8 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from farandole.collectives.data_connections import DataListener
-from farandole.collectives.ring_builder import RingBuilder
+from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.errors import RecoverableError
 from farandole.membership import Address
 from tests.support.rings import DEADLINE_S, make_start

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from farandole.env import read_worker_env
 from farandole.membership import Address
-from farandole.wire.codec import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Abort,

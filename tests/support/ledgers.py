@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farandole.data.partition import even_slice
+from farandole.data.sample_order import even_slice
 from farandole.ledger.check import Line
 from farandole.ledger.records import (
     FORMAT,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.negotiation import NamedSettings
 from farandole.collectives.named.stages import GLOBAL_SET, Key, Kind, Request
 from farandole.collectives.named.tensor_queue import Handle, Submission
 from farandole.collectives.transport import Reduction

@@ -76,6 +76,7 @@ class Link:
     def send(self, message: object) -> None:
         self.sent.append(message)
 
+    @property
     def is_over(self) -> bool:
         return self.has_ended
 

@@ -12,15 +12,14 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from farandole.collectives.data_connections import DataListener
 from farandole.collectives.device_transport import DeviceTransport, StagedTransport
 from farandole.collectives.gloo_transport import GlooGroup, connect_gloo
 from farandole.collectives.hierarchical_transport import share_memory_within_hosts
 from farandole.collectives.host_layout import layout
 from farandole.collectives.nccl_transport import NcclGroups
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_builder import RingBuilder
-from farandole.collectives.shared_memory.shared_memory_transport import share_memory
+from farandole.collectives.ring_builder import DataListener, RingBuilder
+from farandole.collectives.shared_memory_transport import share_memory
 from farandole.collectives.transport import Reduction, Transport
 from farandole.collectives.transport_choice import choose
 from farandole.membership import Address, GenerationId, Peer, Placement

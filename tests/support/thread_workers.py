@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from farandole.collectives import world
 from farandole.collectives.world import World
 from farandole.membership import GenerationId, Placement
-from farandole.process_group import c10d_members
+from farandole.process_group import works
 from farandole.state import step
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
@@ -42,14 +42,14 @@ def run_workers(size: int, function: Callable[[int], ResultT]) -> list[ResultT]:
 @contextlib.contextmanager
 def _globals_of_each_thread() -> Iterator[None]:
     """Give each thread its own copies of the process's globals."""
-    kept = step._step, world.current, c10d_members._in_everybodys
+    kept = step._step, world.current, works._in_everybodys
     step._step = _PerThread(step._OpenStep)  # type: ignore[assignment]
-    c10d_members._in_everybodys = _PerThread(threading.Lock)  # type: ignore[assignment]
+    works._in_everybodys = _PerThread(threading.Lock)  # type: ignore[assignment]
     world.current = lambda: _here.world
     try:
         yield
     finally:
-        step._step, world.current, c10d_members._in_everybodys = kept
+        step._step, world.current, works._in_everybodys = kept
 
 
 _here: Any = threading.local()

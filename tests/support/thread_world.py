@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from farandole.collectives.tensor_bytes import combiner, flat_view
+from farandole.collectives.connection_pair import combiner, flat_view
 from farandole.collectives.transport import Reduction
 from farandole.errors import GenerationEnded, PeerLost
 

@@ -3,7 +3,7 @@
 Its arguments: the folder of the job's scratch files, and how many seconds of silence mean that the parent is stopped
 (none: it may be silent). Its parent holds the other end of stdin and writes "watch GROUP", "release GROUP", "heartbeat"
 or "stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
-groups are killed, and the files that they may leave on disk are removed. Started by guard.py.
+groups are killed, and the files that they may leave on disk are removed. Started by process.py.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import resource
 from collections.abc import Callable, Mapping
 
 from farandole.config import JobConfig
-from farandole.cores import affinity_cores, usable_cores
 from farandole.errors import ConfigError
 from farandole.events import CoresShared, Event
+from farandole.machine import affinity_cores, usable_cores
 
 # Cores ----------------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """The start of an agent's workers: in the plain way, or by a fork server that has imported torch already. Both have one
-interface; worker_processes.py does not know which one it has.
+interface; agent.py does not know which one it has.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Protocol
 
 from farandole.agent.completion import to_its_end
 from farandole.agent.fork_server import ForkServer, PythonCommand, python_command
-from farandole.agent.guard import Guard
-from farandole.agent.process import Child, can_adopt_orphans, start_child, worker_variables
+from farandole.agent.process import Child, Guard, can_adopt_orphans, start_child, worker_variables
 from farandole.config import ForkServerUse
 from farandole.env import differs_for_all
 from farandole.events import Event, ForkServerLost, ForkServerReady

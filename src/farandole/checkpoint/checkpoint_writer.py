@@ -12,8 +12,8 @@ from farandole.checkpoint.file_format import write_files
 from farandole.checkpoint.folder import CheckpointFolder
 from farandole.checkpoint.manifest import FORMAT, Manifest
 from farandole.checkpoint.snapshot import Snapshot
-from farandole.clock import now_s, wall_time_s
 from farandole.errors import ConfigError, FarandoleError
+from farandole.machine import now_s, wall_time_s
 from farandole.membership import Progress
 from farandole.state.state_digest import digest_of
 

@@ -21,7 +21,7 @@ from farandole.state.packing import Packed, unpack
 
 
 class Kept(Protocol):
-    """A state as a checkpoint sees it: a StepState, or the CommittedState of commit_sync.py. As in sync.py."""
+    """A state as a checkpoint sees it: a StepState, or the CommittedState of sync.py. As in sync.py."""
 
     is_holder: bool
 

@@ -1,6 +1,6 @@
 """fd.mean and fd.any: small values that must be equal on all workers.
 
-In the loop body of an elastic function a call survives the loss of a worker: see worker/body_calls.py.
+In the loop body of an elastic function a call survives the loss of a worker: see worker/worker_recovery.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def any(flag: bool) -> bool:
 
 
 class CallHandler(Protocol):
-    """Carries out the calls instead of a plain reduction (worker/body_calls.py)."""
+    """Carries out the calls instead of a plain reduction (worker/worker_recovery.py)."""
 
     def call(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks. May raise RecoverableError."""

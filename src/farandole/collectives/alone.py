@@ -9,10 +9,10 @@ import threading
 
 import torch
 
-from farandole.collectives.tensor_bytes import combiner, flat_on_its_device
+from farandole.collectives.connection_pair import combiner, flat_on_its_device
 from farandole.collectives.transport import Reduction
 from farandole.errors import GenerationEnded
-from farandole.wire.sockets import can_read
+from farandole.wire.channel import can_read
 
 
 class AloneTransport:

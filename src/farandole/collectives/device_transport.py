@@ -14,9 +14,8 @@ from typing import Protocol
 
 import torch
 
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, TransportOperation
-from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_on_its_device
+from farandole.collectives.connection_pair import combiner, dtype_code, flat_on_its_device
+from farandole.collectives.ring import Header, RingTransport, TransportOperation
 from farandole.collectives.torch_group import GroupOperations, TorchGroup
 from farandole.collectives.transport import Reduction, Transport
 from farandole.errors import ConfigError
@@ -171,13 +170,6 @@ def _warn_once(what: str, why: str) -> None:
 # CUDA tensors without NCCL take this path; the bytes on the wire are the same as for CPU tensors. The copies are
 # ordinary ones, queued behind the earlier work of the tensor's current stream, and the calling thread waits for each
 # of them: the result is ready when a call returns, and nothing is written after a call that raised.
-
-
-def host_transport(transport: Transport) -> Transport:
-    """Return the transport of tensors in the host's memory: the one below, where another layer handles devices."""
-    while (below := getattr(transport, "below", None)) is not None:
-        transport = below
-    return transport
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:

@@ -22,15 +22,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from farandole.clock import now_s
-from farandole.collectives.connection_pair import Broken
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, TransportOperation
+from farandole.collectives.connection_pair import Broken, combiner, flat_view
+from farandole.collectives.ring import Header, RingTransport, TransportOperation
 from farandole.collectives.ring_store import ExchangedStore
-from farandole.collectives.tensor_bytes import combiner, flat_view
 from farandole.collectives.torch_group import NO_LIMIT_S, OPS, Construction, GroupOperations
 from farandole.collectives.transport import Reduction
 from farandole.errors import ConfigError
+from farandole.machine import now_s
 
 logger = logging.getLogger("farandole")
 

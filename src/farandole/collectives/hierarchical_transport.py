@@ -13,20 +13,27 @@ from typing import NoReturn
 
 import torch
 
-from farandole.collectives.connection_pair import Broken, Interruption, PeerCalled
+from farandole.collectives.connection_pair import (
+    Broken,
+    Interruption,
+    PeerCalled,
+    byte_view,
+    combiner,
+    dtype_code,
+    flat_view,
+)
 from farandole.collectives.host_layout import HostLayout, pack_trailers, unpack_trailers
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
-from farandole.collectives.ring_schedules import Combine
-from farandole.collectives.shared_memory.control_block import DATA_BYTES, ControlBlock, MessageSlot
-from farandole.collectives.shared_memory.shared_memory_transport import (
+from farandole.collectives.ring import HEADER_BYTES, Combine, Header, RingTransport, TransportOperation
+from farandole.collectives.shared_memory_transport import (
+    DATA_BYTES,
     MAX_PAYLOAD_BYTES,
+    ControlBlock,
     ControlBlocks,
+    MessageSlot,
     SharedMemoryGroup,
     combine_data,
     share_control_blocks,
 )
-from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
 from farandole.collectives.transport import Reduction
 
 # All hosts cut at the same places, whatever each has to copy: one operation of a ring covers about one piece.

@@ -15,14 +15,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from farandole.clock import now_s
-from farandole.collectives.connection_pair import Broken
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import Header, TransportOperation
+from farandole.collectives.connection_pair import Broken, dtype_code
+from farandole.collectives.ring import Header, RingTransport, TransportOperation
 from farandole.collectives.ring_store import ExchangedStore
-from farandole.collectives.tensor_bytes import dtype_code
 from farandole.collectives.transport import Reduction
 from farandole.liveness.status_reporting import WaitingForPeers
+from farandole.machine import now_s
 
 _RING_KNOWS_S = 0.1  # the time that the ring may need, after a connection of the group failed, to name the lost rank
 

@@ -20,7 +20,7 @@ from farandole.collectives.hierarchical_transport import ConnectRing, share_memo
 from farandole.collectives.host_layout import layout
 from farandole.collectives.nccl_transport import own_nccl_problem
 from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory.shared_memory_transport import ControlBlocks, share_memory
+from farandole.collectives.shared_memory_transport import ControlBlocks, share_memory
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
 
@@ -190,3 +190,10 @@ def for_devices(
 
     transport = DeviceTransport(staged, ring, NcclGroups(), is_required=choice == "nccl")
     return transport, f"{way.value}; torch's NCCL for CUDA tensors, if each worker has its own device"
+
+
+def host_transport(transport: Transport) -> Transport:
+    """Return the transport of tensors in the host's memory: the one below, where another layer handles devices."""
+    while (below := getattr(transport, "below", None)) is not None:
+        transport = below
+    return transport

@@ -16,7 +16,7 @@ from farandole.membership import GenerationId, Placement
 
 if TYPE_CHECKING:
     from farandole.collectives.named.engine import NamedCollectives
-    from farandole.collectives.p2p.point_to_point import PointToPoint
+    from farandole.collectives.point_to_point import PointToPoint
 
 
 @dataclass(frozen=True)

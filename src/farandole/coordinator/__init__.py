@@ -15,8 +15,7 @@ from farandole.coordinator.inputs import (
     Tick,
     UndrainRequested,
 )
-from farandole.coordinator.job import Job, new_job
-from farandole.coordinator.transition import Action, EndJob, Log, SendAgent
+from farandole.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_job
 
 __all__ = [
     "Action",

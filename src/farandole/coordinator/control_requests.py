@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from farandole.coordinator import formatting, hosts, slots
+from farandole.coordinator import capacity
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
-from farandole.coordinator.job import Job, Worker
+from farandole.coordinator.job import Job, Worker, counted, listed
 from farandole.wire.control import (
     Accepted,
     AskDrain,
@@ -50,18 +50,18 @@ def _why_not_now(job: Job) -> str | None:
 def _scale(job: Job, size: int) -> tuple[Accepted | Declined, Input | None]:
     low, high = job.config.min_np, job.config.max_np
     if size < low:
-        return Declined(f"{formatting.counted(size, 'worker')} {_is(size)} fewer than --min-np {low}"), None
+        return Declined(f"{counted(size, 'worker')} {_is(size)} fewer than --min-np {low}"), None
     if high is not None and size > high:
-        return Declined(f"{formatting.counted(size, 'worker')} {_is(size)} more than --max-np {high}"), None
-    room = hosts.worker_capacity(job)
+        return Declined(f"{counted(size, 'worker')} {_is(size)} more than --max-np {high}"), None
+    room = capacity.worker_capacity(job)
     if size > max(room, job.target) and not job.may_get_hosts:
-        offered = ", ".join(f"{host}:{slots}" for host, slots in _slots_by_host(job).items())
+        offered = ", ".join(f"{host}:{count}" for host, count in _slots_by_host(job).items())
         return Declined(
-            f"there is room for {formatting.counted(room, 'worker')} ({offered or 'no hosts'}), not for {size}; "
+            f"there is room for {counted(room, 'worker')} ({offered or 'no hosts'}), not for {size}; "
             "a job that is to grow needs --max-np, or hosts with more slots, at its start"
         ), None
     if size == (job.most if job.config.fills_slots else job.target):
-        return Accepted(f"the job already has a target of {formatting.counted(size, 'worker')}"), None
+        return Accepted(f"the job already has a target of {counted(size, 'worker')}"), None
     return Accepted(f"the job will have {size} workers instead of {job.target}"), ScaleRequested(size)
 
 
@@ -70,15 +70,15 @@ def _drain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
         return refused, None
     if _is_drained(job, host):
         return Accepted(f"host {host} is already drained"), None
-    elsewhere = sum(each.host != host for each in hosts.slot_candidates(job))
+    elsewhere = sum(each.host != host for each in capacity.slot_candidates(job))
     left = min(job.target, elsewhere)
     if left < job.config.min_np:
         return Declined(
-            f"without host {host} there is room for {formatting.counted(left, 'worker')}, and the job needs "
+            f"without host {host} there is room for {counted(left, 'worker')}, and the job needs "
             f"{job.config.min_np} (--min-np)"
         ), None
     going = [worker.name for worker in job.workers.values() if job.host_of(worker) == host]
-    who = f"{formatting.listed(going)} will leave" if going else "no worker runs there"
+    who = f"{listed(going)} will leave" if going else "no worker runs there"
     return Accepted(f"host {host} is being drained: {who}"), DrainRequested(host, "requested by a user")
 
 
@@ -94,7 +94,7 @@ def _unknown(job: Job, host: str) -> Declined | None:
     known = list(_slots_by_host(job))
     if host in known:
         return None
-    return Declined(f"the job has no host {host!r}; its hosts: {formatting.listed(known)}")
+    return Declined(f"the job has no host {host!r}; its hosts: {listed(known)}")
 
 
 def _is_drained(job: Job, host: str) -> bool:
@@ -103,8 +103,8 @@ def _is_drained(job: Job, host: str) -> bool:
 
 def _slots_by_host(job: Job) -> dict[str, int]:
     """Return the slots of the hosts that were offered or have an agent."""
-    slots = {agent.host: agent.slots for agent in job.agents.values()}
-    return slots | {host: offer.slots for host, offer in (job.offers or {}).items()}
+    connected = {agent.host: agent.slots for agent in job.agents.values()}
+    return connected | {host: offer.slots for host, offer in (job.offers or {}).items()}
 
 
 def _is(number: int) -> str:
@@ -163,7 +163,7 @@ def _step(job: Job, of_members: list[int]) -> int | None:
 
 def _worker(job: Job, worker: Worker, rank: int | None, step: int | None) -> WorkerSummary:
     state = _member_state(job, worker) if rank is not None else _newcomer_state(worker)
-    left = slots.restarts_left(job, worker.slot)
+    left = capacity.restarts_left(job, worker.slot)
     return WorkerSummary(worker.name, rank, job.host_of(worker), worker.slot.index, worker.pid, state, left, step)
 
 

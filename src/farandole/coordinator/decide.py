@@ -4,10 +4,10 @@ Each theme has a file. The death of a worker is handled by worker_failure.py, th
 
     worker_messages.py        messages of workers
     worker_failure.py         a worker, or an agent with all its workers, is lost
-    regroup.py                the bootstrap, and the change from one generation to the next
-    recovery.py               durations and costs of a recovery; no replacement starts before its first step
-    hosts.py                  hosts are added, drained, removed, and quarantined after failures
-    slots.py                  which slots get a worker; spares; backoff after repeated failures
+    regroup.py                the bootstrap; the change from one generation to the next, its durations and costs; no
+                              replacement starts before its first step
+    capacity.py               hosts are added, drained, removed, and quarantined after failures; which slots get a
+                              worker; spares; backoff after repeated failures
     failure_detection.py      no worker makes progress, or connections fail: probes prove which links are broken
     shutdown.py               from the first Finished, or from a request to stop, to the last exit
 
@@ -17,16 +17,7 @@ depends on which input came last, and old, repeated or contradictory ones change
 
 from __future__ import annotations
 
-from farandole.coordinator import (
-    failure_detection,
-    hosts,
-    recovery,
-    regroup,
-    shutdown,
-    slots,
-    worker_failure,
-    worker_messages,
-)
+from farandole.coordinator import capacity, failure_detection, regroup, shutdown, worker_failure, worker_messages
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -41,8 +32,7 @@ from farandole.coordinator.inputs import (
     Tick,
     UndrainRequested,
 )
-from farandole.coordinator.job import Job
-from farandole.coordinator.transition import Action, Transition
+from farandole.coordinator.job import Action, Job, Transition
 from farandole.events import WorkerStacks
 from farandole.wire.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerDying, WorkerExited
 
@@ -73,8 +63,8 @@ def next_deadline(job: Job) -> float | None:
     deadlines = [
         job.start_deadline_s,
         *(() if regroup.awaits_exits(job) else of_regroup),
-        hosts.quarantine_deadline(job),
-        slots.backoff_deadline(job),
+        capacity.quarantine_deadline(job),
+        capacity.backoff_deadline(job),
         job.restart_deferred_until_s,
         *(worker.kill_at_s for worker in job.workers.values()),
     ]
@@ -84,9 +74,9 @@ def next_deadline(job: Job) -> float | None:
 def _apply_input(transition: Transition, input: Input) -> None:
     match input:
         case HostsOffered():
-            hosts.hosts_offered(transition, input)
+            capacity.hosts_offered(transition, input)
         case AgentConnected():
-            hosts.agent_connected(transition, input)
+            capacity.agent_connected(transition, input)
         case AgentLost():
             worker_failure.agent_lost(transition, input)
         case AgentReported(agent, message):
@@ -94,11 +84,11 @@ def _apply_input(transition: Transition, input: Input) -> None:
         case StopRequested():
             shutdown.stop_requested(transition, input)
         case ScaleRequested(size):
-            slots.scale_requested(transition, size)
+            capacity.scale_requested(transition, size)
         case DrainRequested(host, reason):
-            hosts.drain(transition, host, reason)
+            capacity.drain_host(transition, host, reason)
         case UndrainRequested(host):
-            hosts.undrain(transition, host)
+            capacity.undrain_host(transition, host)
         case StepsStalled():
             failure_detection.steps_stalled(transition, input)
         case StepsSeen(step):
@@ -124,7 +114,7 @@ def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -
             if worker is not None and worker.slot.agent == agent:
                 worker_failure.worker_gone(transition, worker, message)
         case AgentLeaving(reason):
-            hosts.agent_leaves(transition, agent, reason)
+            capacity.agent_leaves(transition, agent, reason)
         case _:
             pass  # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
 
@@ -132,14 +122,14 @@ def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -
 def _settle(transition: Transition) -> None:
     if transition.job.ending is None:
         worker_messages.kill_overdue(transition)
-        hosts.end_quarantines(transition)
-        slots.end_backoffs(transition)
-        recovery.end_deferral_in_time(transition)
-        hosts.dismiss_idle(transition)
-        recovery.conclude(transition)  # before slots.fill, which starts the replacement
-        slots.follow_hosts(transition)
-        slots.fill(transition)
-        slots.warn_of_missing_spares(transition)
+        capacity.end_quarantines(transition)
+        capacity.end_backoffs(transition)
+        regroup.end_deferral_in_time(transition)
+        capacity.dismiss_idle(transition)
+        regroup.conclude_recovery(transition)  # before capacity.fill, which starts the replacement
+        capacity.follow_hosts(transition)
+        capacity.fill(transition)
+        capacity.warn_of_missing_spares(transition)
         if transition.job.generation is None:
             regroup.advance_bootstrap(transition)
         elif transition.job.is_released:
@@ -147,7 +137,7 @@ def _settle(transition: Transition) -> None:
         elif transition.job.is_elastic:
             _settle_elastic(transition)
     if transition.job.ending is None:
-        slots.warn_of_missing(transition)
+        capacity.warn_of_missing(transition)
     else:
         shutdown.advance(transition)
 

@@ -1,13 +1,17 @@
-"""The coordinator's knowledge of its job: values, and queries on them. `decide` uses them."""
+"""The coordinator's knowledge of its job, and the transition that a decision makes of it. Pure; `decide` uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from farandole.config import JobConfig
+from farandole.events import Event, JobEnds
 from farandole.membership import Address, GenerationId, Origin, Progress, Shortfall
-from farandole.wire.messages import FirstStep
+from farandole.wire.messages import FirstStep, ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 
 
 @dataclass(frozen=True, order=True)
@@ -240,7 +244,7 @@ class Job:
     target         workers wanted: -np, less those that left, or the size of a later scale command; or the number of
                    slots, where the job fills them
     most           most workers where the job fills slots; None: any number
-    spares         workers wanted beyond that, to wait (slots.py); missing_spares: those without a slot
+    spares         workers wanted beyond that, to wait (capacity.py); missing_spares: those without a slot
     missing_slots  wanted workers without a slot, as reported to the user
     offers         hosts that may be used, by name; None: all whose agents join
     may_get_hosts  other hosts may be offered, or join, later
@@ -399,3 +403,162 @@ def new_job(config: JobConfig, job_id: str, coordinator_epoch: int = 1, origin: 
         saves=True,
         has_checkpoint=origin.has_checkpoint,
     )
+
+
+# Transition -----------------------------------------------------------------------------------------------------------
+#
+# A decision in progress: the job so far, and the actions that it requires. A Transition exists only inside one
+# `decide`.
+
+
+# After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
+REAP_S = 5.0
+
+
+class Transition:
+    """The changed job and the actions. Rules read `job`, replace fields, and append to `actions`; nothing else is
+    touched."""
+
+    def __init__(self, job: Job, now_s: float) -> None:
+        self.job = job
+        self.now_s = now_s
+        self.actions: list[Action] = []
+
+    def change(self, **fields: Any) -> None:
+        """Replace fields of the job."""
+        self.job = replace(self.job, **fields)
+
+    def change_worker(self, name: str, **fields: Any) -> None:
+        """Replace fields of one worker."""
+        self.change(workers={**self.job.workers, name: replace(self.job.workers[name], **fields)})
+
+    def change_slot(self, slot: Slot, **fields: Any) -> None:
+        """Replace fields of one slot's use."""
+        self.change(slots={**self.job.slots, slot: replace(self.job.slots[slot], **fields)})
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove workers whose processes are gone."""
+        gone = frozenset(names)
+        self.change(workers={name: worker for name, worker in self.job.workers.items() if name not in gone})
+
+    def send(self, agent: str, message: ToAgent) -> None:
+        self.actions.append(SendAgent(agent, message))
+
+    def send_to_workers(self, names: Iterable[str], message: ToWorker) -> None:
+        """Send the same message to several workers, in one message for each agent."""
+        by_agent: defaultdict[str, list[str]] = defaultdict(list)
+        for name in names:
+            by_agent[self.job.workers[name].slot.agent].append(name)
+        for agent, workers in by_agent.items():
+            self.send(agent, ForwardToWorkers(tuple(workers), message))
+
+    def kill(self, name: str, grace_s: float, reason: str, dumps_stacks: bool = False) -> None:
+        """Have a worker's process ended. Its exit is reported like any other, with `dumps_stacks` together with the
+        stacks of its threads."""
+        self.send(self.job.workers[name].slot.agent, Kill(name, grace_s, reason, dumps_stacks))
+        self.change_worker(name, killed_for=reason, kill_at_s=None)
+
+    def log(self, event: Event) -> None:
+        self.actions.append(Log(event))
+
+    def end(self, exit_code: int, reason: str, grace_s: float | None = None, dumps_stacks: bool = False) -> None:
+        """End the job: stop all workers; `shutdown.py` waits for the exits. The first reason counts."""
+        if self.job.ending is not None:
+            return
+        grace_s = self.job.config.grace_s if grace_s is None else grace_s
+        self.log(JobEnds(exit_code, reason))
+        self.change(ending=Ending(exit_code, reason, self.now_s + grace_s + REAP_S))
+        listening = [name for name, worker in self.job.workers.items() if worker.address]
+        emergency_writer = self.job.emergency_writer() if self.job.saves else None
+        self.send_to_workers((name for name in listening if name != emergency_writer), Stop(reason))
+        if emergency_writer is not None:
+            self.send_to_workers([emergency_writer], Stop(reason, saves=True))
+        for name in self.job.workers:
+            self.kill(name, grace_s, "the job ends", dumps_stacks)
+
+
+# The actions that `decide` returns, which the coordinator's shell carries out in this order ---------------------------
+
+
+@dataclass(frozen=True)
+class SendAgent:
+    """Send `message` to a connected agent. Messages to one agent must arrive in the order of the actions."""
+
+    agent: str
+    message: ToAgent
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """The last action of a job. `reason` is for people; `exit_code` is the exit code of `farandole run`."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """Log an event."""
+
+    event: Event
+
+
+Action: TypeAlias = SendAgent | EndJob | Log
+
+
+# Sentences of the coordinator for people ------------------------------------------------------------------------------
+
+
+def format_exit(exit_code: int) -> str:
+    """Return the predicate for a process that has ended ("it ..."). `exit_code`: negative for a signal, as in
+    subprocess."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+    return f"was killed by {name} (signal {-exit_code})"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names for a sentence: "w0", "w0 and w1", "w0, w1 and w2"; "none" if there are no names."""
+    *most, last = [*names] or ["none"]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def slot_name(job: Job, slot: Slot) -> str:
+    """Return the name of the slot, with its host where there is more than one."""
+    return f"slot {slot.index}" + (f" on {job.agents[slot.agent].host}" if len(job.agents) > 1 else "")
+
+
+def worker_name(job: Job, worker: Worker) -> str:
+    return f"{worker.name} ({slot_name(job, worker.slot)})"
+
+
+def why_not_refilled(job: Job) -> str:
+    """Return one clause for each reason why the job has fewer workers than it wants."""
+    occupied = {worker.slot for worker in job.workers.values()}
+    empty = [slot for slot, use in job.slots.items() if use.is_open and slot not in occupied]
+    spent = [slot for slot in empty if job.slots[slot].restarts >= job.config.restarts]
+    starting = [worker_name(job, worker) for worker in job.newcomers() if not worker.is_elastic]
+    clauses = []
+    if spent and job.config.on_failure == "slot":
+        names = listed(slot_name(job, slot) for slot in spent)
+        clauses.append(f"the restart budget of {names} is used up (--restarts {job.config.restarts})")
+    if starting:
+        clauses.append(f"{listed(starting)} did not enter the elastic function")
+    banned = [host for host in job.bans if job.is_banned(host)]
+    if banned:
+        clauses.append(f"{listed(banned)} {'is' if len(banned) == 1 else 'are'} excluded after failures")
+    if job.target < job.config.min_np and not job.config.fills_slots:
+        clauses.append("workers that were asked to leave are not replaced")
+    open_slots = sum(use.is_open for use in job.slots.values())
+    needed = max(job.target, job.config.num_proc if job.generation is None else job.config.min_np)
+    if open_slots < needed:
+        clauses.append(f"the agents offer only {counted(open_slots, 'slot')} for {needed} workers")
+    return "; ".join(clauses) or "no worker has replaced them"

@@ -1,4 +1,5 @@
 """The change from one generation to the next: ABORT or PREPARE, all READY, START. It serves all membership changes.
+Pure.
 
 A fault ends the running generation at once (`abort`). A change without a fault, such as a worker that joins or leaves,
 waits for a boundary (`_plan`). Either way the next generation starts when every survivor has sent READY for its number
@@ -12,13 +13,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.coordinator import formatting, hosts, recovery, slots
-from farandole.coordinator.job import Change, Generation, Job, LinkTrouble, Worker
-from farandole.coordinator.transition import Transition
+from farandole.coordinator import capacity
+from farandole.coordinator.job import (
+    Change,
+    Generation,
+    Job,
+    LinkTrouble,
+    LostMember,
+    Recovery,
+    Transition,
+    Worker,
+    counted,
+    listed,
+    why_not_refilled,
+    worker_name,
+)
 from farandole.coordinator.worker_messages import is_state_lost, resume_from_checkpoint
-from farandole.events import ChangePlanned, GenerationStarted, RegroupBegan, TooFewWorkers
+from farandole.events import ChangePlanned, GenerationStarted, Recovered, RegroupBegan, TooFewWorkers
 from farandole.membership import GenerationId
-from farandole.wire.messages import Abort, Left, Prepare, Start, StartWorkers
+from farandole.wire.messages import Abort, FirstStep, Left, Prepare, Start, StartWorkers
 
 # The effect of a planned change on the membership, in Horovod's numbers; their sum for both.
 _REMOVED, _ADDED = 1, 2
@@ -32,7 +45,7 @@ def abort(transition: Transition, reason: str) -> None:
         reasons = f"{old.reason}; {reason}"
         change = replace(change, began_s=old.began_s, reason=reasons, short_since_s=old.short_since_s)
     transition.change(number=number, change=change)
-    recovery.defer_restarts(transition)
+    defer_restarts(transition)
     transition.change(links=LinkTrouble(retries=transition.job.links.retries))
     survivors = tuple(worker.name for worker in transition.job.survivors())
     transition.send_to_workers(survivors, Abort(number, reason))
@@ -75,12 +88,12 @@ def wanted_members(job: Job) -> list[Worker]:
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name == emergency_writer]
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
-    most = slots.most_members(job)
+    most = capacity.most_members(job)
     if most is None:
         return [*staying, *job.candidates()]
     if len(staying) == 1 and staying[0].is_leaving:
         most = max(most, 2)  # else there would be no room for the worker that receives the state
-    return [*staying, *slots.choose_newcomers(job, staying, most - len(staying))]
+    return [*staying, *capacity.choose_newcomers(job, staying, most - len(staying))]
 
 
 def start(transition: Transition, members: Sequence[Worker]) -> None:
@@ -90,8 +103,8 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     number = change.number
     id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
-    places = hosts.placements([job.host_of(worker) for worker in members])
-    neighbours = hosts.ring_neighbours([(name, address) for name, address in addresses if address is not None])
+    places = capacity.placements([job.host_of(worker) for worker in members])
+    neighbours = capacity.ring_neighbours([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
         starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, bootstrap=not job.was_synced)
@@ -99,7 +112,7 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
         transition.send(agent, StartWorkers(of_agent))
     names = tuple(worker.name for worker in members)
     if job.generation is not None:
-        recovery.started(transition, change)
+        recovery_started(transition, change)
     transition.change(number=number, generation=Generation(id, names), change=None, losses=())
     transition.change(links=LinkTrouble(retries=job.links.retries), resets=job.resets + (job.generation is not None))
     transition.log(GenerationStarted(number, names, not job.was_synced, transition.now_s - change.began_s))
@@ -136,7 +149,7 @@ def _may_go_on_elsewhere(transition: Transition) -> bool:
 
 def _awaited(job: Job) -> list[Worker]:
     """Return the newcomers that the members wait for. A spare that came before one of them has taken its place."""
-    is_full = job.config.spares and len(wanted_members(job)) >= (slots.most_members(job) or 0)
+    is_full = job.config.spares and len(wanted_members(job)) >= (capacity.most_members(job) or 0)
     return [] if is_full else job.awaited()
 
 
@@ -162,7 +175,7 @@ def _plan(transition: Transition) -> None:
     if not joining and not leaving:
         return
     does = [
-        f"{formatting.listed(who)} {verb}{'s' if len(who) == 1 else ''}"
+        f"{listed(who)} {verb}{'s' if len(who) == 1 else ''}"
         for who, verb in ((joining, "join"), (leaving, "leave"))
         if who
     ]
@@ -181,9 +194,7 @@ def _try_start(transition: Transition, change: Change) -> None:
             _record_shortage(transition, change)
         elif len(busy) < len(survivors) and all(transition.job.has_finished(worker) for worker in busy):
             # The ready ones wait for START, the others wait for them to finish: only a fault resolves it.
-            abort(
-                transition, f"{formatting.listed(worker.name for worker in busy)} finished before the planned boundary"
-            )
+            abort(transition, f"{listed(worker.name for worker in busy)} finished before the planned boundary")
         return
     if change.is_planned and _awaited(transition.job):
         if change.short_since_s is not None:
@@ -195,9 +206,9 @@ def _try_start(transition: Transition, change: Change) -> None:
     for name in going:
         transition.change_worker(name, has_left=True)
     if not wanted and going and not (transition.job.newcomers() or transition.job.is_refill_due()):
-        transition.end(1, f"The last worker left ({formatting.listed(going)}) before the training was finished.")
+        transition.end(1, f"The last worker left ({listed(going)}) before the training was finished.")
         return
-    slots.release_held_back(transition)
+    capacity.release_held_back(transition)
     if _may_go_on_elsewhere(transition):
         return
     if wanted and len(wanted) >= transition.job.config.min_np:
@@ -226,13 +237,13 @@ def _record_shortage(transition: Transition, change: Change) -> None:
         transition.change(change=replace(change, short_since_s=None))
     elif (
         config.on_failure == "host"
-        and hosts.worker_capacity(transition.job) < config.min_np
+        and capacity.worker_capacity(transition.job) < config.min_np
         and not transition.job.may_get_slots()
     ):
         transition.end(
             1,
-            f"Training needs {formatting.counted(config.min_np, 'worker')} (--min-np) and has {present}: "
-            f"{formatting.why_not_refilled(transition.job)}.",
+            f"Training needs {counted(config.min_np, 'worker')} (--min-np) and has {present}: "
+            f"{why_not_refilled(transition.job)}.",
         )
     elif change.short_since_s is None:
         transition.change(change=replace(change, short_since_s=transition.now_s))
@@ -240,9 +251,9 @@ def _record_shortage(transition: Transition, change: Change) -> None:
     elif transition.now_s >= change.short_since_s + config.elastic_timeout_s:
         transition.end(
             1,
-            f"Training needs {formatting.counted(config.min_np, 'worker')} (--min-np) and had {present} for "
+            f"Training needs {counted(config.min_np, 'worker')} (--min-np) and had {present} for "
             f"{transition.now_s - change.short_since_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g}): "
-            f"{formatting.why_not_refilled(transition.job)}.",
+            f"{why_not_refilled(transition.job)}.",
         )
 
 
@@ -266,7 +277,7 @@ def _why_hopeless(job: Job) -> str | None:
     if is_state_lost(job):
         return f"The state of the job is lost: no worker that held it is left ({how})."
     if not (survivors or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
-        return f"No worker is left ({how}), and none can be started: {formatting.why_not_refilled(job)}."
+        return f"No worker is left ({how}), and none can be started: {why_not_refilled(job)}."
     return None
 
 
@@ -282,14 +293,14 @@ def advance_bootstrap(transition: Transition) -> None:
     elif job.plain_exits and waiting:
         transition.end(
             1,
-            f"{_are_waiting(waiting)} in init(), but {formatting.listed(job.plain_exits)} exited with code 0 "
+            f"{_are_waiting(waiting)} in init(), but {listed(job.plain_exits)} exited with code 0 "
             "without calling it: either all workers of a job call init(), or none.",
         )
     elif job.target == 0 and not job.config.fills_slots:
         transition.end(1, "All workers were asked to leave before training began.")
     elif _can_never_start(job):
-        needed = formatting.counted(job.config.num_proc, "worker")
-        transition.end(1, f"Training cannot begin with {needed} (-np): {formatting.why_not_refilled(job)}.")
+        needed = counted(job.config.num_proc, "worker")
+        transition.end(1, f"Training cannot begin with {needed} (-np): {why_not_refilled(job)}.")
     elif len(waiting) == job.target and _has_slots(job):
         transition.change(start_deadline_s=None)
         start(transition, sorted(waiting, key=job.slot_order))
@@ -324,22 +335,150 @@ def _has_slots(job: Job) -> bool:
 def _can_never_start(job: Job) -> bool:
     """Return whether too many hosts are banned permanently."""
     needed = job.config.num_proc if job.config.fills_slots else job.target
-    return any(map(job.is_banned, job.bans)) and hosts.worker_capacity(job) < needed and not job.may_get_slots()
+    return any(map(job.is_banned, job.bans)) and capacity.worker_capacity(job) < needed and not job.may_get_slots()
 
 
 def _too_late(job: Job, waiting: list[Worker]) -> str:
-    silent = [formatting.worker_name(job, worker) for worker in job.newcomers() if worker.address is None]
+    silent = [worker_name(job, worker) for worker in job.newcomers() if worker.address is None]
     reasons = []
     if silent:
-        reasons.append(f"{formatting.listed(silent)} did not call init()")
+        reasons.append(f"{listed(silent)} did not call init()")
     if not _has_slots(job):
-        reasons.append(formatting.why_not_refilled(job))
+        reasons.append(why_not_refilled(job))
     needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
     return (
-        f"{len(waiting)} of {formatting.counted(needed, 'worker')} waited in init() for "
+        f"{len(waiting)} of {counted(needed, 'worker')} waited in init() for "
         f"{job.config.start_timeout_s:g} s (--start-timeout): {'; '.join(reasons)}."
     )
 
 
 def _are_waiting(waiting: list[Worker]) -> str:
-    return f"{formatting.listed(worker.name for worker in waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    return f"{listed(worker.name for worker in waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+
+
+# Recovery -------------------------------------------------------------------------------------------------------------
+#
+# Recovery from the loss of a worker, up to the first step of the survivors: then a replacement may start.
+#
+# The way of that step, from the workers to the start of the replacement:
+#
+#     defer_restarts          a worker is lost: its slot stays empty for now
+#     report_first_step       on each survivor, when its first step after the regroup is decided: it sends FirstStep
+#                             (worker/worker_recovery.py)
+#     record_first_step       the message arrives (called by worker_messages.py)
+#     conclude_recovery       all survivors have sent theirs: the deferral ends, and the recovery is reported
+#     capacity.fill           in the same decision: the slot is not deferred any more, and gets its worker
+
+
+def record_lost_member(transition: Transition, member: LostMember) -> None:
+    """Record that a member is lost, or more details of a member recorded before."""
+    known = {each.worker: each for each in transition.job.lost_members}
+    if member.worker in known:
+        member = replace(known[member.worker], how=member.how, last_lines=member.last_lines)
+    transition.change(lost_members=tuple({**known, member.worker: member}.values()))
+
+
+def recovery_started(transition: Transition, change: Change) -> None:
+    """Record that a generation starts that replaces another one. If no member had got far in that one, both are one
+    recovery."""
+    recovery = Recovery(change.number, change.is_planned, change.reason, change.began_s, transition.now_s)
+    before = transition.job.recovery
+    if before is not None:
+        recovery = replace(
+            recovery,
+            is_planned=before.is_planned and change.is_planned,
+            reason=f"{before.reason}; {change.reason}",
+            began_s=before.began_s,
+        )
+    transition.change(recovery=recovery)
+
+
+def record_first_step(transition: Transition, worker: Worker, message: FirstStep) -> None:
+    """Record that a member has applied the first step of a generation."""
+    recovery = transition.job.recovery
+    if recovery is not None and message.number == recovery.number and transition.job.is_member(worker.name):
+        transition.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: message}))
+
+
+def conclude_recovery(transition: Transition) -> None:
+    """Conclude the recovery once all members have applied a step, or have finished without another one: report it, and
+    permit replacements."""
+    job, recovery = transition.job, transition.job.recovery
+    if recovery is None or (job.change is not None and not job.change.is_planned):
+        return  # Or the next fault has already happened.
+    if any(not member.how for member in job.lost_members if member.worker in job.workers):
+        return  # Its exit code will tell how it ended.
+    if not all(worker.name in recovery.steps or job.has_finished(worker) for worker in job.survivors()):
+        return
+    transition.change(recovery=None, lost_members=(), lost_at=None)
+    end_deferral(transition)
+    if recovery.steps:
+        transition.log(_report(recovery, job.lost_members, job.lost_at))
+
+
+def _report(recovery: Recovery, lost_members: tuple[LostMember, ...], lost_at: int | None) -> Recovered:
+    def since_start_s(name: str) -> float:
+        step = recovery.steps[name]
+        return step.connected_s + step.synced_s + step.stepped_s
+
+    slowest = max(recovery.steps, key=since_start_s)
+    step = recovery.steps[slowest]
+    regrouped_s = recovery.started_s - recovery.began_s
+    silent_s = max((member.silent_s for member in lost_members), default=0.0)
+    return Recovered(
+        number=recovery.number,
+        is_planned=recovery.is_planned,
+        reason=recovery.reason,
+        lost=tuple(f"{member.worker}, which {member.how}" for member in lost_members),
+        noticed=tuple(dict.fromkeys(member.noticed for member in lost_members)),
+        last_lines=tuple(line for member in lost_members for line in member.last_lines),
+        total_ms=_ms(silent_s + regrouped_s + since_start_s(slowest)),
+        silent_ms=_ms(silent_s),
+        ready_ms=_ms(regrouped_s),
+        connected_ms=_ms(step.connected_s),
+        synced_ms=_ms(step.synced_s),
+        first_step_ms=_ms(step.stepped_s),
+        slowest=slowest,
+        steps_redone=max(each.steps_redone for each in recovery.steps.values()),
+        samples_redone=max(each.samples_redone for each in recovery.steps.values()),
+        counts=step.counts,
+        began_at=step.began_at,
+        lost_at=lost_at,
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 2)
+
+
+# The deferred restart -------------------------------------------------------------------------------------------------
+#
+# After a fault the survivors train first: the start of a replacement takes processor time and memory bandwidth from
+# the step for which all members wait. The replacement is started as soon as all survivors have applied a step, mostly
+# within milliseconds; or after `deferred_restart_s`, for long steps and for scripts that commit rarely; or at once if
+# the job cannot continue without it.
+
+
+def defer_restarts(transition: Transition) -> None:
+    """Defer the replacement of lost workers after a fault. Further faults before the survivors train again do not
+    extend the time: they may never stop."""
+    if transition.job.restart_deferred_until_s is None and transition.job.config.deferred_restart_s:
+        transition.change(restart_deferred_until_s=transition.now_s + transition.job.config.deferred_restart_s)
+
+
+def end_deferral(transition: Transition) -> None:
+    """End the deferral: the survivors train, or the time is over."""
+    transition.change(restart_deferred_until_s=None)
+
+
+def end_deferral_in_time(transition: Transition) -> None:
+    """End the deferral when its time is over. Called whenever time may have passed."""
+    until_s = transition.job.restart_deferred_until_s
+    if until_s is not None and transition.now_s >= until_s:
+        end_deferral(transition)
+
+
+def defers_restarts(job: Job) -> bool:
+    """Return whether lost workers are not replaced yet."""
+    staying = sum(not worker.is_leaving for worker in job.survivors())
+    return job.restart_deferred_until_s is not None and staying >= max(1, job.config.min_np)

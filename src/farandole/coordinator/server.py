@@ -5,18 +5,19 @@ also answers the user's commands.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from farandole.clock import now_s
 from farandole.config import JobConfig
-from farandole.coordinator.agent_heartbeats import AgentHeartbeats
 from farandole.coordinator.control_requests import judge, status_of
 from farandole.coordinator.decide import decide, next_deadline
-from farandole.coordinator.failure_detection import HangDetector
+from farandole.coordinator.failure_detection import HangDetector, JobClock, Silence
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -28,14 +29,21 @@ from farandole.coordinator.inputs import (
     StopRequested,
     Tick,
 )
-from farandole.coordinator.job import Job, new_job
-from farandole.coordinator.liveness import JobClock, Silence
-from farandole.coordinator.transition import Action, EndJob, Log, SendAgent
+from farandole.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_job
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
+from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, SLOW_BUDGET_S, Heartbeats, HeartbeatSeal, heartbeat_id_of
+from farandole.machine import now_s
 from farandole.membership import Address, Origin
-from farandole.wire.channel import HANDSHAKE_DEADLINE_S, Channel, accept
-from farandole.wire.codec import AGENT_MESSAGES, CLIENT_MESSAGES, DIALERS_MESSAGES
+from farandole.wire.authentication import Role
+from farandole.wire.channel import (
+    AGENT_MESSAGES,
+    CLIENT_MESSAGES,
+    DIALERS_MESSAGES,
+    HANDSHAKE_DEADLINE_S,
+    Channel,
+    accept,
+)
 from farandole.wire.control import (
     AskDrain,
     AskScale,
@@ -50,6 +58,7 @@ from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     AgentMessage,
+    CoordinatorHeartbeat,
     Heartbeat,
     OutputMessage,
     Refused,
@@ -425,3 +434,142 @@ class Clients:
                     channel.send(answer)
                 case ClientHello():
                     raise ProtocolError("the command sent ClientHello twice")
+
+
+# The heartbeats of agents on other machines: over their connections, and as datagrams beside them ---------------------
+
+
+class AgentHeartbeats:
+    """`on_reached(agent, at_s)`: the agent has received what the coordinator sent at `at_s`, and its answer has
+    come."""
+
+    def __init__(
+        self, token: bytes, budget_s: float, now_s: Callable[[], float], on_reached: Callable[[str, float], None]
+    ) -> None:
+        self._now_s, self._on_reached = now_s, on_reached
+        self._budget_s = budget_s
+        self._heartbeats: dict[str, Heartbeats] = {}
+        self._received_s: dict[str, float] = {}
+        self._port = HeartbeatPort(token, self.record) if budget_s < SLOW_BUDGET_S else None
+        self.udp_port = 0
+        """UDP port on which datagrams are received; 0: none."""
+
+    async def open(self, address: Address) -> None:
+        """Also receive datagrams if the budget requires it and the port is free. On a good network TCP alone
+        suffices."""
+        if self._port is None:
+            return
+        try:
+            await self._port.open(address.host, address.port)
+            self.udp_port = address.port
+        except OSError:
+            self._port = None
+
+    def __contains__(self, agent: str) -> bool:
+        return agent in self._heartbeats
+
+    def begin(self, agent: str) -> bytes:
+        """Register an agent that has joined and return the id of its datagrams, which is empty if there are none."""
+        self._heartbeats[agent] = Heartbeats(self._now_s())
+        self._received_s[agent] = self._now_s()
+        return self._port.expect(agent) if self._port is not None else b""
+
+    def lease_end_s(self, agent: str) -> float | None:
+        """Return when the lease of an agent that is lost now ends, as far as is known: until then the agent or its
+        guard may let its workers run. The lease counts from the last heartbeat that the agent answered. None: the agent
+        never joined."""
+        received_s = self._received_s.get(agent)
+        return None if received_s is None else received_s + self._budget_s
+
+    def forget(self, agent: str) -> None:
+        self._heartbeats.pop(agent, None)
+        self._received_s.pop(agent, None)
+        if self._port is not None:
+            self._port.forget(agent)
+
+    def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None]) -> None:
+        """Send a heartbeat to each agent, with `send` and by datagram."""
+        for agent, heartbeats in self._heartbeats.items():
+            sequence = heartbeats.next(self._now_s())
+            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received))
+            if self._port is not None:
+                self._port.send(agent, sequence, heartbeats.received)
+
+    def record(self, agent: str, sequence: int, received: int) -> None:
+        """Record a heartbeat that came over TCP or as a datagram."""
+        heartbeats = self._heartbeats.get(agent)
+        if heartbeats is None:
+            return
+        self._received_s[agent] = self._now_s()
+        if heartbeats.record(sequence, received):
+            self._on_reached(agent, heartbeats.reached_s)
+
+    def close(self) -> None:
+        if self._port is not None:
+            self._port.close()
+
+
+# The UDP port on which datagrams of remote agents arrive and are answered ---------------------------------------------
+
+
+class _Ends:
+    """The two ends of one agent's connection. Address translation may change the agent's address; the newest heartbeat
+    tells it."""
+
+    def __init__(self, agent: str, seal: HeartbeatSeal) -> None:
+        self.agent, self.seal = agent, seal
+        self.address: Any = None
+        self.sequence = 0
+
+
+class HeartbeatPort(asyncio.DatagramProtocol):
+    """Calls `on_heartbeat(agent, sequence, received)` for each valid heartbeat. Open from `open` to `close`."""
+
+    def __init__(self, token: bytes, on_heartbeat: Callable[[str, int, int], None]) -> None:
+        self._token, self._on_heartbeat = token, on_heartbeat
+        self._transport: asyncio.DatagramTransport | None = None
+        self._by_id: dict[bytes, _Ends] = {}
+        self._by_agent: dict[str, bytes] = {}
+
+    async def open(self, host: str, port: int) -> None:
+        """Open the port. Raises OSError when another process has this UDP port."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=(host, port))
+
+    def expect(self, agent: str) -> bytes:
+        """Return a new id for the connection of `agent`."""
+        self.forget(agent)
+        heartbeat_id = secrets.token_bytes(HEARTBEAT_ID_BYTES)
+        self._by_id[heartbeat_id] = _Ends(agent, HeartbeatSeal(self._token, heartbeat_id, Role.LISTENER))
+        self._by_agent[agent] = heartbeat_id
+        return heartbeat_id
+
+    def forget(self, agent: str) -> None:
+        """Ignore all further datagrams of the agent."""
+        if (heartbeat_id := self._by_agent.pop(agent, None)) is not None:
+            del self._by_id[heartbeat_id]
+
+    def send(self, agent: str, sequence: int, received: int) -> None:
+        """Send a heartbeat to the agent if its address is known. The datagram may be lost."""
+        ends = self._by_id.get(self._by_agent.get(agent, b""))
+        if ends is not None and ends.address is not None and self._transport is not None:
+            with contextlib.suppress(OSError):
+                self._transport.sendto(ends.seal.seal(sequence, received), ends.address)
+
+    def close(self) -> None:
+        """Close the port. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        ends = self._by_id.get(heartbeat_id_of(data) or b"")
+        heartbeat = None if ends is None else ends.seal.open(data)
+        if ends is None or heartbeat is None:
+            return
+        sequence, received = heartbeat
+        if sequence > ends.sequence:
+            ends.sequence, ends.address = sequence, addr
+            self._on_heartbeat(ends.agent, sequence, received)
+
+    def error_received(self, exc: Exception) -> None:
+        """Ignore the error: an unreachable agent is silent, and silence is judged elsewhere."""

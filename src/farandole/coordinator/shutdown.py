@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import formatting, slots, worker_messages
+from farandole.coordinator import capacity, worker_messages
 from farandole.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
-from farandole.coordinator.job import LinkTrouble, Worker
-from farandole.coordinator.transition import EndJob, Transition
+from farandole.coordinator.job import EndJob, LinkTrouble, Transition, Worker, counted
 from farandole.events import TrainingCutShort, TrainingFinished, WorkerStacks
 from farandole.wire.messages import (
     CheckpointEnded,
@@ -52,7 +51,7 @@ def release_if_all_finished(transition: Transition) -> None:
         transition.log(TrainingCutShort.of(max(shortfalls, key=lambda each: (each.steps_left, each.epochs_left))))
     transition.change(is_released=True, change=None, losses=(), links=LinkTrouble())
     for worker in job.newcomers():
-        slots.let_go(transition, worker, "the training finished without it")
+        capacity.let_go(transition, worker, "the training finished without it")
 
 
 def advance_completion(transition: Transition) -> None:
@@ -67,7 +66,7 @@ def advance_completion(transition: Transition) -> None:
         transition.end(1, f"All workers finished the training, but afterwards {failures}.")
     else:
         count = len(job.generation.members) if job.generation else 0
-        transition.end(0, f"{formatting.counted(count, 'worker')} finished the training.")
+        transition.end(0, f"{counted(count, 'worker')} finished the training.")
 
 
 # The end: a request to stop, and the time from the decision to end to the last exit -----------------------------------

@@ -1,10 +1,11 @@
 """The response to the death of a worker, or of an agent with all its workers. Then regroup.py forms a generation.
+Pure.
 
 before generation 1   killed by a signal: replaced, or its host is banned; anything else ends the job
 a static script       exit code 0: one worker is done; anything else ends the job
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
                       others: replaced, or they had left anyway;
-                      with --on-failure host the whole host is banned (hosts.py), in the same regroup
+                      with --on-failure host the whole host is banned (capacity.py), in the same regroup
 after the release     exit code 0: done; anything else is reported and makes the job fail
 """
 
@@ -12,10 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farandole.coordinator import formatting, hosts, recovery, regroup, slots
+from farandole.coordinator import capacity, regroup
 from farandole.coordinator.inputs import AgentLost
-from farandole.coordinator.job import Job, Loss, LostMember, Worker
-from farandole.coordinator.transition import Transition
+from farandole.coordinator.job import Job, Loss, LostMember, Transition, Worker, format_exit, listed, worker_name
 from farandole.events import AgentWasLost, WorkerEnded, WorkerLost
 from farandole.wire.messages import SpawnFailed, WorkerExited
 
@@ -34,7 +34,7 @@ class ExitRecord:
 
     def sentence(self, job: Job) -> str:
         raised = f", having raised {self.worker.raised}" if self.worker.raised else ""
-        return f"{formatting.worker_name(job, self.worker)} {self.how}{raised}"
+        return f"{worker_name(job, self.worker)} {self.how}{raised}"
 
 
 def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | SpawnFailed) -> None:
@@ -42,7 +42,7 @@ def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | 
     if isinstance(message, SpawnFailed):
         gone = ExitRecord(worker, f"could not be started: {message.error}")
     else:
-        how = formatting.format_exit(message.exit_code)
+        how = format_exit(message.exit_code)
         gone = ExitRecord(worker, _with_reason(worker, how), message.exit_code, message.last_lines)
     _gone(transition, [gone])
 
@@ -57,7 +57,7 @@ def worker_dying(transition: Transition, worker: Worker) -> None:
     transition.change_worker(worker.name, is_dying=True)
     loss = Loss(ExitRecord(worker, _with_reason(worker, "is dying")).sentence(job), worker.raised, worker.name)
     transition.change(losses=(*transition.job.losses, loss))
-    recovery.record_lost_member(transition, LostMember(worker.name, "the end of its main thread"))
+    regroup.record_lost_member(transition, LostMember(worker.name, "the end of its main thread"))
     if worker.raised:
         transition.change_slot(worker.slot, is_held_back=True)
     regroup.abort(transition, loss.sentence)
@@ -76,7 +76,7 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
     if input.lease_end_s is not None:
         transition.change(lease_end_s=max(input.lease_end_s, transition.job.lease_end_s or input.lease_end_s))
     for slot in [slot for slot in transition.job.slots if slot.agent == agent.name]:
-        slots.close(transition, slot)
+        capacity.close_slot(transition, slot)
         transition.change_slot(slot, is_given_up=False)
     workers = [worker for worker in transition.job.workers.values() if worker.slot.agent == agent.name]
     transition.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
@@ -97,7 +97,7 @@ def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
             transition.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
         else:
             unexpected.append(one)
-            slots.count_failure(transition, one.worker, one.exit_code)
+            capacity.count_failure(transition, one.worker, one.exit_code)
     if transition.job.generation is None:
         _before_generation_1(transition, unexpected)
     elif transition.job.is_released:
@@ -140,10 +140,9 @@ def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]
     """Ban the hosts; return one sentence for each banned host that had more members than those that are gone."""
     if transition.job.config.on_failure != "host":
         return []
-    stopped = {
-        host: hosts.quarantine(transition, host) for host in {transition.job.host_of(one.worker): None for one in gone}
-    }
-    return [f"stopping {formatting.listed(names)} on {host} with it" for host, names in stopped.items() if names]
+    hosts = dict.fromkeys(transition.job.host_of(one.worker) for one in gone)
+    stopped = {host: capacity.quarantine_host(transition, host) for host in hosts}
+    return [f"stopping {listed(names)} on {host} with it" for host, names in stopped.items() if names]
 
 
 def _static(transition: Transition, gone: list[ExitRecord]) -> None:
@@ -182,7 +181,7 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
             transition.end(1, f"{sentence}.")
         elif transition.job.config.on_failure == "host":
             _take_hosts_out(transition, [one])
-        elif one.exit_code is not None and slots.restarts_left(transition.job, one.worker.slot) == 0:
+        elif one.exit_code is not None and capacity.restarts_left(transition.job, one.worker.slot) == 0:
             transition.end(
                 1,
                 f"{sentence} {when}, and its slot's restart budget is used up "
@@ -205,10 +204,10 @@ def _log_loss(transition: Transition, one: ExitRecord, may_be_replaced: bool = T
     worker = one.worker
     is_agent_there = transition.job.agents[worker.slot.agent].is_connected  # else its slot is gone, too
     budget_counts = transition.job.config.on_failure == "slot" and is_agent_there and may_be_replaced
-    left = slots.restarts_left(transition.job, worker.slot) if budget_counts else None
+    left = capacity.restarts_left(transition.job, worker.slot) if budget_counts else None
     transition.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
     if worker.is_dying or transition.job.is_member(worker.name):
-        recovery.record_lost_member(
+        regroup.record_lost_member(
             transition, LostMember(worker.name, one.noticed, one.silent_s, one.how, one.last_lines)
         )
 

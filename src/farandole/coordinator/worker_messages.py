@@ -1,12 +1,11 @@
-"""The messages of workers, and the changes to the job that they cause. decide.py draws the conclusions."""
+"""The messages of workers, and the changes to the job that they cause. decide.py draws the conclusions. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import failure_detection, recovery, regroup, shutdown, slots
-from farandole.coordinator.job import Job, Worker
-from farandole.coordinator.transition import Transition
+from farandole.coordinator import capacity, failure_detection, regroup, shutdown
+from farandole.coordinator.job import Job, Transition, Worker
 from farandole.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -60,7 +59,7 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Connected(number, way):
                 transition.log(TransportChosen(number, way))
             case FirstStep():
-                recovery.record_first_step(transition, worker, message)
+                regroup.record_first_step(transition, worker, message)
             case StatesDiffered():
                 _differed(transition, message)
             case Failed():
@@ -96,7 +95,7 @@ def _elastic(transition: Transition, worker: Worker) -> None:
         return
     transition.change_worker(worker.name, is_elastic=True, elastic_s=transition.now_s)
     transition.change(is_elastic=True)
-    slots.report_spare(transition, worker)
+    capacity.report_spare(transition, worker)
     gone = set(transition.job.generation.members).difference(transition.job.workers)
     if gone and transition.job.change is None:
         # They ended with code 0 while the script still looked static. The other workers need them.
@@ -143,7 +142,7 @@ def _leaving(transition: Transition, worker: Worker) -> None:
         transition.change_worker(worker.name, was_asked=True)
         return
     transition.log(WorkerLeaves(worker.name, worker.slot.index))
-    slots.close(transition, worker.slot)
+    capacity.close_slot(transition, worker.slot)
     transition.change_slot(worker.slot, is_given_up=job.config.fills_slots)  # else it would be filled again at once
     if job.is_member(worker.name) or not job.spares:
         transition.change(target=max(0, job.target - 1))

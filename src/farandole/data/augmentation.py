@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator
+from torch.utils.data import Subset
 
-from farandole.data.index_stream import IndexStream
-from farandole.data.torch_loader import innermost_dataset
+from farandole.data.sample_order import IndexStream
 
 
 class Keyed(msgspec.Struct, frozen=True):
@@ -186,3 +186,10 @@ def _set_numpy_state(state: bytes) -> None:
         np.random.set_state(("MT19937", words[:_WORDS], int(words[_WORDS]), 0, 0.0))
     else:
         get_bit_generator().state = pickle.loads(state)
+
+
+def innermost_dataset(dataset: Any) -> Any:
+    """Return the data set below all Subsets."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset

@@ -10,8 +10,7 @@ from typing import Any, Protocol, Self
 from farandole.errors import DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import step
-from farandole.state.global_batch import Batch, GlobalBatch
-from farandole.state.step import StepStatus
+from farandole.state.step import Batch, GlobalBatch, StepStatus
 
 _MOST_PADDING = 10_000
 

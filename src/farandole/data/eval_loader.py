@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.collectives import world
-from farandole.data.partition import even_slice
-from farandole.data.torch_loader import MapDataset, Rows, SmallByValue, are_rows, as_it_is, size_of
+from farandole.data.loader import MapDataset, Rows, SmallByValue, are_rows, as_it_is, size_of
+from farandole.data.sample_order import even_slice
 from farandole.errors import DataError, StepError
 from farandole.liveness.status_reporting import report_progress
 

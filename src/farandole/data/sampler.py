@@ -18,10 +18,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from farandole.collectives import world
 from farandole.data import intervals
 from farandole.data.intervals import Intervals
-from farandole.data.permutation import FORMAT_VERSION, Permutation
 from farandole.data.remainder import OrderFunction, Remainder, parts_by_epoch
+from farandole.data.sample_order import FORMAT_VERSION, Permutation
 from farandole.errors import DataError
-from farandole.state import recording
+from farandole.state import loop_hooks
 
 
 class SizedDataset(Protocol):
@@ -142,9 +142,9 @@ class ElasticSampler(Sampler[int]):
         Args:
             epoch: Number of the epoch, from 0.
         """
-        if epoch != self.epoch and recording.records_samplers():
+        if epoch != self.epoch and loop_hooks.records_samplers():
             trained = sum(max(0, stop - max(0, start)) for start, stop in self._behind())
-            recording.left(self, self.epoch, None if self._is_by_index else self._size - trained)
+            loop_hooks.record_left(self, self.epoch, None if self._is_by_index else self._size - trained)
         carried = self._carried if epoch == self.epoch else ()
         if epoch > self.epoch and (self.processed_num or not self._remainder.per_rank):
             carried = intervals.shift(self._remainder.carried, (self.epoch - epoch) * self._size)
@@ -184,9 +184,10 @@ class ElasticSampler(Sampler[int]):
         self._is_iterated_anew = False
         self._place = min(start + batch_size, self._remainder.per_rank)
         self._counted = max(self._counted, min(self._place * self.num_replicas, self._remainder.assigned))
-        if recording.records_samplers() and start < self._place:
+        if loop_hooks.records_samplers() and start < self._place:
             positions, everyone, repeats = self._remainder.trained(start, self._place)
-            recording.trained(self, parts_by_epoch(self._order, self._size, self.epoch, positions, everyone, repeats))
+            parts = parts_by_epoch(self._order, self._size, self.epoch, positions, everyone, repeats)
+            loop_hooks.record_trained(self, parts)
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank has trained these samples.
@@ -217,9 +218,9 @@ class ElasticSampler(Sampler[int]):
             _warn_of_repeats()
         self._recorded.update(news, positions[is_repeat].tolist())
         self._news += news
-        if recording.records_samplers() and positions.size:
+        if loop_hooks.records_samplers() and positions.size:
             parts = parts_by_epoch(self._order, self._size, self.epoch, once, None, positions[is_repeat])
-            recording.trained(self, parts)
+            loop_hooks.record_trained(self, parts)
 
     @property
     def has_news(self) -> bool:

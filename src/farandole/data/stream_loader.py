@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 
-from farandole.data import torch_loader
+from farandole.data import loader
 from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
-from farandole.data.partition import even_slice
-from farandole.data.permutation import FORMAT_VERSION
+from farandole.data.loader import Prefetch, SmallByValue
+from farandole.data.sample_order import FORMAT_VERSION, even_slice
 from farandole.data.stream_order import StreamPosition
 from farandole.data.stream_reader import FetchRequests, FetchStart, Reply, Sizes, StreamReader
 from farandole.data.streams import Mark, Source
-from farandole.data.torch_loader import Prefetch, SmallByValue
 from farandole.errors import DataError
 from farandole.membership import Shortfall
-from farandole.state import recording, step
-from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state import loop_hooks, step
+from farandole.state.step import Batch, GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -102,8 +101,8 @@ class StreamLoader(ElasticLoader):
         min_local_batch: int = 1,
         **refused: object,
     ) -> None:
-        torch_loader.refuse_torch_arguments(
-            refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", torch_loader.STREAM_ARGUMENTS
+        loader.refuse_torch_arguments(
+            refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", loader.STREAM_ARGUMENTS
         )
         self._sizes = Sizes(global_batch_size, most_samples(max_local_batch, micro_batch_size), min_local_batch)
         _check(dataset, streams)
@@ -173,7 +172,7 @@ class StreamLoader(ElasticLoader):
         step.open(self.batch, is_rehearsal)
         self._padding.keep(data)
         if not is_rehearsal:
-            recording.delivered(self.batch, self.indices)
+            loop_hooks.record_delivered(self.batch, self.indices)
         return data
 
     def _rehearse_a_change(self) -> None:

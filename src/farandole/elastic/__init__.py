@@ -1,8 +1,9 @@
 """fd.elastic: the names that a training script needs to continue while workers come and go."""
 
 from farandole.data.eval_loader import EvalLoader
+from farandole.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.data.loader import DataLoader
-from farandole.data.orders import Bucketed, Sequential, ShardLocal, Shuffled, Stratified, Weighted
+from farandole.data.sample_order import Sequential, Shuffled
 from farandole.data.sampler import ElasticSampler
 from farandole.data.stream_loader import StreamLoader
 from farandole.state.loop_hooks import HostUpdateResult

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from msgspec import Struct, field
+import msgspec
+from msgspec import Meta, Struct, field
+from msgspec.structs import asdict
 
 from farandole.config import JobConfig
-from farandole.env.env_values import Amount, PositiveAmount, Seconds, WholeNumber, has_variables, read_variables
+from farandole.errors import ConfigError
+
+if TYPE_CHECKING:
+    from farandole.membership import Placement  # an import for which --help should not wait
+
 
 EXIT_NOTICE = "FARANDOLE_EXIT_NOTICE"
 
@@ -101,3 +110,154 @@ class CheckpointEnv(Struct, frozen=True):
 def read_checkpoint_env(environ: Mapping[str, str] = os.environ) -> CheckpointEnv | None:
     """Return None when the job writes no checkpoints. Raises ConfigError for numbers that make no sense."""
     return read_variables(environ, CheckpointEnv) if has_variables(environ, CheckpointEnv) else None
+
+
+# HOROVOD_ variables: the user's settings, and the values that Horovod passes to a worker ------------------------------
+
+LogLevel = Annotated[
+    Literal["", "trace", "debug", "info", "warning", "error", "fatal"],
+    Meta(description="one of trace, debug, info, warning, error, fatal"),
+]
+
+
+class HorovodSettings(Struct, frozen=True):
+    """The user's settings in HOROVOD_ variables, with Horovod's defaults.
+
+    Attributes:
+        timeline: The file of the timeline; empty: none. DYNAMIC: none yet, start_timeline() is called later.
+        mark_cycles: Whether the timeline shows each round of negotiation.
+        stall_check_is_off: Whether there are no warnings of operations that some ranks have not submitted.
+        stall_warning_s: Seconds until the warning.
+        stall_shutdown_s: Seconds until they end with an error; 0: never.
+        dynamic_process_sets: Whether process sets may be added after init().
+        fusion_bytes: Bytes of small tensors that are reduced together.
+        cache_capacity: The number of negotiated operations that are cached; 0: none.
+        log_level: The level of the log; empty: as set by the script.
+    """
+
+    timeline: str = field(name="HOROVOD_TIMELINE", default="")
+    mark_cycles: Switch = field(name="HOROVOD_TIMELINE_MARK_CYCLES", default=False)
+    stall_check_is_off: Switch = field(name="HOROVOD_STALL_CHECK_DISABLE", default=False)
+    stall_warning_s: Seconds = field(name="HOROVOD_STALL_CHECK_TIME_SECONDS", default=60.0)
+    stall_shutdown_s: Seconds = field(name="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default=0.0)
+    dynamic_process_sets: Switch = field(name="HOROVOD_DYNAMIC_PROCESS_SETS", default=False)
+    fusion_bytes: Amount = field(name="HOROVOD_FUSION_THRESHOLD", default=64 << 20)
+    cache_capacity: Amount = field(name="HOROVOD_CACHE_CAPACITY", default=1024)
+    log_level: LogLevel = field(name="HOROVOD_LOG_LEVEL", default="")
+
+    @property
+    def timeline_file(self) -> str | None:
+        """The file of a timeline that begins with init(); None when there is none."""
+        return None if self.timeline in ("", "DYNAMIC") else self.timeline
+
+
+def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
+    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init().
+
+    Raises ConfigError for a value that makes no sense."""
+    return read_variables(os.environ if environ is None else environ, HorovodSettings)
+
+
+def read_start_timeout_s(default: float, environ: Mapping[str, str] | None = None) -> float:
+    """Return HOROVOD_START_TIMEOUT: the launcher's time limit in seconds for all workers' init(), unless
+    --start-timeout is given."""
+    environ = os.environ if environ is None else environ
+    limit_s: float = read_value(environ, "HOROVOD_START_TIMEOUT", Seconds, default)
+    return limit_s
+
+
+class HorovodPlace(Struct, frozen=True, rename=lambda name: "HOROVOD_" + name.upper()):
+    """The variables that Horovod sets for a worker: HOROVOD_RANK, HOROVOD_LOCAL_RANK and so on."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hostname: str
+    elastic: int
+
+
+def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> dict[str, str]:
+    """Return the variables that Horovod sets for a worker: the place that it will most likely get, the name that its
+    host was given, and whether workers may come and go."""
+    return environment_of(HorovodPlace(**asdict(placement), hostname=host, elastic=int(is_elastic)))
+
+
+def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """Return the rank and size with which a process was started, by our own launcher or through MPI; (0, 1) without
+    one. Raises RuntimeError when only one of the two is set."""
+    environ = os.environ if environ is None else environ
+    for prefix in ("HOROVOD_", "OMPI_COMM_WORLD_", "PMI_"):
+        given = [name for name in (prefix + "RANK", prefix + "SIZE") if environ.get(name)]
+        if len(given) == 1:
+            raise RuntimeError(f"the environment has {given[0]}, but needs both {prefix}RANK and {prefix}SIZE")
+        if given:
+            rank, size = (read_value(environ, name, WholeNumber) for name in given)
+            return rank, size
+    return 0, 1
+
+
+# Groups of variables --------------------------------------------------------------------------------------------------
+#
+# Groups of variables as Structs, read from an environment and written to one. Errors name the variable.
+#
+# The Struct of a group states each variable once: its name in the environment, its type and its default. A variable
+# that is empty counts as not set. All readers raise ConfigError for a value that makes no sense.
+
+
+# The description of a type says in an error what the value must be.
+WholeNumber = Annotated[int, Meta(description="a whole number")]
+Amount = Annotated[int, Meta(ge=0, description="a whole number >= 0")]
+PositiveAmount = Annotated[int, Meta(ge=1, description="a whole number >= 1")]
+Port = Annotated[int, Meta(ge=1, le=65535, description="between 1 and 65535")]
+Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max, description="a number of seconds >= 0")]
+Switch = Annotated[bool, Meta(description="0 or 1")]
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# Horovod reads numbers as switches; users also write words. msgspec knows 0, 1, false and true itself.
+_SWITCH_WORDS = {"yes": "1", "on": "1", "no": "0", "off": "0"}
+
+
+def read_variables(environ: Mapping[str, str], group: type[T]) -> T:
+    """Return the group's variables. Raises ConfigError also when one without a default is not set."""
+    fields = _fields(group)
+    missing = [each.encode_name for each in fields if each.required and not environ.get(each.encode_name)]
+    if missing:
+        prefix = missing[0].partition("_")[0]
+        raise ConfigError(f"the environment has some {prefix}_ variables but lacks {', '.join(missing)}")
+    return group(**{each.name: read_value(environ, each.encode_name, each.type, each.default) for each in fields})
+
+
+def has_variables(environ: Mapping[str, str], group: type[msgspec.Struct]) -> bool:
+    """Return whether any of the group's variables without a default is set."""
+    return any(environ.get(each.encode_name) for each in _fields(group) if each.required)
+
+
+def environment_of(group: msgspec.Struct) -> dict[str, str]:
+    """Return the variables from which read_variables() reads an equal group."""
+    return {name: str(value) for name, value in msgspec.to_builtins(group).items()}
+
+
+def read_value(environ: Mapping[str, str], name: str, type_: Any, default: Any = None) -> Any:
+    """Return the value of one variable, or `default` when it is not set."""
+    if not environ.get(name, "").strip():
+        return default
+    text = environ[name] if type_ is str else environ[name].strip().lower()
+    if type_ == Switch:
+        text = "1" if text.isdecimal() and int(text) else _SWITCH_WORDS.get(text, text)
+    try:
+        return msgspec.convert(text, type_, strict=False)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{name} must be {_expected(type_)}, got {environ[name]!r}") from None
+
+
+@functools.cache
+def _fields(group: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(group)
+
+
+def _expected(type_: Any) -> str:
+    return next(str(each.description) for each in get_args(type_) if isinstance(each, Meta))

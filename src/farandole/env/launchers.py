@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.env.env_values import Port, WholeNumber, read_value
+from farandole.env.agent_env import Port, WholeNumber, read_value
 from farandole.errors import ConfigError
 
 

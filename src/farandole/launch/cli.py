@@ -16,9 +16,7 @@ from farandole.launch.control_parser import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
-    from farandole.events import Event
-    from farandole.launch.discovery import HostDiscovery
-    from farandole.launch.host_list import HostSlots
+    from farandole.launch.host_list import HostDiscovery, HostSlots
     from farandole.launch.job_files import EventFile
     from farandole.launch.report import Report
 
@@ -79,8 +77,7 @@ def _main_parser() -> argparse.ArgumentParser:
 def _run(options: RunOptions) -> int:
     import asyncio
 
-    from farandole.launch.checkpoint_place import beginning
-    from farandole.launch.local import run_local
+    from farandole.launch.local import beginning, in_turn, run_local
     from farandole.launch.output import output_options
     from farandole.launch.report import Loudness, Report
 
@@ -95,12 +92,6 @@ def _run(options: RunOptions) -> int:
             for note in begun.notes:
                 report.note(note)
 
-            def on_event(event: Event) -> None:
-                report.on_event(event)
-                if events is not None:
-                    events.on_event(event)
-                begun.watch(event)
-
             outcome = asyncio.run(
                 run_local(
                     config,
@@ -109,7 +100,7 @@ def _run(options: RunOptions) -> int:
                     host=options.host,
                     port=options.port,
                     output=output,
-                    on_event=on_event,
+                    on_event=in_turn(report.on_event, None if events is None else events.on_event, begun.watch),
                     extra_environment={**options.environment, **begun.environment},
                     origin=begun.origin,
                     joining=options.joining,
@@ -134,6 +125,6 @@ def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[E
 def _hosts(options: RunOptions) -> tuple[HostSlots, ...] | HostDiscovery | None:
     if options.discovery_script is None:
         return options.hosts
-    from farandole.launch.discovery import ScriptDiscovery
+    from farandole.launch.host_list import ScriptDiscovery
 
     return ScriptDiscovery(options.discovery_script, options.slots_per_host)

@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from farandole.clock import now_s, wall_time_s
 from farandole.errors import AuthenticationError, ConfigError, FatalError, ProtocolError
 from farandole.launch.control_parser import control_parser
 from farandole.launch.job_files import JobFile, running
 from farandole.launch.joining import read_token_file
 from farandole.launch.run_parser import USAGE_ERROR
+from farandole.machine import now_s, wall_time_s
 from farandole.membership import Address
-from farandole.wire.channel import Channel, connect
-from farandole.wire.codec import TO_CLIENT
+from farandole.wire.channel import TO_CLIENT, Channel, connect
 from farandole.wire.control import (
     Accepted,
     AskDrain,

@@ -16,11 +16,11 @@ from types import TracebackType
 
 import msgspec
 
-from farandole.clock import now_s, wall_time_s
 from farandole.env import read_runtime_folder
 from farandole.errors import ConfigError
 from farandole.events import Event
-from farandole.launch.nonblocking_writer import BackgroundWriter
+from farandole.launch.output import BackgroundWriter
+from farandole.machine import now_s, wall_time_s
 from farandole.membership import Address
 
 _SUFFIX = ".job"

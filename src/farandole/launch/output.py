@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import tempfile
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, Generic, Literal, TextIO, TypeAlias, TypeVar, cast
 
-from farandole.clock import wall_time_s
 from farandole.config import JobConfig
 from farandole.errors import ConfigError
-from farandole.launch.nonblocking_writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
-from farandole.launch.tracebacks import TracebackFolder
+from farandole.machine import wall_time_s
+from farandole.wire.channel import can_write
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: neighbours differ
 
@@ -258,3 +260,246 @@ class RankFiles:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+# The writer to the terminal -------------------------------------------------------------------------------------------
+
+BACKLOG_BYTES = 64 << 20
+"""Bytes that may wait to be written. Further data is dropped: training does not stop for its output."""
+
+CLOSE_S = 5.0
+"""Seconds that the last lines may take at the end of a job."""
+
+OWN_PREFIX = "[farandole] "
+"""Prefix of the launcher's own messages; the workers' output begins with their rank."""
+
+Target = TypeVar("Target")
+
+
+class BackgroundWriter(Generic[Target]):
+    """Calls `write(target, data)` in a thread of its own, in the order of `put`; pieces that follow each other to the
+    same target are joined. `write` must not raise. `on_dropped(bytes)` is called in that thread when writing continues
+    after pieces had to be dropped."""
+
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[Target, bytes], None],
+        on_dropped: Callable[[int], None],
+        backlog_bytes: int = BACKLOG_BYTES,
+    ) -> None:
+        self._write, self._on_dropped, self._backlog_bytes = write, on_dropped, backlog_bytes
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[Target, bytes]] = []
+        self._waiting_bytes = 0
+        self._dropped_bytes = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, target: Target, data: bytes) -> None:
+        """Have `data` written soon. Never waits; ignored after `close`."""
+        with self._changed:
+            if self._is_closed:
+                return
+            if self._waiting_bytes + len(data) > self._backlog_bytes:
+                self._dropped_bytes += len(data)
+                return
+            self._waiting.append((target, data))
+            self._waiting_bytes += len(data)
+            self._changed.notify()
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Finish, and return whether all was written within `timeout_s`; otherwise the thread is abandoned.
+        Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            pieces, dropped_bytes = taken
+            for target, data in _joined(pieces):
+                self._write(target, data)
+            if dropped_bytes:
+                self._on_dropped(dropped_bytes)
+
+    def _take(self) -> tuple[list[tuple[Target, bytes]], int] | None:
+        """Return all waiting data, as soon as there is any, and how much was dropped; None at the end."""
+        with self._changed:
+            # Without a deadline: the thread has nothing else to do, and `close` always wakes it.
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if not self._waiting:
+                return None
+            taken = self._waiting, self._dropped_bytes
+            self._waiting, self._waiting_bytes, self._dropped_bytes = [], 0, 0
+            return taken
+
+
+def unbuffered(stream: TextIO) -> BinaryIO:
+    """Return the unbuffered byte stream of a text stream: a thread that is blocked in a buffered write holds a lock
+    that the interpreter needs when it exits."""
+    stream.flush()
+    binary = getattr(stream, "buffer", None)
+    if binary is None:  # a notebook's
+        return cast(BinaryIO, _TextOnly(stream))
+    raw: BinaryIO = getattr(binary, "raw", binary)
+    return raw
+
+
+class _TextOnly:
+    """Takes bytes for a stream that accepts text only."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._stream.write(bytes(data).decode("utf-8", "backslashreplace"))
+        self._stream.flush()
+        return len(data)
+
+
+def write_all(raw: BinaryIO, data: bytes) -> None:
+    """Write all of `data`, and wait as long as needed. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        written: int | None = raw.write(rest)
+        if written is None:  # another process has made our terminal non-blocking
+            can_write(raw, within_s=1.0)
+        else:
+            rest = rest[written:]
+
+
+def _joined(pieces: list[tuple[Target, bytes]]) -> list[tuple[Target, bytes]]:
+    joined: list[tuple[Target, list[bytes]]] = []
+    for target, data in pieces:
+        if joined and joined[-1][0] == target:
+            joined[-1][1].append(data)
+        else:
+            joined.append((target, [data]))
+    return [(target, b"".join(parts)) for target, parts in joined]
+
+
+# Tracebacks in the output of workers ----------------------------------------------------------------------------------
+#
+# Tracebacks that several workers print are shown once; the others get one line that says so.
+#
+# One bug in a training script makes every worker print it, mixed with the others.
+
+HOLD_S = 0.2
+"""A traceback is held back for at most this long after its last line."""
+
+_LONGEST_LINES = 400
+_REMEMBERED = 64
+_HEADER = b"Traceback (most recent call last):"
+_LINKS = (
+    b"During handling of the above exception, another exception occurred:",
+    b"The above exception was the direct cause of the following exception:",
+)
+_ADDRESS = re.compile(rb"\b0x[0-9a-f]{6,}\b")
+
+# The kind of the line held last, and so of the lines that may follow.
+_LineKind: TypeAlias = Literal["frames", "exception", "blank", "link", "blank after link"]
+
+
+@dataclass
+class _Block:
+    """The lines of one worker's traceback so far. `complete` of them end with an exception's line."""
+
+    deadline_s: float
+    lines: list[bytes] = field(default_factory=lambda: [_HEADER])
+    place: _LineKind = "frames"
+    complete: int = 0
+    summary: bytes = b""
+
+    def take(self, line: bytes) -> bool:
+        """Hold `line` if it continues the traceback, and return whether it does."""
+        place = self._place_of(line)
+        if place is None or len(self.lines) >= _LONGEST_LINES:
+            return False
+        self.lines.append(line)
+        if place == "exception":
+            self.complete = len(self.lines)
+            if self.place == "frames":
+                self.summary = line
+        self.place = place
+        return True
+
+    def _place_of(self, line: bytes) -> _LineKind | None:
+        if self.place == "frames" and line and line != _HEADER:
+            return "frames" if line.startswith(b" ") else "exception"
+        if self.place == "exception" and line.startswith(b" "):
+            return "exception"  # a note, or a message of several lines
+        if self.place == "exception" and not line:
+            return "blank"
+        if self.place == "blank" and line in _LINKS:
+            return "link"
+        if self.place == "link" and not line:
+            return "blank after link"
+        if self.place == "blank after link" and line == _HEADER:
+            return "frames"
+        return None
+
+
+class TracebackFolder:
+    """Takes the lines of all workers' stderr and returns those to show: all of them, in the order of each worker,
+    except tracebacks that another worker has shown before."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Block] = {}
+        self._shown: dict[bytes, tuple[str, str]] = {}  # normalised text: worker and label that showed it
+
+    def feed(self, worker: str, label: str, line: bytes, now_s: float) -> list[bytes]:
+        """Return the lines of `worker` to show now. `label` is its current name for the user."""
+        block = self._held.get(worker)
+        if block is not None and block.take(line):
+            block.deadline_s = now_s + HOLD_S
+            return []
+        lines = self.release(worker, label)
+        if line == _HEADER:
+            self._held[worker] = _Block(now_s + HOLD_S)
+        else:
+            lines.append(line)
+        return lines
+
+    def release(self, worker: str, label: str) -> list[bytes]:
+        """Return the held lines of `worker` to show now: no more lines are awaited."""
+        block = self._held.pop(worker, None)
+        if block is None:
+            return []
+        if not block.complete:
+            whole = self._whole_of(worker, block)
+            return block.lines if whole is None else [b"the same traceback as %s, cut off" % whole.encode()]
+        traceback, rest = block.lines[: block.complete], block.lines[block.complete :]
+        text = _normal(traceback)
+        shown_by, shown_as = self._shown.setdefault(text, (worker, label))
+        if len(self._shown) > _REMEMBERED:
+            del self._shown[next(iter(self._shown))]
+        if shown_by == worker:
+            return block.lines
+        by = shown_as if shown_as != label else shown_by  # that was another worker's rank then
+        return [b"the same traceback as %s: %s" % (by.encode(), block.summary), *rest]
+
+    def _whole_of(self, worker: str, block: _Block) -> str | None:
+        """Return the worker that has shown a longer traceback that begins with this one: the first worker's exit may
+        end the others while they still print theirs."""
+        begun = _normal(block.lines)
+        for text, (shown_by, label) in self._shown.items():
+            if shown_by != worker and len(text) > len(begun) and text.startswith(begun):
+                return label
+        return None
+
+    def due(self, now_s: float) -> Iterator[str]:
+        """Yield the workers whose held lines have waited long enough and are to be released."""
+        return (worker for worker, block in list(self._held.items()) if block.deadline_s <= now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """Return when the next worker will be due; None while no line is held."""
+        return min((block.deadline_s for block in self._held.values()), default=None)
+
+
+def _normal(lines: list[bytes]) -> bytes:
+    """Return the text by which tracebacks are compared: without the parts that differ from process to process."""
+    return _ADDRESS.sub(b"0x", b"\n".join(lines))

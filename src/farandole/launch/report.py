@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TextIO
 
-from farandole.clock import now_s
 from farandole.config import JobConfig
 from farandole.events import (
     AgentJoined,
@@ -25,7 +24,8 @@ from farandole.events import (
     WorkerLost,
     WorkerSpawned,
 )
-from farandole.launch.nonblocking_writer import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
+from farandole.launch.output import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
+from farandole.machine import now_s
 
 _LAST_LINES = 5  # of a lost worker's stderr; all of them when verbose
 _NO_HOROVOD = "ModuleNotFoundError: No module named 'horovod'"

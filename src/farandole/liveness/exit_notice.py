@@ -3,7 +3,7 @@
 The kernel frees a dead process's memory first and reports its exit afterwards: 20 ms later with 300 MB, 150 ms with
 2 GB. But the robust mutexes that a thread holds are marked, and their waiters are woken, when the thread begins to end
 (Linux, kernel/exit.c, do_exit(): exit_mm() before exit_notify(); Documentation/locking/robust-futexes.rst).
-liveness/status_reporting.py has the main thread of a worker lock one; agent/status_pages.py waits for all of them.
+liveness/status_reporting.py has the main thread of a worker lock one; agent/worker_server.py waits for all of them.
 
 It is a hint: the mark says that a thread ends, not that its process does. Linux on x86-64 with glibc; elsewhere no
 thread holds a mutex, and there are no notices.
@@ -20,7 +20,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 
-from farandole.clock import now_s
+from farandole.machine import now_s
 
 MOST_WORDS = 127
 """The largest number of mutexes for wait(): Linux's limit, less one for the word that interrupts it."""

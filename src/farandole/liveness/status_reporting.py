@@ -115,7 +115,7 @@ if hasattr(os, "register_at_fork"):  # a loader process must not report for its 
 
 # A small page of shared memory per worker: the worker stores its status in it, its agent reads it.
 #
-# The agent makes it (agent/status_pages.py) and reads it; the functions above write it.
+# The agent makes it (agent/worker_server.py) and reads it; the functions above write it.
 #
 # The reader needs no cooperation of the worker: the page shows the status of a worker that holds the interpreter's
 # lock, waits for a lock for ever, or is stopped. A store takes no lock and no system call. The page has no name in

@@ -12,8 +12,8 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.named.adasum import is_power_of_two, require_power_of_two
 from farandole.collectives.named.calls import Reduced, allreduce_together_
+from farandole.collectives.named.negotiation import Adasum, Average
 from farandole.collectives.named.process_sets import global_process_set
-from farandole.collectives.named.settings import Adasum, Average
 from farandole.collectives.named.tensor_queue import synchronize
 from farandole.errors import StepError
 from farandole.optim.optimizer_mixin import WrappedOptimizer, counts_passes, zeroing

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from farandole.collectives.named.compression import Compression, Compressor
+from farandole.collectives.named.negotiation import Adasum, Average
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.settings import Adasum, Average
 from farandole.collectives.transport import Reduction
 from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
@@ -20,7 +20,7 @@ from farandole.optim.named_path import NamedPath
 from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, wrap, zeroing
 from farandole.optim.options import Options, groups_of, recommend_fused
 from farandole.state import step
-from farandole.state.global_batch import Batch
+from farandole.state.step import Batch
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

@@ -32,8 +32,7 @@ from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import Weights
 from farandole.optim.step_reduction import StepReduction
 from farandole.state import loop_hooks, step
-from farandole.state.global_batch import Batch
-from farandole.state.step import StepStatus
+from farandole.state.step import Batch, StepStatus
 
 
 class GradientStatus(enum.Enum):

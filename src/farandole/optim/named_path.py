@@ -19,8 +19,8 @@ from farandole.collectives import world
 from farandole.collectives.named.calls import Reduced, allreduce_together_
 from farandole.collectives.named.compression import NoneCompressor
 from farandole.collectives.named.engine import engine
+from farandole.collectives.named.negotiation import Average, Sum
 from farandole.collectives.named.operations import sparse_allreduce_async
-from farandole.collectives.named.settings import Average, Sum
 from farandole.collectives.named.tensor_queue import Handle, synchronize
 from farandole.collectives.named.timeline import process_timeline
 from farandole.errors import HorovodInternalError

@@ -22,8 +22,8 @@ from farandole.optim.options import check_passes, names_of
 from farandole.optim.passes import Passes
 from farandole.state import loop_hooks, step
 from farandole.state.deep_copy import deep_copy, finish_all
-from farandole.state.global_batch import Batch
 from farandole.state.optimizer_state import OptimizerState, load_state_dict_in_place, with_inner
+from farandole.state.step import Batch
 
 # The step of the user's optimizer class, called from Farandole's by GradScaler's rules --------------------------------
 

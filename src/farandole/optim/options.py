@@ -13,8 +13,8 @@ import torch
 
 from farandole.collectives import world
 from farandole.collectives.named.compression import Compression, Compressor
+from farandole.collectives.named.negotiation import Average
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.settings import Average
 from farandole.collectives.transport import Reduction
 from farandole.env import read_bucket_mb
 from farandole.errors import StepError

@@ -1,15 +1,20 @@
-"""The last reduction of a step: the header of this rank, and the conclusions from the headers of all ranks."""
+"""The agreement of all ranks on a step: the header of this rank, and the conclusions from the headers of all ranks."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+import operator
+import struct
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
 
 from farandole.collectives import world
-from farandole.errors import CollectiveMismatch, StepError
-from farandole.optim.header import StepHeader, check, ids_hash
-from farandole.state import loop_hooks, recording, step
-from farandole.state.global_batch import Batch
+from farandole.errors import CollectiveMismatch, ConfigError, StepError
+from farandole.state import loop_hooks, step
+from farandole.state.step import Batch
 
 
 def header_of(batch: Batch, plan: int, own_weight: float) -> StepHeader:
@@ -26,7 +31,7 @@ def header_of(batch: Batch, plan: int, own_weight: float) -> StepHeader:
         samples=global_batch.samples,
         prepared=loop_hooks.prepared(),
         weight=own_weight,
-        ids_hash=recording.intend(batch),
+        ids_hash=loop_hooks.record_intended(batch),
         digest=loop_hooks.digest(),
         saved=int(loop_hooks.has_saved()),
     )
@@ -38,7 +43,7 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     all_headers = list(headers)
     check(all_headers)
     weight = total([header.weight for header in all_headers])
-    recording.agree(sum(header.samples for header in all_headers), ids_hash(all_headers))
+    loop_hooks.record_agreed(sum(header.samples for header in all_headers), ids_hash(all_headers))
     loop_hooks.agree([header.prepared for header in all_headers])
     loop_hooks.compare([header.digest for header in all_headers], any(header.saved for header in all_headers))
     return batch.global_batch.global_samples / weight if weight else 1.0  # with 0, nothing was added up
@@ -133,3 +138,146 @@ def total(weights: list[float]) -> float | None:
             f"in every loop body, or never; nothing was applied"
         )
     return sum(given) if given else None
+
+
+# The step header ------------------------------------------------------------------------------------------------------
+#
+# The step header: numbers that are sent with the last reduction of a step, and prove that all ranks reduced the same.
+#
+# Without it, the gradient of a rank that skipped a bad batch would be added to those of another batch, unnoticed.
+
+_LAYOUT = struct.Struct("<8qQdQq")
+SIZE = _LAYOUT.size
+
+
+class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/step.py
+    """The data of one rank about the step that it reduces.
+
+    generation  number of its generation
+    step        decided steps before this one
+    plan        digest of the reduced parameters (shapes and dtypes), 63 bits
+    epoch, start, stop  the global batch; all -1 without a loader of Farandole
+    samples     real samples of this rank's local batch
+    prepared    number of the planned generation it holds; 0 for none
+    ids_hash    hash of the samples of its local batch, where a sample ledger is kept; else 0
+    weight      result of weighting.Weights.header_weight()
+    digest      digest of a part of the state before the step (state/state_digest.py); 0 where nothing was hashed
+    saved       1 where this rank has begun a checkpoint before the step
+    """
+
+    generation: int
+    step: int
+    plan: int
+    epoch: int
+    start: int
+    stop: int
+    samples: int
+    prepared: int
+    ids_hash: int = 0
+    weight: float = -1.0
+    digest: int = 0
+    saved: int = 0
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(
+            self.generation,
+            self.step,
+            self.plan,
+            self.epoch,
+            self.start,
+            self.stop,
+            self.samples,
+            self.prepared,
+            self.ids_hash,
+            self.weight,
+            self.digest,
+            self.saved,
+        )
+
+    @classmethod
+    def unpack(cls, trailer: bytes) -> StepHeader:
+        return cls(*_LAYOUT.unpack(trailer))
+
+
+_MEANINGS = {
+    "generation": "generation",
+    "step": "step counter",
+    "plan": "model (number, shapes or dtypes of the parameters)",
+    "epoch": "epoch",
+    "start": "first sample of the global batch",
+    "stop": "end of the global batch",
+}
+"""The fields that are equal on all ranks, with their meanings."""
+
+_same_everywhere = operator.attrgetter(*_MEANINGS)
+
+
+def ids_hash(headers: list[StepHeader]) -> int:
+    """Return the hash of the whole global batch."""
+    return sum(header.ids_hash for header in headers) % 2**64
+
+
+def check(headers: list[StepHeader]) -> None:
+    """Raise CollectiveMismatch, alike on every rank, unless all headers belong to one step."""
+    first = headers[0]
+    if len(set(map(_same_everywhere, headers))) > 1:
+        raise _difference(headers)
+    if first.epoch >= 0:
+        held = [header.samples for header in headers]
+        whole, counted = first.stop - first.start, sum(held)
+        if len(held) > 1 and all(samples == whole for samples in held):
+            raise CollectiveMismatch(
+                f"step {first.step}: each of the {len(held)} workers trained the whole global batch [{first.start}, "
+                f"{first.stop}), as if it were alone: their loaders are not connected. Pass the loader to the "
+                "state, TorchState(model=..., optimizer=..., loader=loader), and pass that state to the function under "
+                "elastic.run; nothing was applied"
+            )
+        if counted != whole:
+            raise CollectiveMismatch(
+                f"step {first.step}: the workers' local batches hold {counted} samples, the global batch "
+                f"[{first.start}, {first.stop}) holds {whole}; nothing was applied"
+            )
+
+
+def _difference(headers: list[StepHeader]) -> CollectiveMismatch:
+    """Return the error that names the first field in which headers of different steps differ."""
+    values = {field: [getattr(header, field) for header in headers] for field in _MEANINGS}
+    field = next(field for field, by_rank in values.items() if len(set(by_rank)) > 1)
+    by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[field]))
+    return CollectiveMismatch(
+        f"workers reduced different steps: they differ in {_MEANINGS[field]} ({by_rank}). Every worker must "
+        f"run the loop body once for each batch it gets, with the same model; nothing was applied"
+    )
+
+
+# Properties of an optimizer's parameters that are known before a reduction. step_reduction.py and
+# bucketed_gradients.py use it.
+
+
+def check_devices(parameters: Mapping[torch.Tensor, str]) -> None:
+    """Raise ConfigError unless all parameters are on one device, the CPU or another one that has memory."""
+    first: torch.device | None = None
+    for parameter, name in parameters.items():
+        first = first or parameter.device
+        if parameter.device != first or first.type == "meta":
+            devices = sorted({str(each.device) for each in parameters})
+            raise ConfigError(
+                f"{name} of shape {tuple(parameter.shape)} is on {parameter.device}, and the optimizer's parameters "
+                f"are on {', '.join(devices)}; a worker trains on one device: move the model to it, as in "
+                f"model.to(fd.device()), before the optimizer is created"
+            )
+
+
+def describe(parameters: Mapping[torch.Tensor, str]) -> list[str]:
+    """Return name, shape and dtype of each parameter."""
+    return [f"{name} {_kind(parameter)}" for parameter, name in parameters.items()]
+
+
+def digest(parameters: Mapping[torch.Tensor, str]) -> int:
+    """Return 63 bits that tell models apart by number, shapes and dtypes of their parameters; not by names."""
+    text = ";".join(_kind(parameter) for parameter in parameters)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _kind(parameter: torch.Tensor) -> str:
+    return f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"

@@ -14,10 +14,10 @@ from farandole.collectives.named.compression import NoneCompressor
 from farandole.errors import ConfigError, StepError
 from farandole.optim.bucketed_gradients import BucketedGradients
 from farandole.optim.options import Options, refuse_for_loader
-from farandole.optim.parameters import check_devices, digest
 from farandole.optim.passes import Passes
-from farandole.state import loop_hooks, recording, step
-from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.optim.step_agreement import check_devices, digest
+from farandole.state import loop_hooks, step
+from farandole.state.step import Batch, GlobalBatch
 
 
 class Gradients(Protocol):
@@ -158,7 +158,7 @@ class StepReduction:
         if step.is_shared() or not _active.is_alone(id(self)) or not self.gradients.may_overlap():
             return False
         world.raise_if_refused("gradients cannot be reduced")
-        recording.intend(batch)  # before anything is contributed
+        loop_hooks.record_intended(batch)  # before anything is contributed
         _active.begin_overlap(id(self))
         return True
 
@@ -292,9 +292,9 @@ class LocalGradients:
     def add_up(self, batch: Batch, own_weight: float) -> None:
         """Conclude the step of a single worker, without a comparison of headers. Raises if the generation has ended, as
         a reduction would."""
-        ids = recording.intend(batch)
+        ids = loop_hooks.record_intended(batch)
         world.current().transport.barrier()
-        recording.agree(batch.global_batch.samples, ids)
+        loop_hooks.record_agreed(batch.global_batch.samples, ids)
         loop_hooks.agree([loop_hooks.prepared()])
 
     def publish(self) -> None:

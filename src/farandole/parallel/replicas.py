@@ -5,6 +5,8 @@ data_parallel.py uses the replicas for one forward pass.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -16,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from farandole.errors import ConfigError
-from farandole.mixing import mixed
 
 # Private: torch calls it in torch/nn/parallel/replicate.py of torch 2.13, and classes override it, as RNNBase does.
 _TORCHS_OWN = torch.nn.Module._replicate_for_data_parallel
@@ -139,7 +140,9 @@ class Draws:
             if self._base is None:
                 self._base = int(torch.empty((), dtype=torch.int64).random_())
                 self._after = generator.get_state()
-            generator.manual_seed(mixed(mixed(mixed(self._base) + replica) + number) >> 1)
+            parts = struct.pack("<3Q", self._base, replica, number)
+            seed = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little")
+            generator.manual_seed(seed >> 1)
             return draw()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch.distributed import ReduceOp
 
-from farandole.collectives.tensor_bytes import byte_view
+from farandole.collectives.connection_pair import as_bytes, byte_view
 from farandole.collectives.transport import Reduction, Transport
 from farandole.errors import CollectiveMismatch
 
@@ -319,14 +319,6 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy of it, outside autograd, for reading."""
     require_cpu(tensor)
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as flat uint8; writing into it writes into the tensor."""
-    flat = tensor.detach().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    return flat.view(torch.uint8)
 
 
 def require_cpu(tensor: torch.Tensor) -> None:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
-from farandole.collectives.tensor_bytes import byte_view
+from farandole.collectives.connection_pair import as_bytes, byte_view
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.process_group import c10d_collectives, works
-from farandole.process_group.c10d_collectives import as_bytes, contiguous, require_cpu
-from farandole.process_group.c10d_members import GroupMembers, alone_in
-from farandole.process_group.works import Done, Receiving
+from farandole.process_group.c10d_collectives import contiguous, require_cpu
+from farandole.process_group.works import Done, GroupMembers, Receiving, alone_in
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # a NewType of str, only since torch 2.10

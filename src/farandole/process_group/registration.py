@@ -18,8 +18,8 @@ from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
 from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
-from farandole.process_group.c10d_members import Everybody, Some
 from farandole.process_group.old_torch import clear_planner_cache, clear_sharding_cache, have_shutdown_called
+from farandole.process_group.works import Everybody, Some
 
 _init: Callable[[], None] | None = None
 _made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: the number of earlier ones

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from farandole.state.step import Batch
 
 
 class RunLoop(Protocol):
@@ -134,3 +142,116 @@ class HostUpdateResult(enum.IntFlag):
     removed = 1
     added = 2
     mixed = removed | added
+
+
+# Recorders ------------------------------------------------------------------------------------------------------------
+#
+# Recorders of the samples of each step, where a sample ledger is kept. Loader, optimizer and state report to them.
+# Main thread.
+
+Samples = NDArray[np.int64]
+
+
+class Recorder(Protocol):
+    """Writes the samples of decided steps to the ledger (worker/sample_records.py)."""
+
+    def delivered(self, batch: Batch, ids: Sequence[int]) -> None: ...
+    def intend(self, batch: Batch) -> int: ...
+    def agree(self, samples: int, ids_hash: int) -> None: ...
+    def apply(self, batch: Batch) -> None: ...
+    def updated(self, optimizer: object) -> None: ...
+    def undone(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainedSamples:
+    """The samples of an epoch that a sampler was told of in one call.
+
+    ids       samples that this rank has trained, without repeats
+    repeats   samples that this rank and another one have trained; they fill up the end of an epoch
+    everyone  samples that all ranks have trained in the same call; None: not known
+    """
+
+    epoch: int
+    ids: Samples
+    repeats: Samples
+    everyone: Samples | None
+
+
+class SamplerRecorder(Protocol):
+    """Records the samples that samplers were told of, under the commit rule (worker/sample_records.py)."""
+
+    def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None: ...
+    def left(self, sampler: object, epoch: int, samples: int | None) -> None: ...
+
+
+_recorder: Recorder | None = None
+_sampler_recorder: SamplerRecorder | None = None
+
+
+def install_recorder(recorder: Recorder | None) -> None:
+    """Install the recorder that is called from now on; None removes it."""
+    global _recorder
+    _recorder = recorder
+
+
+def record_delivered(batch: Batch, ids: Sequence[int]) -> None:
+    """Report that the loader hands out a batch with these samples of the data set; none for a dummy batch."""
+    if _recorder is not None:
+        _recorder.delivered(batch, ids)
+
+
+def record_intended(batch: Batch) -> int:
+    """Report that this rank is about to contribute to the step. Returns the hash of its local batch for the step
+    header; 0 without a recorder."""
+    return _recorder.intend(batch) if _recorder is not None else 0
+
+
+def record_agreed(samples: int, ids_hash: int) -> None:
+    """Report the sums over the local batches of all ranks, from the headers of the step's last reduction."""
+    if _recorder is not None:
+        _recorder.agree(samples, ids_hash)
+
+
+def record_applied(batch: Batch) -> None:
+    """Report that the step is decided on this rank. Its number and the loader's cursor have not moved yet."""
+    if _recorder is not None:
+        _recorder.apply(batch)
+
+
+def record_updated(optimizer: object) -> None:
+    """Report that the optimizer has changed its parameters."""
+    if _recorder is not None:
+        _recorder.updated(optimizer)
+
+
+def record_undone() -> None:
+    """Report that the last updated() was undone."""
+    if _recorder is not None:
+        _recorder.undone()
+
+
+# Under the commit rule ------------------------------------------------------------------------------------------------
+
+
+def install_sampler_recorder(recorder: SamplerRecorder | None) -> None:
+    """Install the recorder of samplers that is called from now on; None removes it."""
+    global _sampler_recorder
+    _sampler_recorder = recorder
+
+
+def records_samplers() -> bool:
+    """Return whether a recorder is installed: collecting its arguments takes time."""
+    return _sampler_recorder is not None
+
+
+def record_trained(sampler: object, parts: Sequence[TrainedSamples]) -> None:
+    """Report the samples that a sampler was told this rank has trained."""
+    if _sampler_recorder is not None:
+        _sampler_recorder.trained(sampler, parts)
+
+
+def record_left(sampler: object, epoch: int, samples: int | None) -> None:
+    """Report that a sampler enters another epoch, with so many samples of this one untrained; None: not known."""
+    if _sampler_recorder is not None:
+        _sampler_recorder.left(sampler, epoch, samples)

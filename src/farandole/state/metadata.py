@@ -1,7 +1,7 @@
 """Handlers, with which a TorchState saves, restores and synchronizes the values that are not plain.
 
 The sync() of a handler copies from rank 0. Inside `elastic.run`, the values of the built-in handlers are synchronized
-together instead, from the rank with the newest commit (commit_sync.py). The functions at the end serve the states of
+together instead, from the rank with the newest commit (sync.py). The functions at the end serve the states of
 both rules.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader
 
+from farandole.collectives.connection_pair import as_bytes
 from farandole.collectives.named.objects import (
     allgather_object,
     broadcast_object,
@@ -35,7 +36,7 @@ from farandole.state.optimizer_state import (
     is_torchs_own,
     load_state_dict_in_place,
 )
-from farandole.state.packing import Packed, as_bytes, pack, unpack
+from farandole.state.packing import Packed, pack, unpack
 
 
 class StateHandler:
@@ -276,7 +277,7 @@ BUILT_IN = (
     LoaderHandler,
     LoaderSamplerHandler,
 )
-"""Handlers whose values commit_sync.py can synchronize together."""
+"""Handlers whose values sync.py can synchronize together."""
 
 
 def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -331,7 +332,11 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(as_bytes(one), as_bytes(other))
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
+        )
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
@@ -345,7 +350,7 @@ def is_same(one: Any, other: Any) -> bool:
 def _pickled(value: Any) -> bytes:
     """Pickle a copy of the value: the bytes would otherwise show which parts are one object."""
     packed = pack(value)
-    return pack(unpack(packed)).skeleton + b"".join(bytes(as_bytes(each)) for each in packed.tensors)
+    return pack(unpack(packed)).skeleton + b"".join(bytes(as_bytes(each.contiguous())) for each in packed.tensors)
 
 
 def pack_metadata(metadata: Mapping[str, Any]) -> Packed:

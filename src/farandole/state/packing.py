@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Sequence
-from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from farandole.collectives.connection_pair import as_bytes
 from farandole.collectives.transport import Transport
 
 
@@ -105,24 +105,6 @@ def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a CPU tensor as a 1-D uint8 tensor; shares it when contiguous, copies it when not."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def memory_at(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
-    """Return bytes [start, stop) of a contiguous CPU tensor, shared with it, in a tenth of the time of torch's views.
-    They must not be used after the tensor is freed."""
-    view: memoryview = _memory_view(tensor.data_ptr() + start, stop - start, _READ_ONLY)
-    return view
-
-
-# https://docs.python.org/3/c-api/memoryview.html
-_memory_view = pythonapi.PyMemoryView_FromMemory
-_memory_view.restype, _memory_view.argtypes = py_object, (c_void_p, c_ssize_t, c_int)
-_READ_ONLY = 0x100  # PyBUF_READ
-
-
 class _Cursor:
     """Iterates over the bytes of several tensors as if they were one."""
 
@@ -143,7 +125,7 @@ class _Cursor:
         """Yield pairs of equally long views, (part of a tensor, part of the piece), until the end of the piece."""
         done = 0
         while done < piece.numel():
-            raw = as_bytes(self._tensors[self._index])
+            raw = as_bytes(self._tensors[self._index].contiguous())
             count = min(raw.numel() - self._offset, piece.numel() - done)
             if count:
                 yield raw[self._offset : self._offset + count], piece[done : done + count]

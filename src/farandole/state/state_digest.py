@@ -1,23 +1,25 @@
 """The digests of one rank's state, and their schedule: a block every few steps, a sample where time is short, or
 everything.
 
-sync.py compares these digests, and the step header carries them (optim/header.py). The state is hashed at boundaries
-only, where the state of all ranks is that of the last decided step.
+sync.py compares these digests, and the step header carries them (optim/step_agreement.py). The state is hashed at
+boundaries only, where the state of all ranks is that of the last decided step.
 """
 
 from __future__ import annotations
 
 import functools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
-from farandole.state.digest_schedule import TURN, ByteRange, block_at, cut, is_due, sample_at
-from farandole.state.named_tensors import NamedTensor
-from farandole.state.packing import as_bytes, memory_at
+from farandole.collectives.connection_pair import as_bytes, memory_at
+from farandole.state.optimizer_state import with_inner
 
 STRIKES = 3
 
@@ -25,7 +27,7 @@ STRIKES = 3
 class StateDigest:
     """The digests of one state.
 
-    tensors  returns all compared tensors, as they are now (named_tensors.py)
+    tensors  returns all compared tensors, as they are now
 
     is_suspicious  a step header has shown that ranks differ: everything is to be compared
     local          names of tensors that each rank computes from its own local batch: they are not compared. Never
@@ -84,7 +86,7 @@ class StateDigest:
 
     def _of_suspects(self, step: int) -> int:
         found = (each.find() for each in self._compared() if each.name in self.suspects)
-        pieces = [as_bytes(tensor) for tensor in found if tensor is not None]
+        pieces = [as_bytes(tensor.contiguous()) for tensor in found if tensor is not None]
         block = self._of_block(step) if is_due(step) else 0
         return (digest(pieces) ^ block) or 1
 
@@ -133,10 +135,10 @@ def _bytes(tensor: torch.Tensor, start: int, stop: int) -> Piece:
     if tensor.is_contiguous() or tensor.dim() == 0:
         if tensor.is_cpu and stop - start < LONG_BYTES:
             return memory_at(tensor, start, stop)
-        return as_bytes(tensor)[start:stop]
+        return as_bytes(tensor.contiguous())[start:stop]
     row = tensor.numel() * tensor.element_size() // tensor.shape[0]
     first, last = start // row, -(-stop // row)
-    return as_bytes(tensor[first:last])[start - first * row : stop - first * row]
+    return as_bytes(tensor[first:last].contiguous())[start - first * row : stop - first * row]
 
 
 # A 64-bit digest of tensors, which tells copies of one state apart at memory speed; not for security ------------------
@@ -150,7 +152,6 @@ def _bytes(tensor: torch.Tensor, start: int, stop: int) -> Piece:
 #
 # Words of 64 bits would be three times as fast, and would miss every pair of changed signs of float64: their highest
 # bits cancel modulo 2^64.
-
 
 _ROW_WORDS = 8192
 _ROWS = 4  # at once: their products stay in the cache
@@ -193,7 +194,7 @@ def digest(pieces: Iterable[Piece]) -> int:
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the digest of whole tensors, in their logical order."""
-    return digest(map(as_bytes, tensors))
+    return digest(as_bytes(tensor.contiguous()) for tensor in tensors)
 
 
 def _add(value: int, raw: torch.Tensor) -> int:
@@ -234,3 +235,281 @@ def _weights(device: torch.device) -> torch.Tensor:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     odd = (x ^ (x >> np.uint64(31))) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64)).to(device)
+
+
+# The schedule of digests ----------------------------------------------------------------------------------------------
+#
+# The schedule by which parts of the state are hashed. It depends only on the sizes of the tensors and the step, so
+# that all ranks hash the same part.
+
+EVERY = 8
+"""Steps from one hashed block to the next one."""
+
+BLOCKS = 32
+"""Maximum number of blocks of a state."""
+
+TURN = EVERY * BLOCKS
+"""Steps in which every block is hashed once."""
+
+HEAD_BYTES = 4096  # of each tensor of a sample
+_WHOLE_BYTES = 6 << 20  # a state of at most this size is its own sample: some 2 ms
+_MORE_BYTES = 1 << 20  # of the block in turn, in a sample
+_HEADS = 400  # tensors in a sample: some 3 ms
+
+_TENSOR_BYTES = 16 << 10  # bytes that are hashed in the time that one more tensor costs
+_BLOCK_BYTES = 2 * _TENSOR_BYTES  # smallest block, where that saves steps
+
+
+class ByteRange(NamedTuple):
+    """Bytes [start, stop) of the tensor at `place` of the list."""
+
+    place: int
+    start: int
+    stop: int
+
+
+def is_due(step: int) -> bool:
+    """Return whether a block is hashed at the boundary before this step."""
+    return step % EVERY == 0
+
+
+def cut(sizes: Sequence[int]) -> list[list[ByteRange]]:
+    """Cut tensors of these sizes in bytes into at most BLOCKS blocks that take about the same time; at least one."""
+    total = sum(sizes) + _TENSOR_BYTES * len(sizes)
+    blocks = max(1, min(BLOCKS, total // _BLOCK_BYTES))
+    length = -(-total // blocks)
+    cuts: list[list[ByteRange]] = [[] for _ in range(blocks)]
+    position = 0
+    for place, size in enumerate(sizes):
+        position += _TENSOR_BYTES
+        start = 0
+        while start < size:
+            block = min((position + start) // length, blocks - 1)
+            end = size if block == blocks - 1 else (block + 1) * length - position
+            stop = min(size, -(-end // 64) * 64)
+            cuts[block].append(ByteRange(place, start, stop))
+            start = stop
+        position += size
+    return cuts
+
+
+def block_at(step: int, blocks: int) -> int:
+    """Return the number of the block that is due at this step, or was due last."""
+    return step // EVERY % blocks
+
+
+def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[ByteRange]]) -> list[ByteRange]:
+    """Return the parts that are compared where time is short. A state of a few MiB is compared whole. Of a larger one,
+    the parts are the beginning of each tensor (with very many tensors, of some of them in turn) and the beginning of
+    one block in turn."""
+    if sum(sizes) <= _WHOLE_BYTES and len(sizes) <= _HEADS:
+        return [ByteRange(place, 0, size) for place, size in enumerate(sizes)]
+    stride = -(-len(sizes) // _HEADS)
+    heads = [
+        ByteRange(place, 0, min(size, HEAD_BYTES)) for place, size in enumerate(sizes) if (place + step) % stride == 0
+    ]
+    return [*heads, *_beginning(blocks[block_at(step, len(blocks))])]
+
+
+def _beginning(block: Sequence[ByteRange]) -> Iterator[ByteRange]:
+    left = _MORE_BYTES
+    for place, start, stop in block:
+        if left > 0:
+            yield ByteRange(place, start, min(stop, start + left))
+        left -= stop - start
+
+
+# Divergence -----------------------------------------------------------------------------------------------------------
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    """The result of a comparison.
+
+    step      decided steps at that time
+    name      the first object that differs, as "model.0.weight"
+    objects   number of objects that differ
+    ranks     the ranks that differ from the source
+    source    the rank that agrees with most ranks, the lowest such rank; only ranks with the most progress count
+    is_trained  parameters or optimizer state differ, not only buffers and tracked tensors
+    """
+
+    step: int
+    name: str
+    objects: int
+    ranks: tuple[int, ...]
+    source: int
+    is_trained: bool
+
+    def __str__(self) -> str:
+        more = f" and {self.objects - 1} more" if self.objects > 1 else ""
+        who = "rank" if len(self.ranks) == 1 else "ranks"
+        ranks = ", ".join(map(str, self.ranks))
+        return f"at step {self.step} {self.name}{more} of {who} {ranks} differed from that of rank {self.source}"
+
+
+def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks: Collection[int]) -> int:
+    """Return the rank that agrees with the majority on most of the objects `names`; among several, the lowest rank.
+
+    Args:
+        table: Digests by name, of each rank.
+        ranks: The ranks that are considered.
+    """
+    scores = dict.fromkeys(sorted(ranks), 0)
+    for name in names:
+        counts = Counter(table[rank].get(name) for rank in ranks)
+        for rank in scores:
+            scores[rank] += counts[table[rank].get(name)]
+    return max(scores, key=lambda rank: scores[rank])
+
+
+def differing(table: Sequence[Mapping[str, int]], ranks: Collection[int]) -> list[str]:
+    """Return the names of the objects that are not equal on all of `ranks`, in their order in the tables.
+
+    Args:
+        table: Digests by name, of each rank.
+    """
+    first, *others = (table[rank] for rank in sorted(ranks))
+    names = dict.fromkeys([*first, *(name for other in others for name in other)])
+    return [name for name in names if any(other.get(name) != first.get(name) for other in others)]
+
+
+# The tensors of a state, by name --------------------------------------------------------------------------------------
+#
+# Names of all tensors of a StepState that must be equal on all ranks, and access to them by name. Only this module
+# has this knowledge.
+
+
+class Kinds(Protocol):
+    """The values that a state was given, by name; see step_state.py."""
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]: ...
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
+    @property
+    def stateful(self) -> dict[str, Any]: ...
+    @property
+    def values(self) -> list[str]: ...
+
+
+class NamedTensor(NamedTuple):
+    """A tensor of a state.
+
+    name      as "model.0.weight", "optimizer.0.exp_avg" or "ema.module.0.bias"
+    owner     the object that contains it, and stays the same; looked up by the keys of `path`, it gives the live tensor
+    is_trained  parameters and optimizer state, which only an optimizer's step changes
+    """
+
+    name: str
+    owner: Any
+    path: tuple[Any, ...]
+    is_trained: bool
+
+    def find(self) -> torch.Tensor | None:
+        """Return the live tensor; None when it does not exist any more."""
+        value = self.owner
+        for key in self.path:
+            try:
+                if isinstance(value, dict) and key not in value:  # reading a defaultdict would add it
+                    return None
+                value = value[key]
+            except (LookupError, TypeError):
+                return None
+        return value if _is_plain(value) else None
+
+
+def named_tensors(kinds: Kinds, attributes: Mapping[str, Any]) -> list[NamedTensor]:
+    """Return all tensors of a state, each once, in the same order on all ranks.
+
+    Running statistics of BatchNorm are excluded: each rank computes its own from its local batch. Sparse tensors are
+    excluded too, and tensors of other classes, such as those of a sharded model, whose parts differ by rank.
+
+    Args:
+        kinds: The values that the state was given.
+        attributes: The attributes of the state, which contain its plain values.
+    """
+    seen: dict[int, torch.Tensor] = {}  # kept alive during the loop: state_dict() may create them anew
+    found = []
+    for each in _all(kinds, attributes):
+        tensor = each.find()
+        if tensor is not None and id(tensor) not in seen:
+            seen[id(tensor)] = tensor
+            found.append(each)
+    return found
+
+
+def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the values in nested containers, with the keys that lead to them; not the containers themselves."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from tensors_in(each, (*path, key))
+    elif isinstance(value, list | tuple):
+        for key, each in enumerate(value):
+            yield from tensors_in(each, (*path, key))
+    else:
+        yield path, value
+
+
+def _all(kinds: Kinds, attributes: Mapping[str, Any]) -> Iterator[NamedTensor]:
+    for name, module in kinds.modules.items():
+        yield from _of_module(f"{name}.", module)
+    for name, optimizer in kinds.optimizers.items():
+        for inner, each in with_inner(name, optimizer).items():
+            yield from _of_optimizer(inner, each)
+    for name, value in kinds.stateful.items():
+        yield from _nested(name, _StateDict(value), (), value.state_dict())
+    for name in kinds.values:
+        yield from _nested(name, attributes, (name,), attributes[name])
+
+
+def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[NamedTensor]:
+    for key in module._parameters:
+        yield NamedTensor(prefix + key, module._parameters, (key,), is_trained=True)
+    # The base class of all BatchNorm and InstanceNorm layers (torch 2.13, torch/nn/modules/batchnorm.py).
+    if not isinstance(module, _NormBase):
+        for key in module._buffers:
+            yield NamedTensor(prefix + key, module._buffers, (key,), is_trained=False)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _of_module(f"{prefix}{key}.", child)
+
+
+def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[NamedTensor]:
+    """Yield the tensors of an optimizer. Parameters in no module are included; those of modules came before.
+    optimizer.state is another object after load_state_dict()."""
+    owner, number = optimizer.__dict__, 0
+    for place, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield NamedTensor(f"{name}.{number}", owner, ("param_groups", place, "params", index), is_trained=True)
+            if parameter in optimizer.state:
+                path = ("state", parameter)
+                entry = optimizer.state[parameter]
+                for keys, _ in tensors_in({key: entry[key] for key in sorted(entry, key=str)}):
+                    path_text = ".".join(map(str, (number, *keys)))
+                    yield NamedTensor(f"{name}.{path_text}", owner, (*path, *keys), is_trained=True)
+            number += 1
+
+
+def _nested(name: str, owner: Any, path: tuple[Any, ...], value: Any) -> Iterator[NamedTensor]:
+    for keys, each in tensors_in(value):
+        if isinstance(each, torch.Tensor):
+            yield NamedTensor(".".join(map(str, (name, *keys))), owner, (*path, *keys), is_trained=False)
+
+
+class _StateDict:
+    """Access to an object whose tensors are reachable only through its state_dict()."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._value.state_dict()[key]
+
+
+def _is_plain(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+    )

@@ -11,9 +11,7 @@ import torch
 
 from farandole.errors import ConfigError
 from farandole.membership import Progress, Shortfall
-from farandole.state import recording, step
-from farandole.state.buffers import ExtraState, buffers_of, extra_state_of, load_extra_state, modules_with_extra_state
-from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state import loop_hooks, step
 from farandole.state.metadata import (
     MetadataSnapshot,
     is_same,
@@ -23,13 +21,20 @@ from farandole.state.metadata import (
     pack_metadata,
     refuse_other_model,
 )
-from farandole.state.named_tensors import named_tensors
 from farandole.state.object_state import State
 from farandole.state.optimizer_state import OptimizerState, with_inner
 from farandole.state.packing import Packed, unpack
-from farandole.state.state_digest import StateDigest
+from farandole.state.state_digest import StateDigest, named_tensors
+from farandole.state.step import Batch, GlobalBatch
 from farandole.state.torch_state import TorchState, broadcast_value, current_rank
-from farandole.state.watched_tensors import WatchedTensors
+from farandole.state.watched_tensors import (
+    ExtraState,
+    WatchedTensors,
+    buffers_of,
+    extra_state_of,
+    load_extra_state,
+    modules_with_extra_state,
+)
 
 logger = logging.getLogger("farandole")
 
@@ -201,7 +206,7 @@ class StepState(TorchState):
                 callback()
         finally:
             if self.loader is not None and batch is not None:
-                recording.apply(batch)
+                loop_hooks.record_applied(batch)
                 self.loader.commit(batch.global_batch)
             self.step += 1
 

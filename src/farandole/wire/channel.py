@@ -6,15 +6,101 @@ wire/authentication.py computes the proofs and is pure; this module moves its fr
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
-from typing import Generic, TypeVar
+import struct
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from farandole.errors import ProtocolError
 from farandole.wire.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
-from farandole.wire.codec import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
-from farandole.wire.messages import Message
-from farandole.wire.sockets import keep_alive
+from farandole.wire.control import ClientMessage, ToClient
+from farandole.wire.messages import AgentMessage, Message, ToAgent, ToWorker, WorkerMessage
+
+# Frames on a byte stream and the messages inside them. Worker link, agent and coordinator use it.
+#
+# A frame is a length of four bytes, big-endian, and that many bytes of payload. A message is MessagePack of one of
+# the types in wire/messages.py; any other content is refused.
+
+
+WORKER_FRAME_LIMIT = 1 << 20
+"""The largest payload between a worker and its agent, in bytes; a longer traceback has to be cut."""
+
+AGENT_FRAME_LIMIT = 16 << 20
+"""The largest payload between an agent and the coordinator, in bytes: one START for each slot of a host."""
+
+WORKER_MESSAGES: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+AGENT_MESSAGES: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+CLIENT_MESSAGES: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+TO_CLIENT: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+DIALERS_MESSAGES: msgspec.msgpack.Decoder[AgentMessage | ClientMessage] = msgspec.msgpack.Decoder(
+    AgentMessage | ClientMessage
+)
+"""Decodes the first message, which tells whether an agent or a command has dialed."""
+TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+
+LENGTH = struct.Struct(">I")
+
+T = TypeVar("T")
+
+
+def encode(message: Message) -> bytes:
+    """Return the payload that carries `message`."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    """Return the message in `payload`. Raises ProtocolError when it is none of the decoder's types."""
+    try:
+        return decoder.decode(payload)
+    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
+        raise ProtocolError(f"not a valid message ({len(payload)} bytes): {error}") from None
+
+
+def frame(payload: bytes) -> bytes:
+    """Return `payload` as a frame of the stream."""
+    return LENGTH.pack(len(payload)) + payload
+
+
+def frame_length(prefix: bytes, limit: int) -> int:
+    """Return the length in the first four bytes of a frame. Raises ProtocolError above `limit`.
+
+    The limit bounds the time and the memory that a peer can make this process spend.
+    """
+    (length,) = LENGTH.unpack(prefix)
+    if length > limit:
+        raise ProtocolError(f"a frame of {length} bytes was announced, at most {limit} are allowed here")
+    return int(length)
+
+
+class FrameBuffer:
+    """Cuts a byte stream, fed in pieces of any size, into the payloads of its frames."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the payloads that `data` completes, in order.
+
+        Raises ProtocolError as soon as a frame announces more than the limit; the stream cannot be decoded then and the
+        connection must be closed.
+        """
+        self._bytes += data
+        payloads = []
+        start = 0
+        while len(self._bytes) - start >= LENGTH.size:
+            body = start + LENGTH.size
+            end = body + frame_length(bytes(self._bytes[start:body]), self._limit)
+            if end > len(self._bytes):
+                break
+            payloads.append(bytes(self._bytes[body:end]))
+            start = end
+        del self._bytes[:start]
+        return payloads
+
 
 HANDSHAKE_DEADLINE_S = 5.0
 """The time, in seconds, in which a stranger must prove the token."""
@@ -22,7 +108,6 @@ HANDSHAKE_DEADLINE_S = 5.0
 UNREAD_LIMIT = 2 * AGENT_FRAME_LIMIT
 """The number of bytes that may wait for a peer that does not read; beyond it the connection is closed."""
 
-T = TypeVar("T")
 U = TypeVar("U")
 
 
@@ -172,3 +257,54 @@ def _as_lost(error: OSError) -> ConnectionError:
     The kernel also reports "timed out" and "no route to host", which Python counts among other errors.
     """
     return error if isinstance(error, ConnectionError) else ConnectionError(str(error))
+
+
+# Helpers for sockets: keep an idle connection alive, and wait until a descriptor is ready -----------------------------
+
+
+# Firewalls and address translators drop a silent connection after some minutes, and later data on it is lost without an
+# error. And a peer that has vanished is detected after two minutes, not never.
+_ASK_AFTER_S, _AGAIN_EVERY_S, _ASK_TIMES = 60, 15, 4
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Enable keep-alive on a TCP socket; it may be connected or not.
+
+    A peer whose kernel answers is kept, however long it computes.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _ASK_AFTER_S),
+        ("TCP_KEEPINTVL", _AGAIN_EVERY_S),
+        ("TCP_KEEPCNT", _ASK_TIMES),
+    ):
+        if hasattr(socket, name):  # otherwise the system's own values, mostly hours
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# Waiting for one descriptor -------------------------------------------------------------------------------------------
+#
+# select() accepts only descriptors with numbers below 1024; poll() accepts all.
+
+
+class HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+def can_read(descriptor: int | HasDescriptor, within_s: float | None) -> bool:
+    """Return whether a read would not block: there is data, or the end.
+
+    Waits for up to `within_s` seconds, for ever with None. Raises ValueError for a closed descriptor.
+    """
+    return _is_ready(descriptor, select.POLLIN, within_s)
+
+
+def can_write(descriptor: int | HasDescriptor, within_s: float | None) -> bool:
+    """Return whether a write would not block, or would fail; waits as can_read() does."""
+    return _is_ready(descriptor, select.POLLOUT, within_s)
+
+
+def _is_ready(descriptor: int | HasDescriptor, event: int, within_s: float | None) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(None if within_s is None else 1000 * within_s))

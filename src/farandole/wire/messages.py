@@ -82,7 +82,7 @@ class Connected(Message, frozen=True):
 
 class FirstStep(Message, frozen=True):
     """The first step of generation `number` is decided here. When all survivors have sent it, the recovery is over: the
-    coordinator reports it and starts the replacement (coordinator/recovery.py). Once per regroup; durations, one after
+    coordinator reports it and starts the replacement (coordinator/regroup.py). Once per regroup; durations, one after
     the other.
 
     Attributes:

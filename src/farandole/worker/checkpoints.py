@@ -16,13 +16,13 @@ from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
 from farandole.checkpoint.snapshot import Kept, Staging, live
 from farandole.checkpoint.store import open_store
-from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.env import CheckpointEnv, read_checkpoint_env
 from farandole.errors import ConfigError
+from farandole.machine import now_s
 from farandole.membership import Progress
 from farandole.wire.messages import CheckpointEnded
-from farandole.worker.worker_job import WorkerJob
+from farandole.worker.context import WorkerJob
 
 logger = logging.getLogger("farandole")
 

@@ -25,19 +25,18 @@ from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase
 from farandole.optim.ddp.module import adopt_modules
-from farandole.state import loop_hooks, recording, step
-from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
+from farandole.state import loop_hooks, step
 from farandole.state.deep_copy import finish_all
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.object_state import KeptValues, ObjectState, State, can_be_kept
-from farandole.state.sync import SyncReport
+from farandole.state.sync import CommittedState, SyncReport, can_be_staged, synchronize_commits
 from farandole.state.torch_state import TorchState
 from farandole.wire.messages import Elastic, Synced
 from farandole.worker.checkpoints import Checkpoints, checkpoints
+from farandole.worker.context import WorkerJob
 from farandole.worker.host_update_listeners import PlannedUpdates
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.worker.sample_records import commit_records
-from farandole.worker.worker_job import WorkerJob
 from farandole.worker.worker_recovery import regroup, report_first_step
 
 logger = logging.getLogger("farandole")
@@ -65,7 +64,7 @@ class CommitLoop:
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         adopt_modules(vars(self._state).values())  # their optimizers step as always: a fault leaves the function
         loop_hooks.install(self)
-        recording.install_for_samplers(self._records)
+        loop_hooks.install_sampler_recorder(self._records)
         try:
             with leaving_on_sigterm(self._job, lambda: not self._is_between_commits()), self._updates:
                 try:
@@ -80,7 +79,7 @@ class CommitLoop:
         finally:
             loop_hooks.install(None)
             world.refuse_collectives(None)
-            recording.install_for_samplers(None)
+            loop_hooks.install_sampler_recorder(None)
             self._uncommitted.close()
             if self._records is not None:
                 self._records.close()
@@ -271,7 +270,7 @@ class CommitLoop:
         job, transport = self._job, world.current().transport
         if job is None:
             return None
-        if job.link.is_over():
+        if job.link.is_over:
             job.link.raise_if_over()  # a worker alone is in no collective that would end
         number = job.link.prepared
         payload = _PREPARED_UPDATE.pack(number, self._updates.update(number))

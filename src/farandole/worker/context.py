@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,21 +14,27 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.process_sets import ProcessSet, forget_all, register_static
-from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.negotiation import NamedSettings
+from farandole.collectives.named.process_sets import ProcessSet, forget_all, recreate, register_static
 from farandole.collectives.named.timeline import start_timeline
+from farandole.collectives.ring import RingTransport
+from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.collectives.transport import Transport
-from farandole.env import read_exit_notice, read_fixed_env, read_horovod_settings, read_worker_env
-from farandole.errors import JobEnded
+from farandole.collectives.world import World
+from farandole.env import WorkerEnv, read_exit_notice, read_fixed_env, read_horovod_settings, read_worker_env
+from farandole.errors import JobEnded, PeerLost, RecoverableError
 from farandole.liveness import status_reporting
-from farandole.membership import GenerationId, Placement
+from farandole.machine import now_s
+from farandole.membership import GenerationId, Placement, Progress
 from farandole.process_group.registration import open_default_group, register
 from farandole.state import object_state
-from farandole.wire.messages import Failed
+from farandole.wire.messages import Connected, Failed, LinkBroken, MayPublish, Ready, Start
 from farandole.worker import process_setup
 from farandole.worker.fixed_job import FixedJob
+from farandole.worker.link import Connections, Link, LinkProbe
 from farandole.worker.process_setup import end_loader_processes_at_exit, keep_freed_memory, shorten_exit
-from farandole.worker.worker_job import WorkerJob
+from farandole.worker.worker_recovery import AbortRegistry
+from farandole.worker.world_builder import WorldBuilder
 
 # Seconds, under a fixed-size launcher, for all ranks to import torch and call init(); as --start-timeout.
 _CONNECT_TIMEOUT_S = 120.0
@@ -279,3 +285,227 @@ def _in_one_line(summary: str) -> str:
 
 
 register(init)
+
+
+# The worker's part of a job -------------------------------------------------------------------------------------------
+#
+# A worker in a job with a coordinator: its link, and the transports of its generations.
+#
+# Two threads use it. The main thread builds transports and runs collectives; the link's thread aborts them, by way of
+# the AbortRegistry (worker_recovery.py).
+
+
+# Seconds from START, when all members are quiescent, until the data connections exist. The agent of a peer that died
+# meanwhile reports it much sooner; this limit covers unreported losses.
+CONNECT_TIMEOUT_S = 5.0
+
+_ANSWER_S = 30.0  # for the coordinator to answer whether a checkpoint counts; it is busy for milliseconds at most
+
+# Seconds for all members to call init() again after a shutdown(): scripts may do much in between.
+MEET_TIMEOUT_S = 120.0
+
+
+class WorkerJob:
+    """The worker's membership from init() to shutdown() under `farandole run`."""
+
+    def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
+        self._worker = env.worker
+        self._listener = DataListener(env.data_host)
+        self._aborts = AbortRegistry()
+        self._retired: list[World] = []
+        self._agreed = 0
+        self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
+        self._session = 0
+        self.ready_s = 0.0  # when READY was last sent
+        self.has_finished = False  # an elastic function has returned on all workers
+        self.link = Link(env, self._aborts)
+        self._builder = WorldBuilder(
+            self._listener,
+            env.worker,
+            env.agent_address,  # random, and one on each host
+            settings,
+            on_broken=self._report_broken,
+            check=self.link.raise_if_over,
+            aborts=self._aborts,
+            on_way=lambda number, way: self.link.send(Connected(number, way)),
+        )
+        self._link_probe = LinkProbe(env.detection_budget_s, self._connections, self.link.send)
+        self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s
+        self.link.on_probe = self._link_probe.probe
+        self.link.open(env, self._listener.address)
+
+    def meet(self) -> bool:
+        """Wait for the first generation and enter it; False for a newcomer, which is admitted later."""
+        start = self.link.wait_for_admission()
+        if start is None:
+            return False
+        self.build(start)
+        return True
+
+    def meet_again(self) -> bool:
+        """Enter the same generation anew after leave(), with all its members, or the one that replaces it. False for a
+        worker that is not a member yet. Raises PeerLost when a member does not arrive in time."""
+        if self._start is None:
+            return False
+        while not self.has_orders():
+            self._session += 1
+            try:
+                self._enter(self._start, MEET_TIMEOUT_S)
+            except RecoverableError as error:
+                if isinstance(error, PeerLost) and error.op == "connect" and not self.has_orders():
+                    raise  # the peer lives, and does not arrive
+                self.link.wait_for_abort(above=self._start.id.number)
+            else:
+                return True
+        while True:
+            start = self.wait_for_start()
+            try:
+                self.build(start)
+            except RecoverableError:
+                self.link.wait_for_abort(above=start.id.number)
+            else:
+                return True
+
+    def leave(self) -> None:
+        """Close the connections to the other workers, for shutdown(). The coordinator still knows this worker; it may
+        meet again."""
+        if world.is_entered():
+            here = world.current()
+            if here.named is not None:
+                here.named.close()  # orderly: others may still need this rank in a round that has begun
+            self._retired.append(here)
+            world.enter(None)
+        self._close_retired()
+        self._aborts.close_all()
+
+    def build(self, start: Start) -> Transport:
+        """Open the data connections of a generation and enter its world.
+
+        Raises PeerLost or GenerationEnded; the next order from the coordinator then determines the next action.
+        """
+        self._session = 0
+        self._enter(start, CONNECT_TIMEOUT_S)
+        return world.current().transport
+
+    def may_publish(self, name: str, progress: Progress, file: str = "") -> str:
+        """Ask whether a checkpoint, or a file of the script's own, counts. Return "", or the reason for a refusal. From
+        any thread."""
+        return self.link.may_publish(MayPublish(name, progress, file), _ANSWER_S)
+
+    def quiesce(self) -> None:
+        """End the background operations of the old generation: no collective touches a tensor afterwards."""
+        if world.is_entered() and (named := world.current().named) is not None:
+            named.abort("this worker is regrouping")
+            named.wait_until_quiet()
+
+    def settle(self) -> None:
+        """Release the resources of old generations once the new one works. Not earlier: a peer may still read."""
+        self._close_retired()
+        self._aborts.close_all_but(world.current().id.number)
+
+    def close(self) -> None:
+        self.leave()
+        self.link.close()
+        self._listener.close()
+
+    def _enter(self, start: Start, timeout_s: float) -> None:
+        built = self._builder.build(start, self._session, timeout_s)
+        was_newcomer = self.is_newcomer()
+        if world.is_entered():
+            self._retire(world.current())
+        world.enter(built.world)
+        self._aborts.enter(start.id.number)
+        self._start, self._agreed = start, 0
+        if built.has_process_sets:
+            recreate(was_newcomer)
+
+    def _retire(self, old: World) -> None:
+        if old.named is not None:
+            old.named.abort("its generation is over")
+            old.named.wait_until_quiet()
+        self._retired.append(old)
+
+    def _close_retired(self) -> None:
+        for old in self._retired:
+            old.transport.close()
+            if old.named is not None:
+                old.named.close()
+            if old.p2p is not None:
+                old.p2p.close()
+        self._retired.clear()
+
+    def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:
+        self.link.send(LinkBroken(number, peer, direction, detail))
+        self._link_probe.probe(number)
+
+    # Orders ----------------------------------------------------------------------------------------------
+
+    def is_newcomer(self) -> bool:
+        """Return whether this worker has not been a member yet."""
+        return self.link.is_newcomer and self._start is None
+
+    def has_to_regroup(self) -> bool:
+        """Return whether an ABORT is pending, or every rank has agreed on a planned change."""
+        return self.link.ordered > world.current().id.number or bool(self._agreed)
+
+    def has_orders(self) -> bool:
+        """Return whether the coordinator wants another generation than the last one of this worker."""
+        number = self._start.id.number if self._start is not None else 0
+        return max(self.link.ordered, self.link.prepared) > number
+
+    def wait_for_start(self) -> Start:
+        """Send READY for the newest order, and again whenever a further change replaces it, until START."""
+        number = self.demanded_number()
+        while True:
+            if number:
+                self.link.send(Ready(number))
+            self.ready_s = now_s()
+            answer = self.link.wait_for_start(above=number)
+            if isinstance(answer, Start):
+                return answer
+            number = answer
+
+    def ask_for_regroup(self, reason: str) -> None:
+        """Report that the main thread left this generation without a fault that others could see. To the coordinator it
+        is a failed connection: if it has no other explanation, it aborts the generation, with unchanged members."""
+        assert self._start is not None
+        self._report_broken(self._start.id.number, self._start.next.worker, "send", reason)
+
+    def demanded_number(self) -> int:
+        """Return the generation to be READY for; 0 for a newcomer, which is ready for any.
+
+        After a collective that failed before any order came, wait for the order: the failure is only a hint, and the
+        coordinator decides.
+        """
+        here = self._start.id.number if self._start is not None else 0
+        if self.link.ordered > here:
+            return self.link.ordered
+        if self._agreed:
+            return self._agreed
+        if self.is_newcomer():
+            return 0
+        if not world.is_entered() and self.link.prepared > here:
+            return self.link.prepared  # between shutdown() and init() there is no agreement
+        return self.link.wait_for_abort(above=here)
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        """Agree on a planned change when all ranks hold a PREPARE for the same generation."""
+        first = prepared_by_rank[0]
+        is_agreed = first > world.current().id.number and all(each == first for each in prepared_by_rank)
+        self._agreed = first if is_agreed else 0
+
+    # The link's thread -----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._link_probe.look()
+        self._listener.tidy()
+
+    def _connections(self) -> Connections | None:
+        """Return the connections of the newest generation, unless an ABORT has ended it."""
+        number, abortables = self._aborts.newest()
+        rings = [each for each in abortables if isinstance(each, RingTransport | RingBuilder)]
+        if not rings or self.link.ordered > number:
+            return None
+        still = [since_s for ring in rings if (since_s := ring.still_since_s) is not None]
+        peers = frozenset(peer for ring in rings for peer in ring.peers if peer.worker != self._worker)
+        return Connections(number, peers, min(still, default=None))

@@ -15,8 +15,8 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farandole.collectives import world
-from farandole.collectives.data_connections import DataListener
-from farandole.collectives.named.settings import NamedSettings
+from farandole.collectives.named.negotiation import NamedSettings
+from farandole.collectives.ring_builder import DataListener
 from farandole.env import FixedEnv, restart_count, uses_agent_store
 from farandole.errors import ConfigError, JobEnded
 from farandole.membership import Address, GenerationId, Peer, Placement

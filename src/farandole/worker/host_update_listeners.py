@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from farandole.clock import wall_time_s
+from farandole.machine import wall_time_s
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.wire.messages import Prepare
-from farandole.worker.worker_job import WorkerJob
+from farandole.worker.context import WorkerJob
 
 
 class Listener(Protocol):

@@ -15,7 +15,7 @@ from farandole.events import TrainingCutShort
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
 from farandole.wire.messages import Finished
-from farandole.worker.worker_job import WorkerJob
+from farandole.worker.context import WorkerJob
 
 logger = logging.getLogger("farandole")
 
@@ -46,7 +46,7 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
 
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         assert self._job is not None
-        if self._job.link.is_over():
+        if self._job.link.is_over:
             if not self._may_end():
                 return
             raise SystemExit(128 + signal.SIGTERM)

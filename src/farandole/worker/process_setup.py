@@ -18,8 +18,8 @@ from multiprocessing.util import Finalize
 
 import torch
 
-from farandole.clock import now_s
 from farandole.env import has_malloc_settings
+from farandole.machine import now_s
 
 # Loader processes -----------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from farandole.state.object_state import State
 from farandole.state.step_state import StepState
 from farandole.worker import context
 from farandole.worker.commit_loop import CommitLoop
+from farandole.worker.context import WorkerJob
 from farandole.worker.host_update_listeners import notification_manager
 from farandole.worker.step_loop import StepLoop
-from farandole.worker.worker_job import WorkerJob
 
 P = ParamSpec("P")
 StateT = TypeVar("StateT", bound=State)

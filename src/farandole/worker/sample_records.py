@@ -10,7 +10,6 @@ from pathlib import Path
 from farandole.collectives import world
 from farandole.data.sampler import ElasticSampler
 from farandole.env import read_job_env, read_worker_env
-from farandole.ledger.ledger_writer import LedgerWriter
 from farandole.ledger.records import (
     Applied,
     Differed,
@@ -18,17 +17,18 @@ from farandole.ledger.records import (
     EpochEnded,
     EpochLeft,
     Intent,
+    LedgerWriter,
     Started,
     Trained,
     compact,
     ids_hash,
 )
 from farandole.state import loop_hooks
-from farandole.state.commit_sync import CommittedState
-from farandole.state.divergence import Divergence
-from farandole.state.global_batch import Batch
-from farandole.state.recording import TrainedSamples
+from farandole.state.loop_hooks import TrainedSamples
+from farandole.state.state_digest import Divergence
+from farandole.state.step import Batch
 from farandole.state.step_state import StepState
+from farandole.state.sync import CommittedState
 
 # The step rule --------------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class SampleRecords:
     def close(self) -> None:
         self._writer.close()
 
-    # Reports of loader, optimizer and state (state/recording.py) ------------------------------------------
+    # Reports of loader, optimizer and state (state/loop_hooks.py) ------------------------------------------
 
     def delivered(self, batch: Batch, ids: Sequence[int]) -> None:
         if batch.index == 0:
@@ -194,7 +194,7 @@ class CommitRecords:
     def close(self) -> None:
         self._writer.close()
 
-    # Reports of samplers (state/recording.py) -------------------------------------------------------------
+    # Reports of samplers (state/loop_hooks.py) -------------------------------------------------------------
 
     def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None:
         name = self._name(sampler)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import TypeVar
 
@@ -14,31 +15,29 @@ import torch
 
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
-from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
+from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError, StateDiverged
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
-from farandole.mixing import mixed
-from farandole.optim.buckets import reserve
+from farandole.optim.bucketed_gradients import reserve
 from farandole.optim.ddp.module import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
-from farandole.state import loop_hooks, recording, step
-from farandole.state.buffers import layers_with_statistics, make_statistics_equal
+from farandole.state import loop_hooks, step
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
+from farandole.state.state_digest import Divergence
 from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
-from farandole.wire.messages import Elastic, Synced
-from farandole.worker.body_calls import BodyCalls
-from farandole.worker.checkpoints import checkpoints
+from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
+from farandole.wire.messages import Elastic, StatesDiffered, Synced
+from farandole.worker.checkpoints import Checkpoints, checkpoints
+from farandole.worker.context import WorkerJob
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.worker.process_setup import map_memory_ahead
-from farandole.worker.sample_records import sample_records
-from farandole.worker.state_watch import StateWatch
+from farandole.worker.sample_records import SampleRecords, sample_records
 from farandole.worker.warm_up import warm_up
-from farandole.worker.worker_job import WorkerJob
-from farandole.worker.worker_recovery import Connection, connect, regroup, report_first_step
+from farandole.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
 
 logger = logging.getLogger("farandole")
 
@@ -83,7 +82,7 @@ class StepLoop:
             state.track_optimizers()
         loop_hooks.install(self)
         agreement.install(self._calls)
-        recording.install(self._records)
+        loop_hooks.install_recorder(self._records)
         if state.loader is not None:
             state.loader.hooks = self
         try:
@@ -101,7 +100,7 @@ class StepLoop:
             loop_hooks.install(None)
             agreement.install(None)
             world.interrupt_collectives(None)
-            recording.install(None)
+            loop_hooks.install_recorder(None)
             if self._records is not None:
                 self._records.close()
             step.close()
@@ -186,7 +185,7 @@ class StepLoop:
     def reach_boundary(self) -> None:
         """Pass the boundary before a batch: each next(loader). The only place in the middle of an epoch where workers
         regroup."""
-        if self._job is not None and self._job.link.is_over():
+        if self._job is not None and self._job.link.is_over:
             self._job.link.raise_if_over()
         self._is_busy = True
         has_to_regroup = self._has_to_regroup()
@@ -445,10 +444,15 @@ class StepLoop:
 # Random numbers of a step: a function of (seed, step, rank), so that a repeated step gets the same ones ---------------
 
 
+_UINT64 = (1 << 64) - 1
+
+
 def reseed(seed: int, step: int, rank: int) -> None:
     """Seed the global generators of torch, numpy and Python. Never copied from another rank: that would give
     all workers the same dropout masks."""
-    value = mixed(mixed(mixed(seed) + step) + rank)
+    # Not cryptographic: the fastest function of the standard library that mixes bits well.
+    parts = struct.pack("<3Q", seed & _UINT64, step, rank)
+    value = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little")
     if _has_accelerator():
         torch.manual_seed(value >> 1)
     else:
@@ -462,3 +466,97 @@ def reseed(seed: int, step: int, rank: int) -> None:
 @cache
 def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
+
+
+# The comparison of states ---------------------------------------------------------------------------------------------
+#
+# The workers' states are hashed at boundaries, and compared by step headers. The step loop repairs a state that
+# differs.
+
+
+class StateWatch:
+    """The knowledge of this worker about the others' states.
+
+    digest      the hash of the last boundary; 0 for none
+    has_saved   it has begun a checkpoint at that boundary: all compare a sample of their states at the next one. If
+                they differ there, they may have differed before: states that differ do not become equal
+    """
+
+    def __init__(
+        self, job: WorkerJob | None, state: StepState, records: SampleRecords | None, checkpoints: Checkpoints | None
+    ) -> None:
+        self._job, self._state, self._records, self._checkpoints = job, state, records, checkpoints
+        self.digest = 0
+        self.has_saved = False
+        self._is_asked = False  # some worker has begun a checkpoint
+        self._is_sample = False  # the digest is one of a sample
+
+    def hash_due(self, has_saved: bool) -> None:
+        """Hash the parts that are due. `has_saved`: a checkpoint was begun here."""
+        self.digest, self.has_saved, self._is_sample = 0, False, False
+        if world.current().placement.size > 1:
+            self.has_saved = has_saved
+            self.digest = self._state.digests.of_due_block(self._state.step)
+            if self._is_asked:
+                self.digest, self._is_sample = self.digest ^ self.sample(), True
+        self._is_asked = False
+
+    def sample(self) -> int:
+        """Hash a part that can be read in a few milliseconds; 0 for a worker alone."""
+        if world.current().placement.size == 1:
+            return 0
+        return self._state.digests.of_sample(self._state.step, trained_only=False)
+
+    def compare_headers(self, digests: Collection[int], is_asked: bool) -> None:
+        """Compare the digests in the headers of all ranks.
+
+        Args:
+            digests: the digest of each rank.
+            is_asked: some rank has begun a checkpoint.
+        """
+        self._is_asked = is_asked
+        self.compare(digests, self._is_sample)
+
+    def compare(self, digests: Collection[int], is_sample: bool) -> None:
+        """Detect whether states differ, and whether a checkpoint that was begun may count."""
+        if len(set(digests)) > 1:
+            self._state.digests.is_suspicious = True
+            self._judge_checkpoint(is_equal=False)
+        elif is_sample:
+            self._judge_checkpoint(is_equal=True)
+
+    def synchronized(self, report: SyncReport) -> None:
+        """Note that all have the same state. Raises StateDiverged when they had differed, and the state is set to fail
+        then."""
+        self.digest, self._is_asked, self._is_sample = 0, False, False
+        self._judge_checkpoint(is_equal=report.divergence is None)
+        if report.local:
+            if self._records is not None:
+                self._records.found_local(self._state.step, report.local)
+            logger.warning(
+                "%s differs between workers after every step, also after it was made equal: it is computed from each "
+                "worker's own samples. It is treated like the statistics of BatchNorm, and no longer compared",
+                ", ".join(report.local),
+            )
+        if report.divergence is not None:
+            self._report(report.divergence)
+
+    def _judge_checkpoint(self, is_equal: bool) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.compared(is_equal)
+
+    def _report(self, found: Divergence) -> None:
+        fails = self._state.on_divergence == "fail"
+        here = world.current()
+        if self._records is not None:
+            self._records.differed(found)
+        if self._job is None:
+            logger.warning("%s%s", found, "" if fails else "; they copied its state")
+        elif here.placement.rank == 0:
+            fields = (found.step, found.name, found.objects, found.ranks, found.source)
+            self._job.link.send(StatesDiffered(here.id.number, *fields, fails))
+        if fails:
+            raise StateDiverged(
+                f'{found}; the job ends, as TorchState(on_divergence="fail") requires. Check whether the script '
+                f"changes {found.name} on some workers only, or from values of their own samples"
+            )

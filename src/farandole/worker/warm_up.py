@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.data.elastic_loader import NoLoaderHooks
+from farandole.machine import now_s
 from farandole.state import step
 from farandole.state.step_state import Loader, StepState
-from farandole.worker.worker_job import WorkerJob
+from farandole.worker.context import WorkerJob
 
 logger = logging.getLogger("farandole")
 
@@ -81,7 +81,7 @@ class _WarmUp(NoLoaderHooks):
         self._is_due = False  # a local batch is prepared, and was not handed out yet
 
     def reach_boundary(self) -> None:
-        if self._job.link.is_over():
+        if self._job.link.is_over:
             self._job.link.raise_if_over()
         if step.expects_micro_batch():
             self._state.begin_micro_batch()

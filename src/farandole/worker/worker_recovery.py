@@ -5,25 +5,37 @@ Read from top to bottom: `regroup` is the path of docs/when-a-worker-dies.md on 
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import sys
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from farandole.clock import now_s
+import msgspec
+import torch
+
+from farandole.collectives import agreement
 from farandole.collectives.transport import Transport
-from farandole.errors import RecoverableError
+from farandole.errors import GenerationEnded, RecoverableError
 from farandole.liveness.status_reporting import InPhase
+from farandole.machine import now_s
 from farandole.membership import Phase
 from farandole.state import step
 from farandole.state.sync import SyncReport
 from farandole.wire.messages import FirstStep, Start, Synced
-from farandole.worker.worker_job import WorkerJob
+
+if TYPE_CHECKING:
+    from farandole.worker.context import WorkerJob
+
+logger = logging.getLogger("farandole")
+
 
 Agree = Callable[[Transport, bool], SyncReport | None]
 """agree(transport, bootstrap): makes the state the same on all members; None where the state does not report how."""
-
-logger = logging.getLogger("farandole")
 
 
 @dataclass(frozen=True)
@@ -146,3 +158,265 @@ def report_first_step(
         )
 
     step.when_next_decided(decided)
+
+
+# The registry of what an abort reaches --------------------------------------------------------------------------------
+#
+# The registry of the objects that an ABORT must reach: the only way from the worker's link to a blocked collective.
+#
+# While a worker connects, or runs a collective, its main thread can be blocked for as long as a peer does not answer.
+# The coordinator then ends the generation, and the link's thread ends the call:
+#
+#     who registers    world_builder.py, each object of a generation before it can block: builders of rings, rings, the
+#                      transports built upon them, and the point-to-point connections. On the main thread; for a process
+#                      set on the thread of the named collectives.
+#     who aborts       link.py, on the link's thread: at an ABORT all objects of older generations, and at a STOP, when
+#                      the job is over, all objects.
+#     who closes       context.py, on the main thread: the objects of all other generations when a new one is in sync
+#                      (`settle`), and every object at shutdown() (`leave`).
+#     who else reads   context.py, on the link's thread: the neighbours of the newest generation, for link probes.
+#
+# After an abort a registration stays, so that the object is closed with its generation. The object's calls raise
+# GenerationEnded, now and later. Whatever is registered for an aborted generation afterwards is aborted at once, and
+# register() raises GenerationEnded. An abort for a generation that was aborted before changes nothing: objects keep
+# the first reason.
+#
+# Two things end collectives without this registry, both on the main thread. The run loops abort transports of the
+# current world that other workers may wait in (`Job.quiesce`, `CommitLoop`). And `collectives/world.py` refuses or
+# interrupts collectives before they begin.
+
+
+class Abortable(Protocol):
+    """A builder or a transport."""
+
+    def abort(self, reason: str) -> None:
+        """End running and later calls with GenerationEnded. Returns at once. Called from any thread, also after
+        close()."""
+        ...
+
+    def close(self) -> None:
+        """Release the connections. Idempotent."""
+        ...
+
+
+class AbortRegistry:
+    """The objects of each generation, by its number. All methods may be called from any thread.
+
+    The lock is held only while the lists are read or changed, never while an object is built, aborted or closed: an
+    abort waits for no other thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._references: dict[int, list[_Reference]] = {}
+        self._entered = 0
+        self._aborted_below = 0
+        self._reason = ""
+
+    def register(
+        self, number: int, abortable: Abortable, *, is_builder: bool = False, replaces: Abortable | None = None
+    ) -> None:
+        """Let aborts reach an object of generation `number` from now on.
+
+        Args:
+            number: The generation.
+            abortable: The object.
+            is_builder: It still connects to its neighbours. If it fails, it stays registered: the coordinator may ask
+                which of them answer.
+            replaces: The builder of this object, which is forgotten.
+
+        Raises:
+            GenerationEnded: The generation was aborted before; so is the object now.
+        """
+        with self._lock:
+            others = [each for each in self._references.get(number, ()) if _is_kept(each, replaces)]
+            is_weak = number == self._entered and not is_builder
+            self._references[number] = [*others, _reference(abortable, is_weak)]
+            is_aborted, reason = number < self._aborted_below, self._reason
+        if is_aborted:
+            abortable.abort(reason)
+            raise GenerationEnded("regroup", number, reason)
+
+    def enter(self, number: int) -> None:
+        """Hold the objects of a generation weakly from now on, since its world is complete and holds them: process sets
+        are added and removed in it. Objects of a world that was never completed are held until they are closed."""
+        with self._lock:
+            self._entered = number
+            self._references[number] = [weakref.ref(each) for each in self._living(number)]
+
+    def abort_below(self, number: int, reason: str) -> None:
+        """Abort all objects of generations before `number`, those that are registered from now on, too."""
+        with self._lock:
+            if number > self._aborted_below:
+                self._aborted_below, self._reason = number, reason
+            ended = [each for other in self._references if other < number for each in self._living(other)]
+        for each in ended:
+            each.abort(reason)
+
+    def abort_all(self, reason: str) -> None:
+        """Abort all objects, since the job is over."""
+        self.abort_below(sys.maxsize, reason)
+
+    def close_all_but(self, number: int) -> None:
+        """Close and forget the objects of all other generations, including those of worlds that were never
+        completed."""
+        with self._lock:
+            ended = [each for other in self._references if other != number for each in self._living(other)]
+            self._references = {other: kept for other, kept in self._references.items() if other == number}
+        for each in ended:
+            each.close()
+
+    def close_all(self) -> None:
+        """Close and forget all objects. The next world, of the same generation or of another one, begins anew."""
+        with self._lock:
+            ended = [each for number in self._references for each in self._living(number)]
+            self._references, self._entered = {}, 0
+        for each in ended:
+            each.close()
+
+    def newest(self) -> tuple[int, list[Abortable]]:
+        """Return the number of the newest generation, and its objects; 0 and none before the first one."""
+        with self._lock:
+            number = max(self._references, default=0)
+            return number, self._living(number)
+
+    def _living(self, number: int) -> list[Abortable]:
+        """Return the objects that still exist. Call it with the lock held."""
+        return [each for reference in self._references.get(number, ()) if (each := reference()) is not None]
+
+
+_Reference = Callable[[], Abortable | None]
+
+
+def _reference(abortable: Abortable, is_weak: bool) -> _Reference:
+    return weakref.ref(abortable) if is_weak else lambda: abortable
+
+
+def _is_kept(reference: _Reference, replaced: Abortable | None) -> bool:
+    """Return whether the object still exists, and is not the replaced one."""
+    abortable = reference()
+    return abortable is not None and abortable is not replaced
+
+
+# Calls in a loop body -------------------------------------------------------------------------------------------------
+#
+# Calls of fd.mean and fd.any in a loop body, which survive the loss of a worker.
+#
+# Such a call must not leave the loop body: after a decided step the rest of the body (a scheduler's step, an average
+# of weights) could not be repeated. So this worker connects to the members of the next generation inside the body,
+# and the call is completed in *rounds* among the workers that are in the same call. A worker that has reached its
+# next boundary takes part in the rounds, too, until all have; only then are the states compared. A worker that had
+# completed the call before the loss sends its result to the others.
+
+
+class CallKey(msgspec.Struct, frozen=True):
+    """The key of one call, the same on all workers that make it: its kind, and its number since a boundary."""
+
+    boundary_number: int
+    kind: bytes
+    count: int
+
+
+class CallRound(msgspec.Struct, frozen=True):
+    """The message of one worker in a round.
+
+    waits_in  the call that it is in; None: it has reached its next boundary
+    value     its contribution: the bytes of its tensor
+    last      the call that it has completed last, and its result
+    """
+
+    waits_in: CallKey | None
+    value: bytes
+    last: CallKey | None
+    result: bytes
+
+
+class BodyCalls:
+    """The calls of one worker.
+
+    boundary_number  gives the number of the boundary that was passed last
+    is_in_body       whether a batch is out, so that a call can be completed where it is
+    is_connected     whether this worker is connected to a new generation whose states are not compared yet
+    connect          connects to the members of the next generation
+    transport        gives the transport of the current generation
+    add_up           adds up over all workers of a generation, where no worker was lost
+    """
+
+    def __init__(
+        self,
+        boundary_number: Callable[[], int],
+        is_in_body: Callable[[], bool],
+        is_connected: Callable[[], bool],
+        connect: Callable[[], None],
+        transport: Callable[[], Transport],
+        add_up: Callable[[str, torch.Tensor], torch.Tensor] = agreement.add_up,
+    ) -> None:
+        self._boundary_number, self._is_in_body, self._is_connected = boundary_number, is_in_body, is_connected
+        self._connect, self._transport, self._add_up = connect, transport, add_up
+        self._counts: Counter[bytes] = Counter()
+        self._counted_at = -1
+        self._last: CallKey | None = None
+        self._result = b""
+
+    def call(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `mine` over all workers; over the remaining ones when a worker is lost in a loop body."""
+        key = self._key(what)
+        total = self._first_try(what, mine)
+        while total is None:
+            try:
+                total = self._complete(self._transport(), key, mine)
+            except RecoverableError:
+                self._connect()
+        self._last, self._result = key, _to_bytes(total)
+        return total
+
+    def wait_for_bodies(self, transport: Transport) -> None:
+        """Take part in the rounds, at a boundary, until every worker has reached its own."""
+        mine = msgspec.msgpack.encode(CallRound(None, b"", self._last, self._result))
+        while any(each.waits_in is not None for each in _all_gather(transport, mine)):
+            pass
+
+    def _first_try(self, what: str, mine: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum over all workers; None where the call has to be completed in rounds."""
+        if self._is_connected():
+            return None
+        try:
+            return self._add_up(what, mine)
+        except RecoverableError:
+            if not self._is_in_body():
+                raise
+        self._connect()
+        return None
+
+    def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor | None:
+        """Return the result of one round; None: other workers needed a result first, another round follows."""
+        rounds = _all_gather(
+            transport, msgspec.msgpack.encode(CallRound(key, _to_bytes(mine), self._last, self._result))
+        )
+        results = {each.last: each.result for each in rounds if each.last is not None}
+        if key in results:
+            return _like(mine, results[key])
+        if any(each.waits_in in results for each in rounds):
+            return None
+        parts = [_like(mine, each.value) for each in rounds if each.waits_in == key]
+        return torch.stack(parts).sum(0).to(mine.dtype)
+
+    def _key(self, what: str) -> CallKey:
+        number, kind = self._boundary_number(), hashlib.blake2b(what.encode(), digest_size=8).digest()
+        if number != self._counted_at:
+            self._counts.clear()
+            self._counted_at = number
+        self._counts[kind] += 1
+        return CallKey(number, kind, self._counts[kind])
+
+
+def _all_gather(transport: Transport, mine: bytes) -> list[CallRound]:
+    return [msgspec.msgpack.decode(each, type=CallRound) for each in transport.all_gather(mine)]
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _like(tensor: torch.Tensor, raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape)

@@ -1,5 +1,5 @@
 """The construction of this worker's world from a START: one transport for the steps, one for the named collectives, and
-one for each process set. Used by worker_job.py and fixed_job.py."""
+one for each process set. Used by context.py and fixed_job.py."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farandole.collectives.data_connections import DataListener
 from farandole.collectives.hierarchical_transport import RINGS_PER_RANK
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.settings import NamedSettings
-from farandole.collectives.p2p.point_to_point import Endpoint, PointToPoint
+from farandole.collectives.named.negotiation import NamedSettings
+from farandole.collectives.point_to_point import Endpoint, PointToPoint
 from farandole.collectives.ring import OnBroken, RingTransport
-from farandole.collectives.ring_builder import RingBuilder
-from farandole.collectives.shared_memory.shared_memory_transport import (
-    ControlBlockRefs,
-    ControlBlocks,
-    OwnControlBlocks,
-)
+from farandole.collectives.ring_builder import DataListener, RingBuilder
+from farandole.collectives.shared_memory_transport import ControlBlockRefs, ControlBlocks, OwnControlBlocks
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import Devices, Way, choose, decide, for_devices, own_devices
 from farandole.collectives.world import World
 from farandole.env import read_transport
 from farandole.membership import Address, Peer, Placement
 from farandole.wire.messages import Start
-from farandole.worker.abort_registry import Abortable, AbortRegistry
+from farandole.worker.worker_recovery import Abortable, AbortRegistry
 
 logger = logging.getLogger("farandole")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from farandole.agent.remote_output import UNSENT_LIMIT, ForwardedOutput, RemoteOutput
-from farandole.wire.codec import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
+from farandole.agent.remote_agent import UNSENT_LIMIT, ForwardedOutput, RemoteOutput
+from farandole.wire.channel import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
 from farandole.wire.messages import Message, WorkerPrinted, WorkerRanked, WorkerSilent
 from tests.support.waiting import run
 

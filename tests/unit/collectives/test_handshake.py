@@ -3,7 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.collectives.handshake import (
+from farandole.errors import ProtocolError
+from farandole.membership import GenerationId
+from farandole.wire.authentication import (
     INTRODUCTION_LIMIT,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -14,8 +16,6 @@ from farandole.collectives.handshake import (
     dialer_proof,
     is_dialer_proved,
 )
-from farandole.errors import ProtocolError
-from farandole.membership import GenerationId
 
 KEY = b"k" * 32
 NONCE = b"a" * NONCE_BYTES

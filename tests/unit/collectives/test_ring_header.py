@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation, describe_packed, sequence_of
-from farandole.collectives.tensor_bytes import dtype_code
+from farandole.collectives.connection_pair import dtype_code
+from farandole.collectives.ring import HEADER_BYTES, Header, TransportOperation, describe_packed, sequence_of
 from farandole.collectives.transport import Reduction
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.hosts import placements, ring_neighbours
+from farandole.coordinator.capacity import placements, ring_neighbours
 from farandole.membership import Address, Placement
 
 

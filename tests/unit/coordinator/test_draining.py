@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentLost, AgentReported, hosts
-from farandole.coordinator.transition import Transition
+from farandole.coordinator import AgentLost, AgentReported, capacity
+from farandole.coordinator.job import Transition
 from farandole.events import HostDrained, WorkerEnded
 from farandole.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill, Left, Prepare
 from tests.support.told_job import ToldJob
@@ -72,9 +72,9 @@ def test_being_asked_twice_changes_nothing() -> None:
 def test_all_agents_of_a_host_are_drained_by_its_name() -> None:
     told = ToldJob(2, slots=0).connect("b1", 1, "b").connect("b2", 1, "b").training()
     transition = Transition(told.job, told.now_s)
-    assert hosts.drain(transition, "b", "a test")
+    assert capacity.drain_host(transition, "b", "a test")
     assert all(agent.is_draining for agent in transition.job.agents.values())
-    assert not hosts.drain(transition, "c", "a test")
+    assert not capacity.drain_host(transition, "c", "a test")
 
 
 def test_a_job_that_fills_slots_wants_none_of_a_drained_host() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farandole.coordinator.slots import HEALTHY_S, backoff_s
+from farandole.coordinator.capacity import HEALTHY_S, backoff_s
 from farandole.events import SlotBackoff
 from tests.support.told_job import ToldJob
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from farandole.data.elastic_loader import NoLoaderHooks
+from farandole.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.data.loader import DataLoader
-from farandole.data.orders import Bucketed, Order, ShardLocal, Shuffled, Stratified, Weighted
+from farandole.data.sample_order import Order, Shuffled
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import step

@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from farandole.data.grouped_order import (
+    Bucketed,
+    ManyPermutations,
+    ShardLocal,
+    Stratified,
+    Weighted,
+    alias_table,
+    derived_seed,
+)
 from farandole.data.loader import DataLoader
-from farandole.data.orders import Bucketed, Order, Sequential, ShardLocal, Shuffled, Stratified, Weighted
-from farandole.data.orders.grouped import ManyPermutations, alias_table, derived_seed
-from farandole.data.partition import BatchLayout
-from farandole.data.permutation import Permutation
+from farandole.data.sample_order import BatchLayout, Order, Permutation, Sequential, Shuffled
 from farandole.errors import ConfigError, DataError
 
 

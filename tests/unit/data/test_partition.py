@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.data.partition import (
+from farandole.data.sample_order import (
     BatchLayout,
     batches,
     delivered,

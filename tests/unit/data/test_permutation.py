@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from farandole.data.permutation import FORMAT_VERSION, Permutation
+from farandole.data.sample_order import FORMAT_VERSION, Permutation
 from farandole.errors import DataError
 
 # (size, seed, epoch): the first samples of the order, in format version 1.

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.launch.arguments import parse_run
-from farandole.launch.config_file import read_config_file
+from farandole.launch.arguments import parse_run, read_config_file
 
 EVERYTHING = """
 controller: gloo

@@ -11,9 +11,8 @@ import pytest
 
 from farandole.errors import ConfigError
 from farandole.ledger.check import check
-from farandole.ledger.ledger_writer import LedgerWriter
 from farandole.ledger.proving import Folder, ledger_files
-from farandole.ledger.records import HOLED, Missed, Opened, Record, decode
+from farandole.ledger.records import HOLED, LedgerWriter, Missed, Opened, Record, decode
 from tests.support.ledgers import WrittenJob
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.errors import StepError
 from farandole.optim.step_reduction import ActiveOptimizers
-from farandole.state.global_batch import GlobalBatch
+from farandole.state.step import GlobalBatch
 
 
 def global_batch() -> GlobalBatch:

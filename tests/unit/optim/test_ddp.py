@@ -19,10 +19,9 @@ from farandole.optim.ddp.module import adopt
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.step_agreement import weight
 from farandole.process_group.c10d_group import FarandoleGroup
-from farandole.process_group.c10d_members import Everybody
+from farandole.process_group.works import Everybody
 from farandole.state import loop_hooks, step
-from farandole.state.global_batch import Batch, GlobalBatch
-from farandole.state.step import StepStatus
+from farandole.state.step import Batch, GlobalBatch, StepStatus
 from tests.support.run_loops import RepeatingRunLoop
 from tests.support.thread_workers import run_workers
 

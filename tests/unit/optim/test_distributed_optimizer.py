@@ -12,12 +12,12 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.compression import Compression
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.settings import Adasum, Sum
+from farandole.collectives.named.negotiation import Adasum, Sum
 from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import loop_hooks, step
-from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.step import Batch, GlobalBatch
 from tests.support.run_loops import RepeatingRunLoop
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives.named.settings import Adasum, Sum
+from farandole.collectives.named.negotiation import Adasum, Sum
 from farandole.optim.options import Options, check_passes, groups_of, names_of
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.optim.parameters import check_devices
+from farandole.optim.step_agreement import check_devices
 
 
 def test_parameters_on_several_devices_are_refused_with_the_first_that_is_elsewhere() -> None:

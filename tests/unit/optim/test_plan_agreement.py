@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.optim.buckets import difference_of_models
+from farandole.optim.bucketed_gradients import difference_of_models
 
 SAME = ["a (2, 2) float32", "b (2,) float32"]
 

@@ -8,7 +8,7 @@ from torch import nn
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.parallel.data_parallel import DataParallel
 from farandole.state import step
-from farandole.state.global_batch import Batch, GlobalBatch
+from farandole.state.step import Batch, GlobalBatch
 from tests.support.thread_workers import run_workers
 
 

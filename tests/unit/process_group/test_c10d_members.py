@@ -10,7 +10,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.errors import GroupOutdated, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.process_group import FarandoleGroup
-from farandole.process_group.c10d_members import Everybody, Some, alone_in
+from farandole.process_group.works import Everybody, Some, alone_in
 
 
 def make_world(number: int) -> world.World:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farandole.state.buffers import layers_with_statistics, make_statistics_equal
+from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
 from tests.support.thread_world import ThreadWorld
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farandole.state.buffers import buffers_of
+from farandole.state.watched_tensors import buffers_of
 
 
 def test_they_are_those_that_torch_names_in_the_same_order() -> None:

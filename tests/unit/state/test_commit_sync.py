@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farandole.errors import PeerLost
-from farandole.state.commit_sync import CommittedState, can_be_staged, synchronize_commits
+from farandole.state.sync import CommittedState, can_be_staged, synchronize_commits
 from farandole.state.torch_state import TorchState
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 from tests.unit.state.test_torch_state import Sampler, content, train

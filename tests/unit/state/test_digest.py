@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.state.packing import as_bytes
+from farandole.collectives.connection_pair import as_bytes
 from farandole.state.state_digest import digest, digest_of
 
 SHORT, LONG = 1_000, 200_001  # elements; the long one is hashed by words, in several rows, with some left over

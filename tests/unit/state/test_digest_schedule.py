@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import given, strategies as st
 
-from farandole.state.digest_schedule import BLOCKS, EVERY, HEAD_BYTES, TURN, block_at, cut, is_due, sample_at
+from farandole.state.state_digest import BLOCKS, EVERY, HEAD_BYTES, TURN, block_at, cut, is_due, sample_at
 
 SIZES = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 1 << 22)), max_size=300)
 

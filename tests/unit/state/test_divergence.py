@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.state.divergence import Divergence, choose_right, differing
+from farandole.state.state_digest import Divergence, choose_right, differing
 
 
 def tables(*values: str) -> list[dict[str, int]]:

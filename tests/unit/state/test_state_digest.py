@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.state.digest_schedule import TURN
-from farandole.state.named_tensors import named_tensors
+from farandole.state.state_digest import TURN, named_tensors
 from farandole.state.step_state import StepState
 from tests.unit.state.test_sync import trained_state
 

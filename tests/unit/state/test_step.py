@@ -9,8 +9,7 @@ import torch
 
 from farandole.errors import StepError
 from farandole.state import step
-from farandole.state.global_batch import Batch, GlobalBatch
-from farandole.state.step import StepStatus
+from farandole.state.step import Batch, GlobalBatch, StepStatus
 
 NONE, OPEN, REDUCED, ABORTED, DECIDED = StepStatus
 GLOBAL_BATCH = GlobalBatch(epoch=0, start=0, stop=8, low=0, high=8, micro_batches=2)

@@ -10,8 +10,7 @@ import torch
 from farandole.errors import FatalError, PeerLost
 from farandole.membership import Progress
 from farandole.state import packing, sync
-from farandole.state.divergence import Divergence
-from farandole.state.state_digest import STRIKES, StateDigest, digest_of
+from farandole.state.state_digest import STRIKES, Divergence, StateDigest, digest_of
 from farandole.state.sync import Standing, choose_source, synchronize
 from farandole.state.torch_state import TorchState
 from tests.support.thread_world import ThreadTransport, ThreadWorld

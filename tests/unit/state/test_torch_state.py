@@ -11,7 +11,6 @@ import torch
 from farandole.collectives import world
 from farandole.errors import ConfigError, StepError
 from farandole.state import loop_hooks
-from farandole.state.commit_sync import CommittedState
 from farandole.state.metadata import (
     ModelStateHandler,
     SamplerStateHandler,
@@ -20,6 +19,7 @@ from farandole.state.metadata import (
     set_handler_registry,
 )
 from farandole.state.step_state import StepState
+from farandole.state.sync import CommittedState
 from farandole.state.torch_state import TorchState
 
 

@@ -45,7 +45,9 @@ def test_a_dialer_waits_for_the_challenge() -> None:
     assert Handshake(Role.DIALER, TOKEN, "job").begin() is None
 
 
-@pytest.mark.parametrize(("token", "job_id"), [(new_token(), "job"), (TOKEN, "another job")])
+@pytest.mark.parametrize(
+    ("token", "job_id"), [(new_token(), "job"), (TOKEN, "another job")], ids=["another token", "another job"]
+)
 def test_a_dialer_with_another_token_or_job_is_refused_before_it_learns_anything(token: bytes, job_id: str) -> None:
     listener = Handshake(Role.LISTENER, TOKEN, "job")
     challenge = listener.begin()

@@ -9,9 +9,7 @@ import socket
 import pytest
 
 from farandole.wire.authentication import Handshake, Role, Session, new_token
-from farandole.wire.channel import Channel
-from farandole.wire.codec import TO_AGENT
-from farandole.wire.sockets import keep_alive
+from farandole.wire.channel import TO_AGENT, Channel, keep_alive
 from tests.support.waiting import run
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from farandole.errors import ProtocolError
 from farandole.membership import Address, GenerationId, Peer, Placement
-from farandole.wire.codec import (
+from farandole.wire.channel import (
     AGENT_MESSAGES,
     TO_AGENT,
     TO_WORKER,

@@ -13,7 +13,7 @@ import pytest
 from farandole.env import WorkerEnv
 from farandole.errors import JobEnded
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress
-from farandole.wire import codec
+from farandole.wire import channel
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -31,8 +31,8 @@ from farandole.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
-from farandole.worker.abort_registry import AbortRegistry
 from farandole.worker.link import Link
+from farandole.worker.worker_recovery import AbortRegistry
 
 DEADLINE_S = 10.0
 
@@ -65,7 +65,7 @@ class Agent:
         self._connection, _ = listener.accept()
         listener.close()
         self._connection.settimeout(DEADLINE_S)
-        self._frames = codec.FrameBuffer(codec.WORKER_FRAME_LIMIT)
+        self._frames = channel.FrameBuffer(channel.WORKER_FRAME_LIMIT)
         self._received: list[WorkerMessage] = []
         self._looks = threading.Semaphore(0)
         self.link.on_look = self._looks.release
@@ -73,16 +73,16 @@ class Agent:
 
     def says(self, *messages: ToWorker) -> None:
         """Send messages, and wait until the link has obeyed them."""
-        self._connection.sendall(b"".join(codec.frame(codec.encode(message)) for message in messages))
+        self._connection.sendall(b"".join(channel.frame(channel.encode(message)) for message in messages))
         probed = threading.Event()
         self.link.on_probe = lambda number: probed.set() if number == -1 else None
-        self._connection.sendall(codec.frame(codec.encode(Probe(-1))))
+        self._connection.sendall(channel.frame(channel.encode(Probe(-1))))
         assert probed.wait(DEADLINE_S)
 
     def hears(self) -> WorkerMessage:
         while not self._received:
             for payload in self._frames.feed(self._connection.recv(1 << 16)):
-                self._received.append(codec.decode(codec.WORKER_MESSAGES, payload))
+                self._received.append(channel.decode(channel.WORKER_MESSAGES, payload))
         return self._received.pop(0)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def test_a_probe_is_passed_on(agent: Agent) -> None:
     probed = threading.Event()
     agent.says()
     agent.link.on_probe = lambda number: probed.set() if number == 4 else None
-    agent._connection.sendall(codec.frame(codec.encode(Probe(4))))
+    agent._connection.sendall(channel.frame(channel.encode(Probe(4))))
     assert probed.wait(DEADLINE_S)
 
 
@@ -283,13 +283,13 @@ def test_a_stop_ends_every_wait_and_every_collective(agent: Agent) -> None:
         waiting(lambda: agent.link.wait_for_abort(above=0)),
         waiting(lambda: agent.link.wait_for_release(1)),
     ]
-    assert not agent.link.is_over()
+    assert not agent.link.is_over
     agent.link.raise_if_over()
     agent.says(Stop("too few workers", saves=True))
     for each in waits:
         with pytest.raises(JobEnded, match="too few workers"):
             each()
-    assert agent.link.is_over()
+    assert agent.link.is_over
     assert agent.link.is_emergency_writer
     assert agent.aborts.called == [(None, "too few workers")]
 
@@ -299,7 +299,7 @@ def test_sigterm_asks_to_leave_and_a_worker_that_has_left_ends_with_code_0(agent
     agent.link.ask_to_leave()
     assert agent.hears() == Leaving()
     agent.says(Left())
-    assert agent.link.is_over()
+    assert agent.link.is_over
     with pytest.raises(SystemExit) as ended:
         agent.link.raise_if_over()
     assert ended.value.code == 0

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from farandole.env.tuning import has_malloc_settings
+from farandole.env.inheritance import has_malloc_settings
 
 # 20 tensors of 8 MB at a time, ten times over: each a bit smaller than what the C library would map by itself.
 _FAULTS = """

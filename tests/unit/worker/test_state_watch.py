@@ -10,10 +10,10 @@ import pytest
 
 from farandole.collectives import world
 from farandole.errors import StateDiverged
-from farandole.state.divergence import Divergence
+from farandole.state.state_digest import Divergence
 from farandole.state.sync import SyncReport
 from farandole.wire.messages import StatesDiffered
-from farandole.worker.state_watch import StateWatch
+from farandole.worker.step_loop import StateWatch
 from tests.support.one_worker import Orders
 
 BLOCK, SAMPLE = 5, 3

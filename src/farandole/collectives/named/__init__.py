@@ -17,14 +17,14 @@ An operation passes these stages. Each stage has one type, named after it:
             |
         PendingOperation  some members have requested it                     pending.py
             |
-        MatchedOperation  all members have, and their requests agree         negotiation.py, validation.py
+        MatchedOperation  all members have, and their requests agree         negotiation.py, stages.py
             |
         Response          the decision: Execute, of several fused            negotiation.py
             |             operations or of one, or Fail, ...
             |
             |             Each rank carries out the responses in order:
             |
-        (the tensors)     are reduced and moved over a transport             execution.py
+        (the tensors)     are reduced and moved over a transport             tensor_queue.py
             |
     the caller's thread
         Handle            holds the result or the error; synchronize()       tensor_queue.py

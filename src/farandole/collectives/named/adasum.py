@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.tensor_bytes import byte_view, flat_view
+from farandole.collectives.connection_pair import byte_view, flat_view
 from farandole.collectives.transport import Transport
 
 

@@ -2,8 +2,8 @@
 
 Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has submitted an
 operation or another rank has begun a round. Then all ranks exchange their request lists (Rounds), make the same
-decision (negotiation.py), and execute it in the same order (execution.py). A world of one does all this in the calling
-thread.
+decision (negotiation.py), and execute it in the same order (tensor_queue.py). A world of one does all this in the
+calling thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from types import MappingProxyType
 import msgspec
 import torch
 
-from farandole.clock import now_s
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.connection_pair import Wake
-from farandole.collectives.named.execution import Executor
-from farandole.collectives.named.negotiation import Negotiation
+from farandole.collectives.named.negotiation import NamedSettings, Negotiation
 from farandole.collectives.named.pending import StallWatch
-from farandole.collectives.named.settings import NamedSettings
 from farandole.collectives.named.stages import (
     GLOBAL_SET,
     AllJoined,
@@ -38,10 +35,11 @@ from farandole.collectives.named.stages import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.named.tensor_queue import Submission, TensorQueue
+from farandole.collectives.named.tensor_queue import Executor, Submission, TensorQueue
 from farandole.collectives.named.timeline import Timeline, process_timeline
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
+from farandole.machine import now_s
 from farandole.membership import Placement
 
 logger = logging.getLogger("farandole")

@@ -28,8 +28,6 @@ from farandole.collectives.named.stages import (
     Response,
     SetAdded,
     SetRemoved,
-)
-from farandole.collectives.named.validation import (
     fail_contradictory,
     fail_expired,
     fail_group,
@@ -37,7 +35,8 @@ from farandole.collectives.named.validation import (
     ranks_in_words,
     why_invalid,
 )
-from farandole.errors import ProtocolError
+from farandole.collectives.transport import Reduction
+from farandole.errors import ConfigError, ProtocolError
 
 _SET_CHANGES = {Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET}
 _CACHED = set(Kind) - _SET_CHANGES - {Kind.JOIN, Kind.BARRIER}
@@ -449,3 +448,42 @@ class RepeatedRounds:
     def clear(self) -> None:
         self._rounds.clear()
         self._places.clear()
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NamedSettings:
+    """Horovod's settings, under Farandole's names. Raises ConfigError for invalid values.
+
+    Attributes:
+        cache_capacity: The number of cached requests; repeating one costs a byte or two. 0 for none.
+        fusion_bytes: Up to this size several allreduces share one flat buffer; 0 for none.
+        stall_warning_s: After this time, in seconds, a warning names the operations that some ranks have not submitted;
+            0 for never.
+        stall_abort_s: After this time, in seconds, such an operation fails with an error; 0 for never.
+        dynamic_process_sets: Whether add_process_set and remove_process_set are allowed.
+    """
+
+    cache_capacity: int = 1024
+    fusion_bytes: int = 64 << 20
+    stall_warning_s: float = 60.0
+    stall_abort_s: float = 0.0
+    dynamic_process_sets: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cache_capacity", "fusion_bytes", "stall_warning_s", "stall_abort_s"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name} must not be negative, got {value}")
+
+
+# Horovod's names for the reduction operators, which users pass as `op` ------------------------------------------------
+
+Average = Reduction.AVERAGE
+Sum = Reduction.SUM
+Adasum = Reduction.ADASUM
+Min = Reduction.MIN
+Max = Reduction.MAX
+Product = Reduction.PRODUCT

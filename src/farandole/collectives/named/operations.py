@@ -28,8 +28,8 @@ from farandole.collectives.named.calls import (
 )
 from farandole.collectives.named.compression import Compression, Compressor
 from farandole.collectives.named.engine import engine
+from farandole.collectives.named.negotiation import Average
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
-from farandole.collectives.named.settings import Average
 from farandole.collectives.named.stages import Kind
 from farandole.collectives.named.tensor_queue import Handle, synchronize
 from farandole.collectives.transport import Reduction

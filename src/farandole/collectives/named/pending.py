@@ -12,8 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from farandole.collectives.named.stages import Key, Kind, MatchedOperation, Members, PendingOperation, Request
-from farandole.collectives.named.validation import operation_in_words, ranks_in_words
+from farandole.collectives.named.stages import (
+    Key,
+    Kind,
+    MatchedOperation,
+    Members,
+    PendingOperation,
+    Request,
+    operation_in_words,
+    ranks_in_words,
+)
 from farandole.errors import ProtocolError
 
 Label: TypeAlias = tuple[int, str]

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from farandole.collectives import world
+from farandole.collectives.named.negotiation import Sum
 from farandole.collectives.named.operations import allgather, allreduce
-from farandole.collectives.named.settings import Sum
 
 
 class SyncBatchNorm(_BatchNorm):

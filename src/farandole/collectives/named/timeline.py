@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-from farandole.clock import now_ns, wall_time_s
 from farandole.collectives import world
 from farandole.collectives.named.stages import Kind
+from farandole.machine import now_ns, wall_time_s
 
 logger = logging.getLogger("farandole")
 

@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farandole.collectives import world
 from farandole.errors import ConfigError, RecoverableError
-from farandole.optim.header import StepHeader
-from farandole.optim.step_agreement import absorb, conclude
+from farandole.optim.step_agreement import StepHeader, absorb, conclude
 from farandole.process_group.works import failure
 from farandole.state import step
-from farandole.state.global_batch import Batch
+from farandole.state.step import Batch
 
 
 class Pass(Protocol):

@@ -16,10 +16,9 @@ from torch.futures import Future
 from farandole.collectives import world
 from farandole.errors import StepError
 from farandole.optim.ddp.ddp_passes import Accumulated, DroppedPass, Pass, PlainPass, StepPass, UserHook
-from farandole.optim.parameters import digest
-from farandole.optim.step_agreement import Weights, header_of
+from farandole.optim.step_agreement import Weights, digest, header_of
 from farandole.state import step
-from farandole.state.global_batch import Batch
+from farandole.state.step import Batch
 
 
 class DdpPath:

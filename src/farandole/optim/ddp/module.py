@@ -29,11 +29,9 @@ from farandole.optim.ddp.ddp_passes import UserHook, registered_hook
 from farandole.optim.ddp.ddp_path import DdpPath
 from farandole.optim.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.optim.optimizer_mixin import WrappedOptimizer
-from farandole.optim.parameters import check_devices
-from farandole.optim.step_agreement import absorb
+from farandole.optim.step_agreement import absorb, check_devices
 from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
-from farandole.process_group.c10d_members import Everybody
-from farandole.process_group.works import Done
+from farandole.process_group.works import Done, Everybody
 from farandole.state import step
 
 ModuleT = TypeVar("ModuleT", bound=DistributedDataParallel)

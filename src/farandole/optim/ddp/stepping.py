@@ -21,8 +21,7 @@ from farandole.optim.optimizer_mixin import (
     zeroing,
 )
 from farandole.state import step
-from farandole.state.global_batch import Batch, GlobalBatch
-from farandole.state.step import StepStatus
+from farandole.state.step import Batch, GlobalBatch, StepStatus
 
 _OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: their import is slow
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from farandole.clock import now_s
 from farandole.collectives.named.stages import Kind
 from farandole.collectives.named.timeline import BEGIN, END, Timeline, TimelineWriter
+from farandole.machine import now_s
 
 Event = dict[str, Any]
 DEADLINE_S = 20.0

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from farandole.collectives.named.stages import Kind
-from farandole.collectives.named.validation import ranks_in_words, values_by_rank, why_invalid
+from farandole.collectives.named.stages import Kind, ranks_in_words, values_by_rank, why_invalid
 from tests.support.negotiating import request
 
 

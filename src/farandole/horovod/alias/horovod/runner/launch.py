@@ -9,14 +9,12 @@ from typing import Any
 
 from farandole.config import JobConfig
 from farandole.env import read_start_timeout_s
-from farandole.launch.arguments import split_command
+from farandole.launch.arguments import read_config_file, split_command
 from farandole.launch.command import checked
-from farandole.launch.config_file import read_config_file
 from farandole.launch.horovod_settings import SETTINGS, Given, check
 from farandole.launch.horovodrun import main as _horovodrun
-from farandole.launch.in_thread import run_job
 from farandole.launch.output import output_options
-from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_function
+from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_function, run_job
 from farandole.launch.run_parser import run_parser
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser

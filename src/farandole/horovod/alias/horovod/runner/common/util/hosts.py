@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farandole.launch import host_list as farandole_hosts
+from farandole.launch import host_list
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SlotInfo:
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
     """Parse `a:2,b:2`. Raises ValueError for anything else."""
-    return [HostInfo(host.name, host.slots) for host in farandole_hosts.parse_hosts(hosts_string)]
+    return [HostInfo(host.name, host.slots) for host in host_list.parse_hosts(hosts_string)]
 
 
 def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
@@ -49,7 +49,7 @@ def parse_host_files(filename: str) -> str:
     """Return the lines `name slots=2` of a file as `name:2,...`."""
     from pathlib import Path
 
-    return ",".join(f"{host.name}:{host.slots}" for host in farandole_hosts.parse_hostfile(Path(filename)))
+    return ",".join(f"{host.name}:{host.slots}" for host in host_list.parse_hostfile(Path(filename)))
 
 
 def get_host_assignments(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Protocol, TextIO
 
-from farandole.clock import wall_time_s
+from farandole.machine import wall_time_s
 
 GRACEFUL_TERMINATION_TIME_S = 5
 """Seconds from SIGTERM to SIGKILL."""

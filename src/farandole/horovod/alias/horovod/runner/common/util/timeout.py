@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.clock import now_s
+from farandole.machine import now_s
 
 
 class TimeoutException(Exception):

@@ -8,9 +8,18 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from farandole.data.orders.order import Lookup, fingerprint, refuse_other_size, whole_numbers
-from farandole.data.partition import BatchLayout
-from farandole.data.permutation import GAMMA, MULTIPLIERS, ROUNDS, Permutation, absorbed
+from farandole.data.sample_order import (
+    GAMMA,
+    MULTIPLIERS,
+    ROUNDS,
+    BatchLayout,
+    Lookup,
+    Permutation,
+    absorbed,
+    fingerprint,
+    refuse_other_size,
+    whole_numbers,
+)
 from farandole.errors import DataError
 
 # Stratified: every section of an epoch has each label in proportion ---------------------------------------------------

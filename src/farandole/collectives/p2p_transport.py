@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from farandole.collectives.chunks import chunk_bounds
-from farandole.collectives.p2p.point_to_point import PointToPoint
-from farandole.collectives.tensor_bytes import byte_view, combiner, dtype_code, flat_view
+from farandole.collectives.connection_pair import byte_view, combiner, dtype_code, flat_view
+from farandole.collectives.point_to_point import PointToPoint
 from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
-from farandole.clock import now_s
 from farandole.collectives.chunks import blocks, chunk_bounds
-from farandole.collectives.connection_pair import Interruption
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
-from farandole.collectives.ring_schedules import Agreement, Combine
-from farandole.collectives.shared_memory.control_block import (
-    CONTROL_BLOCK_BYTES,
-    DATA_BYTES,
-    PAYLOAD_BYTES,
-    ControlBlock,
-    MemoryBarrier,
-    MessageSlot,
-)
-from farandole.collectives.shared_memory.tensors import (
+from farandole.collectives.connection_pair import Interruption, combiner, dtype_code, flat_view
+from farandole.collectives.ring import HEADER_BYTES, Agreement, Combine, Header, RingTransport, TransportOperation
+from farandole.collectives.shared_memory_tensors import (
     TENSOR_REF_BYTES,
     OtherTensors,
     SegmentRef,
@@ -32,9 +25,179 @@ from farandole.collectives.shared_memory.tensors import (
     can_share_memory,
     create_segment,
     open_segment,
+    readable,
 )
-from farandole.collectives.tensor_bytes import combiner, dtype_code, flat_view
 from farandole.collectives.transport import Reduction
+from farandole.liveness.status_reporting import WaitingForPeers
+from farandole.machine import may_spin, now_s
+
+# Control blocks -------------------------------------------------------------------------------------------------------
+#
+# The control block of one rank: its progress, and two message slots; and the barrier that waits on control blocks.
+#
+# A rank writes its own control block and reads the others'. The counter counts *arrivals*: an operation has one or
+# more, the same number on all ranks, and data that a rank stored before it arrived is visible to a rank that sees it
+# arrive. The two message slots alternate. A rank never writes into a message slot that may still be read: all ranks
+# have read the previous message in it before they arrived again.
+
+
+PAYLOAD_BYTES, DATA_BYTES = 4096, 60 * 1024
+"""Sizes of the two parts of a message slot: for a payload, and for a small tensor."""
+
+_SLOT_BYTES = PAYLOAD_BYTES + DATA_BYTES
+_COUNTER_BYTES = 64  # a cache line of its own
+CONTROL_BLOCK_BYTES = _COUNTER_BYTES + 2 * _SLOT_BYTES
+_HALF = 2**31
+_MASK = 2**32 - 1
+
+
+class MessageSlot(NamedTuple):
+    """A message: `payload` is bytes, `data` is a flat tensor of uint8."""
+
+    payload: memoryview
+    data: torch.Tensor
+
+
+class ControlBlock:
+    """A whole control block in `memory`: this rank's own, or another rank's, which is read-only."""
+
+    def __init__(self, memory: memoryview) -> None:
+        tensor = readable(memory)
+        self._arrivals = memory[:_COUNTER_BYTES].cast("I")
+        self._address = tensor.data_ptr()
+        self._message_slots = [
+            MessageSlot(memory[begin:][:PAYLOAD_BYTES], tensor[begin + PAYLOAD_BYTES :][:DATA_BYTES])
+            for begin in (_COUNTER_BYTES, _COUNTER_BYTES + _SLOT_BYTES)
+        ]
+
+    def message_slot(self, turn: int) -> MessageSlot:
+        """Return the message slot of turn number `turn`; 0 and 1 alternate."""
+        return self._message_slots[turn % 2]
+
+    def arrive(self) -> None:
+        """Count one more arrival, and wake the ranks that wait for it."""
+        self._arrivals[0] = (self._arrivals[0] + 1) & _MASK
+        futex_wake(self._address)
+
+    def has_arrived(self, times: int) -> bool:
+        """Return whether this rank has arrived `times` times, counted from 0 and modulo 2**32."""
+        return (self._arrivals[0] - times) & _MASK < _HALF
+
+    def wait(self, times: int, timeout_s: float) -> None:
+        """Sleep until this rank arrives again, unless it has arrived `times` times; not longer than `timeout_s`."""
+        seen = self._arrivals[0]
+        if (seen - times) & _MASK >= _HALF:
+            futex_wait(self._address, seen, timeout_s)
+
+    def wake(self) -> None:
+        """Wake all ranks that wait for this one, for a check."""
+        futex_wake(self._address)
+
+
+# The barrier of all ranks: a waiting rank spins for a moment, then sleeps ---------------------------------------------
+
+TroubleT = TypeVar("TroubleT")
+
+# One check takes about 0.1 us. A sleep and a wake-up take 10 to 50 us, of a core that others could use.
+_SPINS = 300
+_SLEEP_S = 0.002  # between two checks; an abort wakes at once, except in the moment before falling asleep
+
+
+class MemoryBarrier(Generic[TroubleT]):
+    """A barrier on the `control_blocks` of all ranks, by rank. For one thread; wake() is for any.
+
+    `look_around` is called every few milliseconds while this rank sleeps; it returns a reason to stop waiting, or None.
+    """
+
+    def __init__(
+        self, rank: int, control_blocks: Sequence[ControlBlock], look_around: Callable[[], TroubleT | None]
+    ) -> None:
+        self._mine = control_blocks[rank]
+        self._others = [control_block for other, control_block in enumerate(control_blocks) if other != rank]
+        self._look_around = look_around
+        self._spins = _SPINS if may_spin(len(control_blocks)) else 0
+        self._times = 0
+
+    def arrive(self) -> None:
+        """Announce that all data that this rank has stored so far is visible."""
+        self._times += 1
+        self._mine.arrive()
+
+    def wait(self) -> TroubleT | None:
+        """Wait until all ranks have arrived as often as this one. Return None, or the reason to stop waiting.
+
+        An arrival stays valid: a complete operation counts, even if a rank was lost since.
+        """
+        for control_block in self._others:
+            for _ in range(self._spins):
+                if control_block.has_arrived(self._times):
+                    break
+            if not control_block.has_arrived(self._times):
+                with WaitingForPeers():
+                    trouble = self._sleep_until_arrival(control_block)
+                if trouble is not None:
+                    return trouble
+        return None
+
+    def _sleep_until_arrival(self, control_block: ControlBlock) -> TroubleT | None:
+        while not control_block.has_arrived(self._times):
+            trouble = self._look_around()
+            # Checked again: its arrival may have been its last action before it left.
+            if trouble is not None and not control_block.has_arrived(self._times):
+                return trouble
+            control_block.wait(self._times, _SLEEP_S)
+        return None
+
+    def wake(self) -> None:
+        """Make this rank check now. Callable from any thread. The others check too, and sleep on."""
+        for control_block in self._others:
+            control_block.wake()
+
+
+# Sleep until a word of shared memory changes, and wake sleepers: Linux's futex(2), through the C library --------------
+
+_SYSCALL = 202  # on x86-64
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def futex_wait(address: int, value: int, timeout_s: float) -> None:
+    """Sleep while the 32-bit word at `address` is `value`, until futex_wake() or for `timeout_s`. May return early.
+
+    Releases the interpreter's lock. Raises OSError for an address that is not mapped.
+    """
+    whole = int(timeout_s)
+    limit = _TimeSpec(whole, int((timeout_s - whole) * 1e9))
+    if _syscall()(_SYSCALL, address, _WAIT, value, ctypes.byref(limit), None, 0) == -1:
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+
+
+def futex_wake(address: int) -> None:
+    """Wake all threads, in all processes, that sleep on the word at `address`."""
+    _syscall()(_SYSCALL, address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+@functools.cache
+def _syscall() -> Callable[..., int]:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+    ]
+    return call
+
 
 _PIECE_BYTES = 1 << 20
 

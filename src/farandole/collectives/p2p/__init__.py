@@ -1,1 +1,0 @@
-"""Messages from one rank to another, without the other ranks; and collectives of some ranks made of them."""

@@ -1,0 +1,530 @@
+"""The order of samples, from an epoch to the batch of a rank. Pure.
+
+order          the sequence of an epoch's samples: Shuffled, the default, or Sequential (grouped_order.py has others)
+permutation    a pseudo-random order with random access, for Shuffled
+partition      the positions of that sequence on which a rank trains, for any world
+index stream   the samples that a loader fetches next
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from farandole.errors import DataError
+from farandole.state.step import Batch, GlobalBatch
+
+# lookup(epoch, positions): the samples at these positions of the epoch's order (int64, one dimension).
+Lookup: TypeAlias = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
+
+
+class Order(Protocol):
+    """A mapping from positions to samples, with random access: only a cursor has to be saved.
+
+    It holds the user's choice and no position; it is equal on all ranks.
+    """
+
+    @property
+    def identity(self) -> str:
+        """Short text that differs where a cursor would mean other samples; a part of the saved state."""
+        ...
+
+    def length(self, samples: int) -> int:
+        """Return the number of positions of an epoch, for a data set of this size. Raises DataError when the order does
+        not fit."""
+        ...
+
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
+        """Return the lookup function for a loader. It depends on (order, layout, seed) only. May take time and memory
+        in proportion to the order's arguments. Raises DataError for an unsuitable layout."""
+        ...
+
+
+def fingerprint(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> str:
+    """Return eight hexadecimal digits that tell these values from others, equal on every machine."""
+    digest = hashlib.blake2b(digest_size=4)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
+
+
+def whole_numbers(what: str, values: ArrayLike) -> NDArray[np.int64]:
+    """Return an array of whole numbers. Raises DataError for other values, for negative ones, and for none."""
+    array = np.asarray(values)
+    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer) or int(array.min()) < 0:
+        raise DataError(
+            f"{what} must be whole numbers, 0 or more, in one dimension; got {array.dtype} in shape {array.shape}"
+            + (f", the smallest {array.min()}" if array.size and np.issubdtype(array.dtype, np.number) else "")
+        )
+    return array.astype(np.int64)
+
+
+def refuse_other_size(what: str, ours: int, samples: int) -> None:
+    if ours != samples:
+        raise DataError(f"{what} for {ours} samples were given, but the data set has {samples}")
+
+
+# Shuffled and Sequential ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A new random order in each epoch: constant time and memory for any number of samples."""
+
+    identity = "shuffled"
+
+    def length(self, samples: int) -> int:
+        return samples
+
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
+        permutation_of = lru_cache(maxsize=2)(lambda epoch: Permutation(layout.size, seed, epoch))
+        permutation_of(0)  # raises for an invalid seed
+
+        def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            return permutation_of(epoch)(positions)
+
+        return look_up
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """The order 0, 1, 2, ... in each epoch."""
+
+    identity = "sequential"
+
+    def length(self, samples: int) -> int:
+        return samples
+
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
+        Permutation(layout.size, seed, 0)  # raises for an invalid seed: random numbers depend on it, too
+        return _same
+
+
+def _same(_epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return positions
+
+
+# The partition of a global batch --------------------------------------------------------------------------------------
+#
+# The positions of the global order on which a rank trains.
+#
+# Nothing here is stored: every division depends on the cursor and the world, so that a change of the world divides
+# the remaining samples again and nothing else.
+
+
+# The use of the last samples of an epoch, when the global batch size does not divide it.
+Tail: TypeAlias = Literal["short", "carry", "drop"]
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The partition of an epoch into global batches, and of these into loop bodies; equal on all ranks.
+
+    size               samples of one epoch: positions 0, ..., size - 1 of its order
+    global_batch_size  samples of one optimizer step, over all ranks
+    max_local_batch    most samples of one loop body; larger local batches are split into micro-batches; None: all
+    min_local_batch    fewest samples of one loop body, where there are so many (2 for BatchNorm)
+    tail               use of the samples that do not fill the last global batch of an epoch
+        "short"  they form a shorter one
+        "carry"  it is filled with the first samples of the next epoch: positions from `size` on stand for them. The
+                 step belongs to the epoch in which it began, and the cursor moves beyond `size` by the samples that
+                 the next epoch has had already
+        "drop"   they are not trained in this epoch; the next one has another order, and so drops others
+
+    Raises DataError on invalid values.
+    """
+
+    size: int
+    global_batch_size: int
+    max_local_batch: int | None = None
+    min_local_batch: int = 1
+    tail: Tail = "short"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DataError("the data set is empty: it must have at least 1 sample")
+        if not (isinstance(self.global_batch_size, int) and 1 <= self.global_batch_size <= self.size):
+            raise DataError(
+                f"global_batch_size must be in 1..{self.size}, the size of the data set, and a whole number; got "
+                f"{self.global_batch_size}"
+            )
+        if not 1 <= self.min_local_batch <= self.global_batch_size:
+            raise DataError(
+                f"min_local_batch must be in 1..{self.global_batch_size}, the global batch size, got "
+                f"{self.min_local_batch}"
+            )
+        if self.tail not in get_args(Tail):
+            raise DataError(f"tail must be one of {', '.join(get_args(Tail))}, got {self.tail!r}")
+        # With a smaller limit, some local batch could not be split into parts between min_local_batch and
+        # max_local_batch.
+        if self.max_local_batch is not None and self.max_local_batch < 2 * self.min_local_batch - 1:
+            raise DataError(
+                f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * self.min_local_batch - 1}, "
+                f"got {self.max_local_batch}"
+            )
+
+    @property
+    def end(self) -> int:
+        """Cursor at which the epoch is over, as it is beyond."""
+        return self.size - self.size % self.global_batch_size if self.tail == "drop" else self.size
+
+    @property
+    def cursors_end(self) -> int:
+        """Upper limit of the cursors; all are below it."""
+        return self.end + (self.global_batch_size if self.tail == "carry" else 1)
+
+    def global_batches(self, cursor: int = 0) -> int:
+        """Return the number of global batches, and so of optimizer steps, of the whole epoch with this cursor. It is
+        equal in each epoch, except with "carry", where the epoch begins at the cursor that the previous one has left.
+        """
+        begin = cursor % self.global_batch_size if self.tail == "carry" else 0
+        return -(-(self.end - begin) // self.global_batch_size)
+
+    def steps_left(self, cursor: int, epochs: int = 0) -> int:
+        """Return the number of optimizer steps from the cursor to the end of its epoch, and of further whole epochs."""
+        if self.tail == "carry":
+            return max(0, -(-(self.size * (1 + epochs) - cursor) // self.global_batch_size))
+        return max(0, -(-(self.end - cursor) // self.global_batch_size)) + epochs * self.global_batches()
+
+    def next_epoch(self, cursor: int) -> int:
+        """Return the cursor at which the next epoch begins, when this one is left at `cursor`."""
+        return max(0, cursor - self.size)
+
+
+def make_global_batch(layout: BatchLayout, epoch: int, cursor: int, rank: int, world: int) -> GlobalBatch:
+    """Return the global batch at `cursor`, as rank `rank` of `world` gets it."""
+    start, stop = global_batch_range(layout, cursor)
+    low, high = even_slice(start, stop, rank, world, layout.min_local_batch)
+    count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_local_batch)
+    return GlobalBatch(epoch, start, stop, low, high, count)
+
+
+def batches(global_batch: GlobalBatch, min_local_batch: int = 1) -> list[Batch]:
+    """Return the micro-batches of a global batch, as many on every rank; one without a sample is a dummy batch."""
+    count = global_batch.micro_batches
+    return [
+        Batch(global_batch, *even_slice(global_batch.low, global_batch.high, index, count, min_local_batch), index)
+        for index in range(count)
+    ]
+
+
+def global_batch_range(layout: BatchLayout, cursor: int) -> tuple[int, int]:
+    """Return positions [start, stop) of the global batch at `cursor`."""
+    stop = cursor + layout.global_batch_size
+    return cursor, stop if layout.tail == "carry" else min(stop, layout.end)
+
+
+def even_slice(start: int, stop: int, part: int, parts: int, min_local_batch: int = 1) -> tuple[int, int]:
+    """Return positions [low, high) of one part of [start, stop), which is divided as evenly as possible. It divides a
+    global batch among ranks, and a rank's local batch into micro-batches.
+
+    With min_local_batch > 1, only as many parts receive samples as can have min_local_batch of them, but at least one.
+    """
+    samples = stop - start
+    active = _active(samples, parts, min_local_batch)
+    low, high = min(part, active), min(part + 1, active)
+    return start + low * samples // active, start + high * samples // active
+
+
+def micro_batches(start: int, stop: int, world: int, max_local_batch: int | None, min_local_batch: int = 1) -> int:
+    """Return the number of micro-batches of the global batch [start, stop): from the largest local batch, so that all
+    ranks agree."""
+    if max_local_batch is None:
+        return 1
+    samples = stop - start
+    largest = -(-samples // _active(samples, world, min_local_batch))
+    return -(-largest // max_local_batch)
+
+
+def delivered(batch: Batch, min_local_batch: int = 1) -> tuple[int, int]:
+    """Return positions of the samples in the tensors: the batch's own; for a dummy batch, min_local_batch others of its
+    global batch, which do not count."""
+    if not batch.is_dummy:
+        return batch.low, batch.high
+    global_batch = batch.global_batch
+    return max(global_batch.start, global_batch.stop - min_local_batch), global_batch.stop
+
+
+def _active(samples: int, parts: int, min_local_batch: int) -> int:
+    return parts if min_local_batch == 1 else max(1, min(parts, samples // min_local_batch))
+
+
+# The permutation ------------------------------------------------------------------------------------------------------
+#
+# A pseudo-random order of N samples with random access, without a list of N numbers.
+#
+# `mixer6`: six rounds of add, multiply by an odd number and xor-shift on k bits, each of them invertible, and cycle
+# walking from 2**k down to N. The index stream asks it for the sample at a position.
+
+
+# Saved cursors mean nothing under another order: a change of any output must increase this number.
+FORMAT_VERSION = 1
+MAX_SIZE = 2**62
+ROUNDS = 6
+_FEW = 16
+
+# Constants of splitmix64.
+GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_U64 = 2**64 - 1
+_Words: TypeAlias = NDArray[np.uint32] | NDArray[np.uint64]
+_Mix: TypeAlias = Callable[[_Words], None]
+
+
+@dataclass(frozen=True)
+class MixerRound:
+    """A round of the mixer: x -> (x + add) * multiply mod 2**k, then x ^= x >> shift."""
+
+    add: int
+    multiply: int
+    divide: int  # inverse of multiply mod 2**64, and so mod 2**k
+    shift: int
+
+
+class Permutation:
+    """The order of one epoch: a bijection of [0, size) that depends on (size, seed, epoch) only.
+
+    Built in O(1) time and memory. Raises DataError for a size outside 1..2**62, or a seed or epoch outside 0..2**64 -
+    1.
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        if not 1 <= size <= MAX_SIZE:
+            raise DataError(f"an order needs 1 to 2**62 samples, got {size}")
+        for name, value in (("seed", seed), ("epoch", epoch)):
+            if not 0 <= value <= _U64:
+                raise DataError(f"{name} must be in 0..2**64 - 1, got {value}")
+        self.size, self.seed, self.epoch = size, seed, epoch
+        self.bits = max(1, (size - 1).bit_length())
+        self.rounds = _rounds(self.bits, seed, epoch)
+        # Arithmetic mod 2**32 is right mod 2**k as well, and processors handle eight such words at once.
+        self._word: np.dtype[Any] = np.dtype(np.uint32 if self.bits <= 32 else np.uint64)
+        self._mask = np.array((1 << self.bits) - 1, self._word)
+        self._keys = [_narrowed(each, self._word) for each in self.rounds]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample at each position (int64, same shape). Raises DataError for one outside [0, size)."""
+        return self._walk(positions, self._mix, self._walk_one)
+
+    def inverse(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position of each sample (int64, same shape). Raises DataError for one outside [0, size)."""
+        return self._walk(indices, self._unmix, None)
+
+    def sample_at(self, position: int) -> int:
+        """Return the sample at one position, in plain Python: the definition, against which the fast methods are
+        checked."""
+        if not 0 <= position < self.size:
+            raise DataError(f"expected values in [0, {self.size}), got {position}")
+        return self._walk_one(position)
+
+    def _walk_one(self, x: int) -> int:
+        mask = (1 << self.bits) - 1
+        while True:
+            for key in self.rounds:
+                x = (x + key.add) * key.multiply & mask
+                x ^= x >> key.shift
+            if x < self.size:
+                return x
+
+    def _walk(self, values: NDArray[np.int64], mix: _Mix, walk_one: Callable[[int], int] | None) -> NDArray[np.int64]:
+        """Mix until every value is below size. The last few values are walked one by one, with `walk_one`: a call of
+        numpy takes as long for one value as for a hundred. The loop ends, because `mix` permutes [0, 2**k): each walk
+        is on a cycle that leads back to a value below size, after two mixes on average at most: 2**k <= 2 * size."""
+        wide = values.astype(np.uint64).ravel()
+        if wide.size and int(wide.max()) >= self.size:  # a negative value has become a huge one
+            raise DataError(f"expected values in [0, {self.size}), got {values.min()}..{values.max()}")
+        x: _Words = wide.astype(self._word, copy=False)
+        mix(x)
+        if self.size < 1 << self.bits:
+            outside = (x >= self.size).nonzero()[0]
+            while outside.size:
+                if walk_one is not None and outside.size <= _FEW:
+                    x[outside] = [walk_one(value) for value in x[outside].tolist()]
+                    break
+                again = x[outside]
+                mix(again)
+                x[outside] = again
+                outside = outside[(again >= self.size).nonzero()[0]]
+        return x.astype(np.int64).reshape(values.shape)
+
+    def _mix(self, x: _Words) -> None:
+        """Mix in place. The mask comes before the shift, which would let higher bits in."""
+        shifted = np.empty_like(x)
+        for key in self._keys:
+            np.add(x, key[0], out=x)
+            np.multiply(x, key[1], out=x)
+            np.bitwise_and(x, self._mask, out=x)
+            np.right_shift(x, key[3], out=shifted)
+            np.bitwise_xor(x, shifted, out=x)
+
+    def _unmix(self, x: _Words) -> None:
+        for add, _, divide, by in reversed(self._keys):
+            shift = int(by)
+            while shift < self.bits:  # the inverse of 1 + S is (1 + S)(1 + S^2)(1 + S^4)..., S the shift
+                x ^= x >> self._word.type(shift)
+                shift *= 2
+            x *= divide
+            x -= add
+            x &= self._mask
+
+
+def _narrowed(key: MixerRound, word: np.dtype[Any]) -> tuple[_Words, ...]:
+    """Return add, multiply, divide and shift in the words that are mixed; as arrays, because numpy takes twice as long
+    to begin a call with a number."""
+    most = int(np.iinfo(word).max)
+    return tuple(np.array(value & most, word) for value in (key.add, key.multiply, key.divide, key.shift))
+
+
+def _rounds(bits: int, seed: int, epoch: int) -> tuple[MixerRound, ...]:
+    stream = _splitmix64(seed, epoch)
+    half = (bits + 1) // 2
+    rounds = []
+    for _ in range(ROUNDS):
+        add, multiply, coin = next(stream), next(stream) | 1, next(stream) >> 63
+        shift = max(1, half - coin)  # a shift by 0 would erase x
+        rounds.append(MixerRound(add, multiply, pow(multiply, -1, 2**64), shift))
+    return tuple(rounds)
+
+
+def _splitmix64(seed: int, epoch: int) -> Iterator[int]:
+    """Yield the numbers of Steele, Lea and Flood's generator, started from the seed and *then* the epoch."""
+    state = absorbed(seed, epoch)
+    while True:
+        state = (state + GAMMA) & _U64
+        yield finalize(state)
+
+
+def absorbed(*words: int) -> int:
+    """Return the state of the generator after these words, one after the other: with seed + epoch, the first epoch of
+    seed 1 would have the order of the second epoch of seed 0."""
+    state = 0
+    for word in words:
+        state = finalize(((state ^ word) + GAMMA) & _U64)
+    return state
+
+
+def finalize(z: int) -> int:
+    """Apply the generator's output function, a bijection of the 64-bit words."""
+    z = ((z ^ (z >> 30)) * MULTIPLIERS[0]) & _U64
+    z = ((z ^ (z >> 27)) * MULTIPLIERS[1]) & _U64
+    return z ^ (z >> 31)
+
+
+# The index stream -----------------------------------------------------------------------------------------------------
+#
+# The samples to fetch next: an endless batch sampler that the loader may move to another position at any time.
+#
+# The position to fetch from runs ahead of the cursor as far as the prefetching needs; nothing that is saved or
+# compared depends on it. Between two restarts, position and world are fixed; `restart_id` numbers them.
+
+
+# Positions looked up in one call. Few at first, because the next batch after a regroup waits for them; then more and
+# more, because a call takes as long as about 10,000 positions however few there are.
+_FIRST_BLOCK, _LARGEST_BLOCK = 1024, 32_768
+
+
+class IndexedBatch(msgspec.Struct, frozen=True):
+    """A batch that is being fetched: `restart_id` numbers the restart it belongs to, `indices` are the samples to
+    fetch."""
+
+    restart_id: int
+    batch: Batch
+    indices: list[int]
+
+
+class IndexStream:
+    """Yields the indices of one batch after the other, across the ends of epochs, forever.
+
+    restart_id  number of the last restart
+    on_way      batches that were yielded and not yet taken by the loader, in order
+    """
+
+    def __init__(self, layout: BatchLayout, order: Lookup) -> None:
+        self.restart_id = 0
+        self.on_way: deque[IndexedBatch] = deque()
+        self._layout, self._order = layout, order
+        self._rank, self._world = 0, 1
+        self._epoch, self._position = 0, 0
+        self._block = _FIRST_BLOCK
+        self._is_trial = False
+
+    def try_out(self) -> None:
+        """Yield one sample at a time until restart(), which is enough for the loader workers to initialize."""
+        self._is_trial = True
+
+    def restart(self, layout: BatchLayout, epoch: int, cursor: int, rank: int, world: int) -> None:
+        """Continue at (epoch, cursor). Batches being fetched belong to an earlier restart from now on."""
+        self.restart_id += 1
+        self._layout = layout
+        self._epoch, self._position = epoch, cursor
+        self._rank, self._world = rank, world
+        self._block = _FIRST_BLOCK
+        self._is_trial = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            for indexed in self._next_block():
+                if indexed.restart_id != self.restart_id:
+                    break
+                self.on_way.append(indexed)
+                yield indexed.indices[:1] if self._is_trial else indexed.indices
+
+    def _next_block(self) -> Iterator[IndexedBatch]:
+        """Yield whole global batches with about _block samples for this rank, all begun in one epoch."""
+        layout = self._layout
+        while self._position >= layout.end:
+            self._epoch, self._position = self._epoch + 1, layout.next_epoch(self._position)
+        epoch, begin = self._epoch, self._position
+        smallest, largest = layout.global_batch_size // self._world, -(-layout.global_batch_size // self._world)
+        count = max(1, self._block // largest)
+        self._block = min(2 * self._block, _LARGEST_BLOCK)
+        alike = min(count, (layout.end - begin) // layout.global_batch_size)
+        if alike and layout.min_local_batch <= smallest and largest <= (layout.max_local_batch or largest):
+            self._position = begin + alike * layout.global_batch_size
+            return self._full_batches(epoch, begin, alike)
+        block: list[Batch] = []
+        while len(block) < count and self._position < layout.end:
+            global_batch = make_global_batch(layout, epoch, self._position, self._rank, self._world)
+            block += batches(global_batch, layout.min_local_batch)
+            self._position = global_batch.stop
+        return self._any_batches(epoch, block)
+
+    def _full_batches(self, epoch: int, begin: int, count: int) -> Iterator[IndexedBatch]:
+        """Yield as _any_batches does, for global batches of which each rank has one micro-batch: nearly all. Their
+        local batches are equally long and equally far apart, so that only the global batches are created one by one."""
+        restart_id, size, micro_batches = self.restart_id, self._layout.global_batch_size, 1
+        first = make_global_batch(self._layout, epoch, begin, self._rank, self._world)
+        low, high = first.low - begin, first.high - begin
+        starts = np.arange(begin, begin + count * size, size)
+        positions = (starts[:, None] + np.arange(low, high)).ravel()
+        rows = self._look_up(epoch, positions).reshape(count, high - low)
+        for start, row in zip(starts.tolist(), rows, strict=True):
+            global_batch = GlobalBatch(epoch, start, start + size, start + low, start + high, micro_batches)
+            yield IndexedBatch(restart_id, Batch(global_batch, start + low, start + high), row.tolist())
+
+    def _any_batches(self, epoch: int, block: list[Batch]) -> Iterator[IndexedBatch]:
+        ranges = [delivered(batch, self._layout.min_local_batch) for batch in block]
+        positions = np.concatenate([np.arange(low, high) for low, high in ranges])
+        indices: list[int] = self._look_up(epoch, positions).tolist()
+        restart_id, end = self.restart_id, 0
+        for batch, (low, high) in zip(block, ranges, strict=True):
+            begin, end = end, end + high - low
+            yield IndexedBatch(restart_id, batch, indices[begin:end])
+
+    def _look_up(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._layout.tail != "carry":
+            return self._order(epoch, positions)
+        size = self._layout.size
+        beyond = positions >= size  # in the next epoch: a global batch across the border
+        samples = np.empty_like(positions)
+        samples[~beyond] = self._order(epoch, positions[~beyond])
+        samples[beyond] = self._order(epoch + 1, positions[beyond] - size)
+        return samples

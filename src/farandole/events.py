@@ -1,0 +1,800 @@
+"""The events of a job, one frozen dataclass per kind: for log, status page, metrics and tests alike."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from farandole.membership import Shortfall
+
+Level: TypeAlias = Literal["info", "warning"]
+Field: TypeAlias = str | int | float | bool | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. `level` is the log level, `line()` the text for people, `fields()` the values for
+    programs."""
+
+    level: ClassVar[Level] = "info"
+
+    def line(self) -> str:
+        """Return one sentence without a full stop, for the log."""
+        raise NotImplementedError
+
+    def fields(self) -> dict[str, Field]:
+        """Return the event's name and values, ready for JSON."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+
+def count(number: int, noun: str) -> str:
+    """Format a count: `1 slot`, `2 slots`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# Hosts, and the agents on them: they come, go, fail and are excluded --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentJoined(Event):
+    agent: str
+    host: str
+    slots: int
+
+    def line(self) -> str:
+        return f"agent {self.agent} on {self.host} joined with {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class AgentWasLost(Event):
+    agent: str
+    reason: str
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        workers = ", ".join(self.workers) or "none"
+        return f"agent {self.agent} is lost with its workers ({workers}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class AgentServes(Event):
+    """An agent of another machine reports that it has joined the job."""
+
+    job: str
+    slots: int
+
+    def line(self) -> str:
+        return f"joined job {self.job} with {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class CoresShared(Event):
+    """The workers of this host compute with this number of threads each, since the user has not set one."""
+
+    workers: int
+    cores: int
+    threads: int
+
+    def line(self) -> str:
+        sharing = f"{count(self.workers, 'worker')} may share {count(self.cores, 'core')}"
+        return (
+            f"{sharing}: each computes with {count(self.threads, 'thread')} (OMP_NUM_THREADS={self.threads}; "
+            "set it yourself to change that)"
+        )
+
+
+@dataclass(frozen=True)
+class AgentWaits(Event):
+    """An agent reports that it cannot join yet."""
+
+    why: str
+    retry_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.why}; trying again for {self.retry_s:g} s (--retry)"
+
+
+@dataclass(frozen=True)
+class AgentRejoins(Event):
+    """An agent that lost its coordinator reports that its workers are gone, and that it offers its slots again."""
+
+    coordinator: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"joining {self.coordinator} again, without workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class AgentsAwaited(Event):
+    """Agents of other machines may join here; their machine needs a copy of the token file."""
+
+    address: str
+    token_file: str
+
+    def line(self) -> str:
+        return (
+            f"other machines join with: farandole agent --join {self.address} --slots N --token-file FILE "
+            f"(a copy of {self.token_file}); connections are authenticated, not encrypted: use a trusted network"
+        )
+
+
+@dataclass(frozen=True)
+class CoordinatorLost(Event):
+    """An agent without its coordinator ends its workers."""
+
+    agent: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"agent {self.agent} lost the coordinator and ends its workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class HostAdded(Event):
+    """A host was added. `slots` is the number of all its slots; `old_slots` its previous offer, 0 for a new host."""
+
+    host: str
+    slots: int
+    old_slots: int = 0
+
+    def line(self) -> str:
+        if self.old_slots:
+            return f"host {self.host} now offers {count(self.slots, 'slot')} instead of {self.old_slots}"
+        return f"host {self.host} offers {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class HostRemoved(Event):
+    """A host, or a part of it, was withdrawn. `slots` are left: 0 for the whole host. `workers` leave at the next
+    boundary."""
+
+    host: str
+    slots: int
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        workers = ", ".join(self.workers) or "none"
+        what = f"no longer offers more than {count(self.slots, 'slot')}" if self.slots else "is no longer offered"
+        return f"host {self.host} {what}; workers that leave: {workers}"
+
+
+@dataclass(frozen=True)
+class HostDrained(Event):
+    """A host is drained because of `reason`: no further workers are started there. `workers` leave at the next
+    boundary."""
+
+    host: str
+    reason: str
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        return f"host {self.host} is drained: {self.reason}; workers that leave: {', '.join(self.workers) or 'none'}"
+
+
+@dataclass(frozen=True)
+class HostUndrained(Event):
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again"
+
+
+@dataclass(frozen=True)
+class HostRefused(Event):
+    """Host discovery named a host that cannot be used; the job continues with the others."""
+
+    host: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host} is not used: {self.reason}"
+
+
+@dataclass(frozen=True)
+class HostDiscoveryFailed(Event):
+    """Host discovery failed; the job keeps the hosts that it knows."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.reason}; the list of hosts stays unchanged, and discovery is repeated"
+
+
+@dataclass(frozen=True)
+class HostBlacklisted(Event):
+    """A worker was lost on the host: no further workers are started there, for `cooldown_s` or for ever (None).
+    `workers` were stopped because of it."""
+
+    host: str
+    failures: int
+    cooldown_s: float | None
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        how_long = "permanently" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
+        stopped = f"; stopping {', '.join(self.workers)}" if self.workers else ""
+        return f"host {self.host} is excluded {how_long} after {count(self.failures, 'failure')}{stopped}"
+
+
+@dataclass(frozen=True)
+class HostCooledDown(Event):
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again: its cool-down is over"
+
+
+# The job as a whole: its size, its checkpoints, its end, and its connections ------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaleChanged(Event):
+    old: int
+    new: int
+
+    def line(self) -> str:
+        return f"the target size of the job changes from {self.old} to {count(self.new, 'worker')}"
+
+
+@dataclass(frozen=True)
+class ScaleRefused(Event):
+    size: int
+    low: int
+    high: int | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        limits = f"at least {self.low} (--min-np)"
+        if self.high is not None:
+            limits += f" and at most {self.high} (--max-np)"
+        return f"the requested size of {self.size} workers was refused: the job must have {limits}"
+
+
+@dataclass(frozen=True)
+class TrainingFinished(Event):
+    number: int
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        return f"all {count(len(self.workers), 'worker')} of generation {self.number} have finished training"
+
+
+@dataclass(frozen=True)
+class TrainingCutShort(Event):
+    """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
+
+    The script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
+    (membership.py).
+    """
+
+    epochs: int
+    epochs_left: int
+    steps: int
+    steps_left: int
+    level: ClassVar[Level] = "warning"
+
+    @classmethod
+    def of(cls, left: Shortfall) -> TrainingCutShort:
+        return cls(left.epochs, left.epochs_left, left.steps, left.steps_left)
+
+    def line(self) -> str:
+        counts = []
+        if self.steps:
+            counts.append(f"{self.steps_left} of {count(self.steps, 'step')} were not applied")
+        if self.epochs:
+            counts.append(f"{self.epochs_left} of {count(self.epochs, 'epoch')} ended early or were not started")
+        return f"training ended earlier than planned: {'; '.join(counts)}"
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
+    this time."""
+
+    worker: str
+    step: int
+    name: str
+    took_s: float
+
+    def line(self) -> str:
+        return f"{self.worker} saved step {self.step} as {self.name} in {self.took_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(Event):
+    """A checkpoint failed. Training continues; earlier checkpoints are untouched, and the next one is tried at its
+    time."""
+
+    worker: str
+    step: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} could not save step {self.step}: {self.reason}; earlier checkpoints are untouched"
+
+
+@dataclass(frozen=True)
+class StateLost(Event):
+    """No worker that held the state is left. Newcomers continue from the newest checkpoint, in `run_id`."""
+
+    run_id: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"no worker that held the state is left ({self.reason}); continuing from the newest checkpoint"
+
+
+@dataclass(frozen=True)
+class StopAsked(Event):
+    """A signal requested the end of the job. `grace_s`: the time that workers may take."""
+
+    signal: str
+    grace_s: float
+
+    def line(self) -> str:
+        more = "SIGTERM or Ctrl-C twice" if self.signal == "SIGHUP" else "a second signal"
+        return (
+            f"{self.signal}: the workers are asked to end, and are killed after {self.grace_s:g} s (--grace); "
+            f"{more} kills them at once"
+        )
+
+
+@dataclass(frozen=True)
+class JobEnds(Event):
+    exit_code: int
+    reason: str
+
+    def line(self) -> str:
+        return f"the job ends with exit code {self.exit_code}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ConnectionRefused(Event):
+    """A connection was refused: the peer did not send, or prove, the data that is needed to be served. The job is
+    unharmed."""
+
+    who: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"refused a connection from {self.who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class JobNotAnnounced(Event):
+    """Commands such as `farandole status` will not find the job. It still runs."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"farandole status, scale and drain will not find this job: {self.reason}"
+
+
+@dataclass(frozen=True)
+class CoordinatorStalled(Event):
+    """The coordinator could not run for a while; its deadlines are extended by that time."""
+
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the coordinator could not run for {self.stalled_s:.2f} s; all deadlines are extended by that time"
+
+
+# Events of generations: why a new one comes, how it starts, and its cost ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class RegroupBegan(Event):
+    """A fault ended the running generation; `number` is the next one."""
+
+    number: int
+    reason: str
+    survivors: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        who = f"with {', '.join(self.survivors)}" if self.survivors else "without survivors"
+        return f"regrouping for generation {self.number} {who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ChangePlanned(Event):
+    """Members were asked to move to generation `number` at their next boundary."""
+
+    number: int
+    reason: str
+
+    def line(self) -> str:
+        return f"generation {self.number} is planned: {self.reason}"
+
+
+@dataclass(frozen=True)
+class TooFewWorkers(Event):
+    """Survivors are ready, and wait until enough other workers have come."""
+
+    number: int
+    present: int
+    min_np: int
+    timeout_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"generation {self.number} needs {count(self.min_np, 'worker')} and has {self.present}; "
+            f"waiting for up to {self.timeout_s:g} s (--elastic-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class GenerationStarted(Event):
+    """A generation started. `workers` by rank. `regroup_s`: from the fault or the plan to START; 0 for the first
+    generation."""
+
+    number: int
+    workers: tuple[str, ...]
+    bootstrap: bool
+    regroup_s: float
+
+    def line(self) -> str:
+        after = f" after {1000 * self.regroup_s:.0f} ms" if self.regroup_s else ""
+        who = f"{count(len(self.workers), 'worker')}: {', '.join(self.workers)}"
+        return f"generation {self.number} starts{after} with {who}"
+
+
+@dataclass(frozen=True)
+class TransportChosen(Event):
+    """The transport of a generation was chosen. `way` describes it for people; later generations have the same unless a
+    new event reports another."""
+
+    number: int
+    way: str
+
+    def line(self) -> str:
+        return f"transport of generation {self.number}: {self.way}"
+
+
+@dataclass(frozen=True)
+class LinksDistrusted(Event):
+    """Connections between living workers kept failing, or were proved to be broken; these workers are stopped to remove
+    them."""
+
+    number: int
+    links: tuple[str, ...]
+    workers: tuple[str, ...]
+    is_proved: bool = False
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        what = "between living workers are broken" if self.is_proved else "failed again"
+        return (
+            f"connections {what} in generation {self.number} ({', '.join(self.links)}); "
+            f"stopping {', '.join(self.workers)}"
+        )
+
+
+@dataclass(frozen=True)
+class Recovered(Event):
+    """All members have applied a step again, after a fault or a planned change; the event has the durations.
+    Milliseconds, one after the other; those after START are of `slowest`, the member that took longest.
+
+    lost           members that were lost, and how they ended; `last_lines` of their stderr
+    noticed        the sign by which the coordinator noticed it. A worker's actual time of death is unknown: the time
+                   begins here
+    silent_ms      the time for which a host had been silent by then
+    ready_ms       until all members were quiescent and START was sent
+    connected_ms   until the data connections existed
+    synced_ms      until all members had the state
+    first_step_ms  until a step was applied
+    steps_redone, samples_redone  begun before, and repeated; under the commit rule those since the commit
+    counts         the unit of progress, as in FirstStep (wire/messages.py)
+    began_at       progress in that unit when training continued
+    lost_at        least progress in that unit when no holder of the state was left: training continued from a
+                   checkpoint. None: a worker held the state
+    """
+
+    number: int
+    is_planned: bool
+    reason: str
+    lost: tuple[str, ...]
+    noticed: tuple[str, ...]
+    last_lines: tuple[str, ...]
+    total_ms: float
+    silent_ms: float
+    ready_ms: float
+    connected_ms: float
+    synced_ms: float
+    first_step_ms: float
+    slowest: str
+    steps_redone: int
+    samples_redone: int
+    counts: Literal["step", "commit"] = "step"
+    began_at: int = 0
+    lost_at: int | None = None
+
+    def line(self) -> str:
+        what = f"from the loss of {', '.join(self.lost)}" if self.lost else f"({self.reason})"
+        verb = "changed" if self.is_planned and not self.lost else "recovered"
+        phases = [
+            *([f"noticed by {' and '.join(self.noticed)}"] if self.noticed else []),
+            *([f"silent {self.silent_ms:.0f}"] if self.silent_ms else []),
+            f"ready {self.ready_ms:.0f}",
+            f"connected {self.connected_ms:.0f}",
+            f"synced {self.synced_ms:.0f}",
+            f"first step {self.first_step_ms:.0f}",
+        ]
+        back = f"; {self._how_far_back()}" if self._how_far_back() else ""
+        return f"{verb} in {self.total_ms:.0f} ms {what}: {', '.join(phases)}{back}; slowest {self.slowest}"
+
+    def _how_far_back(self) -> str:
+        if self.lost_at is not None:
+            # Steps are observed only now and then: the last observed one may be older than the checkpoint.
+            lost_at = f" from {self.counts} {self.lost_at} or later" if self.lost_at > self.began_at else ""
+            return f"went back{lost_at} to the checkpoint at {self.counts} {self.began_at}"
+        redone = count(self.steps_redone, "step")
+        if self.counts == "step" or not self.steps_redone:
+            return f"{redone} redone" if self.steps_redone else ""
+        if not self.began_at:
+            return f"went back {redone} to the beginning, since nothing was committed"
+        return f"went back {redone} to commit {self.began_at}"
+
+
+# Workers, from their start to their end -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerSpawned(Event):
+    """A worker was started. `restart` is 0 for the first worker of a slot."""
+
+    worker: str
+    slot: int
+    host: str
+    restart: int
+    restarts: int
+
+    def line(self) -> str:
+        again = f", restart {self.restart} of {self.restarts}" if self.restart else ""
+        return f"starting {self.worker} in slot {self.slot} on {self.host}{again}"
+
+
+@dataclass(frozen=True)
+class ForkServerReady(Event):
+    """The fork server is ready: workers are forked by this process from now on."""
+
+    pid: int
+
+    def line(self) -> str:
+        return f"the fork server (process {self.pid}) is ready"
+
+
+@dataclass(frozen=True)
+class ForkServerLost(Event):
+    """The fork server was lost: workers are started in the plain way until there is another one."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the fork server is lost ({self.reason}); workers are started without it"
+
+
+@dataclass(frozen=True)
+class SpareWaits(Event):
+    """A worker waits at its elastic function, and is admitted when a member is lost."""
+
+    worker: str
+    slot: int
+    host: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) waits as a spare on {self.host}"
+
+
+@dataclass(frozen=True)
+class SparesMissing(Event):
+    """The job has no slots for some of the requested spares."""
+
+    spares: int
+    missing: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        spares = f"{count(self.spares, 'spare')} (--spares)"
+        return f"{self.missing} of {spares} cannot be started: the hosts have no more slots"
+
+
+@dataclass(frozen=True)
+class SlotsMissing(Event):
+    """The hosts have fewer slots than the job wants workers. `ends_in_s`: time until the start is abandoned; None once
+    there is a generation, whose workers continue."""
+
+    missing: int
+    wanted: int
+    ends_in_s: float | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        there = self.wanted - self.missing
+        text = f"waiting for {count(self.missing, 'more slot')} ({there} of {self.wanted} are available)"
+        return text if self.ends_in_s is None else f"{text}; the job ends in {self.ends_in_s:.0f} s (--start-timeout)"
+
+
+@dataclass(frozen=True)
+class SlotBackoff(Event):
+    """A slot's workers fail repeatedly: `failures` in a row failed soon after their start, so no other one is started
+    there for `pause_s`."""
+
+    slot: int
+    host: str
+    failures: int
+    pause_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"slot {self.slot} on {self.host} is in backoff for {self.pause_s:g} s: {self.failures} workers in a row "
+            "failed there soon after their start"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    """A worker was lost. `last_lines` is the end of its stderr, as far as its agent had it. `restarts_left` of its
+    slot; None where no budget counts, because a lost worker costs its host."""
+
+    worker: str
+    slot: int
+    how: str
+    restarts_left: int | None
+    last_lines: tuple[str, ...] = ()
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        left = "" if self.restarts_left is None else f"; {count(self.restarts_left, 'restart')} left for its slot"
+        return f"lost {self.worker} (slot {self.slot}): it {self.how}{left}"
+
+
+@dataclass(frozen=True)
+class WorkerEnded(Event):
+    """The end of a worker that the job does not need any more: it finished, or it left, or it was not needed."""
+
+    worker: str
+    slot: int
+    how: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) {self.how}"
+
+
+@dataclass(frozen=True)
+class WorkerLeaves(Event):
+    worker: str
+    slot: int
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) was asked to leave and does so at the next boundary"
+
+
+@dataclass(frozen=True)
+class UserCodeFailed(Event):
+    worker: str
+    summary: str
+    traceback: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} raised {self.summary}\n{self.traceback}".rstrip()
+
+
+@dataclass(frozen=True)
+class StallNoticed(Event):
+    """No member has made progress for long, and there is no step timeout: the stall is only reported."""
+
+    step: int
+    in_own_code: tuple[str, ...]
+    waiting: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        hung = f"{', '.join(self.in_own_code)} in their own code" if self.in_own_code else "no worker in its own code"
+        return (
+            f"no step for {self.stalled_s:.0f} s after step {self.step}: {hung}, {', '.join(self.waiting)} waiting; "
+            "--step-timeout S stops workers that block the others for S seconds"
+        )
+
+
+@dataclass(frozen=True)
+class WorkersHung(Event):
+    """Workers hang: they have made no progress since `step` while all others wait for them; they are stopped."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        who = ", ".join(self.workers)
+        return (
+            f"stopping {who}: all other workers waited at step {self.step} for {self.stalled_s:.0f} s (--step-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerStacks(Event):
+    """The stacks of the threads of a worker that was stopped for making no progress."""
+
+    worker: str
+    stacks: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the threads of {self.worker} when it was stopped:\n{_main_first(self.stacks)}".rstrip()
+
+
+def _main_first(stacks: str) -> str:
+    """Move the main thread to the front, since readers look for the script first. faulthandler writes the newest thread
+    first, and so the main thread last."""
+    *others, main = stacks.rstrip().split("\n\n")
+    _, *frames = main.split("\n")
+    return "\n\n".join(["\n".join(["The main thread (most recent call first):", *frames]), *others])
+
+
+@dataclass(frozen=True)
+class CollectiveStalled(Event):
+    """All members wait for each other since `step`: a connection between them is broken, or they run different code."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"all {count(len(self.workers), 'worker')} have waited for each other at step {self.step} for "
+            f"{self.stalled_s:.0f} s (--step-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class StatesDiverged(Event):
+    """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
+    buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
+
+    step: int
+    name: str
+    objects: int
+    workers: tuple[str, ...]
+    source: str
+    is_fatal: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        more = f" and {count(self.objects - 1, 'more tensor')}" if self.objects > 1 else ""
+        who = ", ".join(self.workers)
+        done = "the job ends" if self.is_fatal else f"{who} copied the state of {self.source}"
+        return f"the states of workers differed at step {self.step}: {self.name}{more} of {who}; {done}"
+
+
+@dataclass(frozen=True)
+class StoppedWorkerKilled(Event):
+    """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed because of it."""
+
+    worker: str
+    budget_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} was stopped by a signal for {self.budget_s:g} s; it is killed"
