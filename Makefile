@@ -12,9 +12,9 @@ help:  ## what there is
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
 
-test: $(READY)  ## all tests but the long chaos runs
+test: $(READY)  ## all tests but the long chaos runs; LANES=2 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes a few minutes ..."
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $${LANES:-2} --dist loadfile
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py

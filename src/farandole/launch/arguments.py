@@ -248,9 +248,18 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
 
 
 def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
-    from farandole.launch.local import checkpoint_settings  # with events, for which --help need not wait
-
     return checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep)
+
+
+def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> CheckpointEnv | None:
+    """Return the user's settings, checked; None for no checkpoints. Raises ConfigError."""
+    from farandole.checkpoint.schedule import parse_every
+    from farandole.checkpoint.store import normalized  # it takes time, for which --help need not wait
+
+    parse_every(every)
+    if keep < 1:
+        raise ConfigError(f"--checkpoint-keep must be at least 1, got {keep}")
+    return None if place is None else CheckpointEnv(normalized(str(place)), every, keep)
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:

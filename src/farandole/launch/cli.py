@@ -16,7 +16,8 @@ from farandole.launch.control_parser import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
-    from farandole.launch.host_list import HostDiscovery, HostSlots
+    from farandole.launch.discovery import HostDiscovery
+    from farandole.launch.host_list import HostSlots
     from farandole.launch.job_files import EventFile
     from farandole.launch.report import Report
 
@@ -125,6 +126,6 @@ def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[E
 def _hosts(options: RunOptions) -> tuple[HostSlots, ...] | HostDiscovery | None:
     if options.discovery_script is None:
         return options.hosts
-    from farandole.launch.host_list import ScriptDiscovery
+    from farandole.launch.discovery import ScriptDiscovery
 
     return ScriptDiscovery(options.discovery_script, options.slots_per_host)

@@ -10,14 +10,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from farandole.agent.agent import Agent, AgentConfig, EndOfService
 from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
 from farandole.agent.remote_agent import RemoteOutput
 from farandole.checkpoint.folder import JobLock, begin_job
-from farandole.checkpoint.schedule import parse_every
-from farandole.checkpoint.store import LocalStore, normalized
+from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.env import CheckpointEnv, carried_environment, environment_of, inherited_environment
@@ -34,8 +32,9 @@ from farandole.events import (
     StateLost,
     StopAsked,
 )
+from farandole.launch.discovery import DiscoveryFailed, HostDiscovery
 from farandole.launch.ending_signals import ending_signals
-from farandole.launch.host_list import DiscoveryFailed, HostDiscovery, HostSlots, is_this_machine
+from farandole.launch.host_list import HostSlots, is_this_machine
 from farandole.launch.job_files import announced
 from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
@@ -382,7 +381,7 @@ class HostWatch:
 
 
 # The place of a job's checkpoints, from the side of the launcher: locked for as long as the job runs, and kept up to
-# date; and the user's settings of checkpoints.
+# date.
 
 
 _CLOSE_S = 5.0
@@ -471,15 +470,7 @@ class _NumberRecorder:
             self._lock.count(self._run_id, self._generation)
 
 
-# The user's settings of checkpoints, checked --------------------------------------------------------------------------
-
-
-def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> CheckpointEnv | None:
-    """Return the user's settings, checked; None for no checkpoints. Raises ConfigError."""
-    parse_every(every)
-    if keep < 1:
-        raise ConfigError(f"--checkpoint-keep must be at least 1, got {keep}")
-    return None if place is None else CheckpointEnv(normalized(str(place)), every, keep)
+# Listeners of the job's events ----------------------------------------------------------------------------------------
 
 
 def in_turn(*listeners: Callable[[Event], None] | None) -> Callable[[Event], None]:

@@ -22,8 +22,10 @@ from farandole.coordinator.server import Outcome
 from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
-from farandole.launch.host_list import HostDiscovery, HostSlots, ScriptDiscovery, parse_hostfile, parse_hosts
-from farandole.launch.local import Beginning, beginning, checkpoint_settings, run_local
+from farandole.launch.arguments import checkpoint_settings
+from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
+from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.local import Beginning, beginning, run_local
 from farandole.launch.output import OutputOptions, output_options
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import WITHOUT_EFFECT
