@@ -1,7 +1,7 @@
-"""Differences of torch 2.6 to 2.9 from current torch that affect process groups; the only module that checks for them.
+"""Differences between versions of torch that affect process groups; the only module that checks for them.
 
-The facts are from the sources of 2.6.0, 2.9.1 and 2.13.0. Where
-the first version that changed is not known, the older way is used up to 2.9: it works there, too.
+The facts are from the sources of 2.6.0, 2.9.1, 2.13.0 and 2.15.0. Where the first version that changed is not known,
+the older way is used up to 2.9: it works there, too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,18 @@ def have_shutdown_called() -> None:
             group.shutdown()
 
     distributed_c10d._shutdown_backend = shut_down_all  # type: ignore[attr-defined]
+
+
+def have_no_flight_recorder(backend: str) -> None:
+    """Have c10d attach no FlightRecorderHook to groups of `backend`.
+
+    torch 2.15 attaches one to each group whose backend does not record by itself (distributed_c10d.py,
+    _maybe_attach_flight_recorder). That fails for a group that is a Python object and has devices: C++ looks for a
+    backend behind it, and there is none.
+    """
+    recorded: set[str] | None = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recorded is not None:
+        recorded.add(backend)
 
 
 def clear_sharding_cache() -> None:

@@ -18,7 +18,12 @@ from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
 from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
-from farandole.process_group.old_torch import clear_planner_cache, clear_sharding_cache, have_shutdown_called
+from farandole.process_group.old_torch import (
+    clear_planner_cache,
+    clear_sharding_cache,
+    have_no_flight_recorder,
+    have_shutdown_called,
+)
 from farandole.process_group.works import Everybody, Some
 
 _init: Callable[[], None] | None = None
@@ -39,6 +44,7 @@ def register(init: Callable[[], None]) -> None:
     theirs = _rendezvous_handlers["env"]
     _rendezvous_handlers["env"] = lambda url, **options: _meet(url, options, theirs)
     have_shutdown_called()
+    have_no_flight_recorder(BACKEND)
     world.on_enter(_follow)
 
 
