@@ -5,24 +5,29 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from tests.checks.running import Found, explain, problems
 from tests.scripts.process_group import CHECKS
 from tests.support.jobs import SCRIPTS
 
+SHARDS = {"c10d_libraries.check_fully_sharded", "c10d_libraries.check_hybrid_sharded"}
 NEEDS_AN_EVEN_NUMBER = {"c10d_libraries.check_a_device_mesh", "c10d_libraries.check_hybrid_sharded"}
 
 
 @cache
 def found(size: int) -> Found:
     """One job for all checks."""
-    wanted = [check for check in CHECKS if not (size % 2 and check in NEEDS_AN_EVEN_NUMBER)]
+    left_out = (NEEDS_AN_EVEN_NUMBER if size % 2 else set()) | (SHARDS if torch.__version__ < "2.7" else set())
+    wanted = [check for check in CHECKS if check not in left_out]
     return problems(SCRIPTS / "process_group.py", size, *wanted)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("check", CHECKS)
 def test_over_ranks(check: str, size: int) -> None:
+    if check in SHARDS and torch.__version__ < "2.7":
+        pytest.skip("FSDP2 of torch 2.6 does not run on CPU tensors")
     if size % 2 and check in NEEDS_AN_EVEN_NUMBER:
         size = 2
     said = found(size)

@@ -396,8 +396,9 @@ TORCH: dict[str, Make] = {
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.005),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=5),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
-    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.02),
 }
+if hasattr(torch.optim, "Muon"):  # torch 2.6 does not have it
+    TORCH["Muon"] = lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.02)
 
 WRITTEN: dict[str, Make] = {
     "Lookahead, list": lambda p: LookaheadList(torch.optim.Adam(p, lr=0.02)),

@@ -506,13 +506,23 @@ class Rows:
         selected = torch.from_numpy(rows)
         if self._can_select and (dataset is self._dataset or rows.min(initial=0) >= 0):
             return [tensor.index_select(0, selected) for tensor in self._tensors]
-        return [tensor[selected].contiguous() for tensor in self._tensors]
+        return [_rows_of(tensor, selected) for tensor in self._tensors]
 
 
 # index_select() takes half the time of an index, and knows neither negative indices nor every type.
 _SELECTED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
+
+# torch 2.6 has no index of these types ("index_cpu" not implemented for 'UInt16'): the same bits are indexed instead.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _rows_of(tensor: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    signed = _SIGNED.get(tensor.dtype)
+    if signed is None:
+        return tensor[selected].contiguous()
+    return tensor.view(signed)[selected].view(tensor.dtype).contiguous()
 
 
 class RowReader:

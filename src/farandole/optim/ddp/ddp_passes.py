@@ -146,9 +146,8 @@ def _as_in_bucket(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     torch/csrc/distributed/c10d: GradBucket::getGradients() in comm.hpp, initialize_bucket_views() in reducer.hpp)."""
     if parameter.is_contiguous():
         return part
-    from torch._prims_common import is_non_overlapping_and_dense_or_false  # a slow import, rarely needed
-
-    if is_non_overlapping_and_dense_or_false(parameter):
+    # The operator exists in torch 2.6 to 2.15 at least; its Python form in torch/_prims_common has had several names.
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return part.view(-1).as_strided(parameter.shape, parameter.stride())
     return part
 
