@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate check format bench paths docs clean
+.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -38,6 +38,9 @@ schedules: $(READY)  ## data order and membership under random schedules; DATA_S
 mutate: $(READY)  ## one-line faults in the core, and which of them the unit and property tests notice; SEED=1 MUTANTS=60 FILES="worker/*.py"; see tests/README.md
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run --seed $${SEED:-1} --mutants $${MUTANTS:-60} $(if $(FILES),--files $(FILES))
 
+matrix: $(READY)  ## the core tests with the oldest and the newest torch, 6 GB for each; TORCH="2.9.1"; see tests/README.md
+	@$(BIN)/python -m tests.matrix.run $(TORCH)
+
 check: $(READY)  ## lint, format, types, import direction, terms, mentioned files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -63,7 +66,7 @@ docs: $(READY)  ## the documentation as web pages, into site/
 	@echo "Written to site/index.html"
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose

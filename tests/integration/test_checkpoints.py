@@ -77,6 +77,7 @@ def limit_files(pid: int, size_bytes: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size_bytes, hard))
 
 
+@pytest.mark.core
 def test_a_job_that_is_killed_and_then_gives_up_trains_every_sample_once_with_any_number_of_workers(
     tmp_path: Path,
 ) -> None:

@@ -85,6 +85,7 @@ def check_resets(workers: list[list[dict[str, Any]]]) -> None:
                 assert before["generation"] == line["generation"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("extra", [[], ["--own-sync"]])
 def test_after_a_kill_all_go_on_from_the_newest_commit_and_the_replacement_joins(
     tmp_path: Path, extra: list[str]
@@ -110,6 +111,7 @@ def test_rank_0_may_die_while_parameters_are_still_being_copied(tmp_path: Path) 
     check_resets(check(job, workers_at_end=2))
 
 
+@pytest.mark.core
 def test_without_a_copy_the_state_after_a_fault_is_that_of_the_newest_commit_to_the_bit(tmp_path: Path) -> None:
     flags = ["--width", "100000", "--batches-per-commit", "1", "--commit-follows-step"]
     with CommitJob(tmp_path, ["-np", "2"], *flags) as job:
@@ -144,6 +146,7 @@ def test_all_but_one_may_die_at_once(tmp_path: Path) -> None:
     check_resets(check(job, workers_at_end=3))
 
 
+@pytest.mark.core
 def test_sigterm_lets_a_worker_leave_at_a_commit_and_nothing_is_redone(tmp_path: Path) -> None:
     with CommitJob(tmp_path, ["-np", "3"]) as job:
         latest = job.wait_until(committing(3), 60)

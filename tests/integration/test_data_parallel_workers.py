@@ -13,6 +13,7 @@ from tests.support.jobs import SCRIPTS, farandole_run
 SCRIPT = str(SCRIPTS / "data_parallel_job.py")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "words",
     [

@@ -15,6 +15,8 @@ from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.support.jobs import SCRIPTS, RunningJob, check_job, farandole
 
+pytestmark = pytest.mark.core
+
 SCRIPT = SCRIPTS / "ddp_elastic_job.py"
 COMMIT_SCRIPT = SCRIPTS / "ddp_commit_job.py"
 

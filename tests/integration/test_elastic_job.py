@@ -49,6 +49,7 @@ def beyond(generation: int, size: int) -> Any:
     return condition
 
 
+@pytest.mark.core
 def test_a_quiet_job_trains_every_sample_once_with_one_generation(tmp_path: Path) -> None:
     with fresh_job(tmp_path, ["-np", "3"]) as running:
         assert running.wait(60) == 0
@@ -58,6 +59,7 @@ def test_a_quiet_job_trains_every_sample_once_with_one_generation(tmp_path: Path
     assert proof.redone() == 0
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("extra", [["--num-workers", "0"], ["--num-workers", "2"], ["--mean-each-step"]])
 def test_survivors_of_a_kill_go_on_in_the_same_processes_and_the_replacement_joins(
     tmp_path: Path, extra: list[str]
@@ -78,6 +80,7 @@ def test_survivors_of_a_kill_go_on_in_the_same_processes_and_the_replacement_joi
     assert proof.redone() <= 1
 
 
+@pytest.mark.core
 def test_rank_0_may_die_like_any_other(tmp_path: Path) -> None:
     with EndlessJob(tmp_path, ["-np", "2"]) as running:
         latest = running.wait_until(all_training(2), 60)
@@ -108,6 +111,7 @@ def test_a_job_without_replacements_goes_on_with_fewer(tmp_path: Path) -> None:
     assert set(proof.generations().values()) == {3, 2}
 
 
+@pytest.mark.core
 def test_sigterm_at_a_worker_lets_it_leave_and_redoes_nothing(tmp_path: Path) -> None:
     with EndlessJob(tmp_path, ["-np", "3"]) as running:
         latest = running.wait_until(all_training(3), 60)

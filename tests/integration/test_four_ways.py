@@ -17,6 +17,8 @@ from tests.scripts.four_ways_job import BATCH, EPOCHS, LR, MOMENTUM, SAMPLES, SE
 from tests.support.jobs import SCRIPTS, RunningJob
 from tests.support.pure_order import global_batches
 
+pytestmark = pytest.mark.core
+
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 
 

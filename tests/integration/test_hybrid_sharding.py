@@ -15,7 +15,10 @@ import torch.nn.functional as F
 
 from tests.support.jobs import SCRIPTS, farandole_run
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 does not run on CPU tensors")
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 does not run on CPU tensors"),
+]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hybrid_sharding" / "train.py"
 

@@ -82,6 +82,7 @@ def assert_gone(processes: set[int]) -> None:
     assert not alive
 
 
+@pytest.mark.core
 def test_the_same_loader_workers_go_on_after_a_change_of_the_world(loader: DataLoader) -> None:
     feed = iter(loader)
     samples, before = take(feed, loader, 5)
@@ -122,6 +123,7 @@ def test_an_error_in_a_loader_worker_shows_where_it_was_raised() -> None:
     assert loader.cursor == 0
 
 
+@pytest.mark.core
 def test_after_a_killed_loader_worker_the_next_batch_comes_from_new_ones(loader: DataLoader) -> None:
     feed = iter(loader)
     _, before = take(feed, loader, 4)
@@ -183,6 +185,7 @@ def test_data_that_cannot_be_warmed_up_with_is_fetched_when_it_is_needed() -> No
     loader.close()
 
 
+@pytest.mark.core
 def test_loader_workers_may_be_spawned_instead_of_forked() -> None:
     loader = make(multiprocessing_context="spawn", num_workers=1)
     feed = iter(loader)

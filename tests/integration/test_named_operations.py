@@ -17,7 +17,7 @@ def found(size: int) -> Found:
     return problems(SCRIPTS / "named_operations.py", size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.core), 3, 4])
 @pytest.mark.parametrize("check", CHECKS)
 def test_over_ranks(check: str, size: int) -> None:
     said = found(size)

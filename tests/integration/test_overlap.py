@@ -13,6 +13,7 @@ from tests.integration.test_elastic_job import SAMPLES, EndlessJob, all_training
 from tests.support.jobs import check_job
 
 
+@pytest.mark.core
 def test_workers_may_die_while_gradients_are_reduced_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from tests.checks.running import Found, explain, problems
 from tests.scripts.process_group import CHECKS
 from tests.support.jobs import SCRIPTS
 
+pytestmark = pytest.mark.core
+
 SHARDS = {"c10d_libraries.check_fully_sharded", "c10d_libraries.check_hybrid_sharded"}
 NEEDS_AN_EVEN_NUMBER = {"c10d_libraries.check_a_device_mesh", "c10d_libraries.check_hybrid_sharded"}
 

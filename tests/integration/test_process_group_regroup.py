@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.jobs import SCRIPTS, farandole_run
 
+pytestmark = pytest.mark.core
+
 SIZES = [5, 4, 3, 2, 1]
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.jobs import SCRIPTS, farandole_run
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("loader", ["farandole", "torch"])
 def test_after_100_steps_of_2_workers_float32_parameters_are_bitwise_those_of_ddp(loader: str, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from farandole.testing.running_job import all_training
 from tests.scripts.exact_job import SAMPLES
 from tests.support.jobs import SCRIPTS, RunningJob
 
+pytestmark = pytest.mark.core
+
 SCRIPT = SCRIPTS / "exact_job.py"
 EPOCHS = 24
 STEPS_PER_EPOCH = -(-SAMPLES // 25)

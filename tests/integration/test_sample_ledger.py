@@ -44,6 +44,7 @@ def _is_behind_the_rehearsal(latest: dict[int, dict[str, Any]]) -> bool:
     return all_training(3)(latest) and all(record.get("before", 0) > 2 for record in latest.values())
 
 
+@pytest.mark.core
 def test_the_ledger_of_a_job_with_a_kill_and_a_join_proves_exactly_once(disturbed: Path) -> None:
     checked = ledger_check(str(disturbed / "ledger"), "--json")
     assert checked.returncode == 0, checked.stdout + checked.stderr

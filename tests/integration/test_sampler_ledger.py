@@ -31,6 +31,7 @@ def job(folder: Path, *words: str, workers: int = 3) -> tuple[str, dict[str, Any
     return done.stderr, found
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("how", [[], ["--indices"]])
 def test_what_is_committed_counts_and_what_is_rolled_back_does_not(tmp_path: Path, how: list[str]) -> None:
     """Two die with a batch that is trained and not recorded: one that the others roll back, too, and one right before

@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import HOROVODRUN, all_training, all_writing
 from tests.support.jobs import ELASTIC_JOB, SCRIPTS, RunningJob, check_job, farandole_run
@@ -39,6 +41,7 @@ class JobWithSpares(RunningJob):
         return self.output.read_text()
 
 
+@pytest.mark.core
 def test_each_of_two_kills_costs_one_regroup_and_no_worker(tmp_path: Path) -> None:
     with JobWithSpares(tmp_path, "-np", "2", "--spares", "1") as running:
         running.wait_for_spares(1)

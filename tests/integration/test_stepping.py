@@ -17,6 +17,7 @@ def found(size: int, transport: str) -> Found:
     return problems(SCRIPTS / "stepping.py", size, FARANDOLE_TRANSPORT=transport)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("size", "transport"), [(3, "tcp"), (2, "shm")])
 @pytest.mark.parametrize("check", CHECKS)
 def test_over_ranks(check: str, size: int, transport: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.jobs import SCRIPTS, farandole_run
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.timeout(180)
 def test_nobody_waits_for_a_compiler_when_a_worker_is_lost_or_joins(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state import step
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:

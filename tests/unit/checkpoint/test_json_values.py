@@ -15,6 +15,8 @@ from hypothesis import given, strategies as st
 from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)
 keys = st.text() | st.integers() | st.tuples(st.integers(), st.booleans())
 nested = st.recursive(

@@ -16,6 +16,8 @@ from farandole.checkpoint.manifest import FileSum
 from farandole.checkpoint.store import LocalStore
 from farandole.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
 
 

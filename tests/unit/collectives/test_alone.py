@@ -6,6 +6,8 @@ import torch
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import GenerationEnded
 
+pytestmark = pytest.mark.core
+
 
 def test_collectives_of_one_change_nothing() -> None:
     alone, tensor = AloneTransport(), torch.arange(5.0)

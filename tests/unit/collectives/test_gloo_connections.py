@@ -12,6 +12,8 @@ import torch.distributed as dist
 from farandole.collectives.gloo_transport import find_listening_address, shut_down_connections
 from farandole.collectives.ring_store import ExchangedStore
 
+pytestmark = pytest.mark.core
+
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket, socket.socket]]:

@@ -8,6 +8,8 @@ from farandole.collectives.device_transport import shared_devices
 from farandole.collectives.transport_choice import Devices, Way, decide, own_devices, uses_nccl
 from farandole.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize(
     ("hosts", "choice", "way"),

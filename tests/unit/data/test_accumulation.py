@@ -15,6 +15,8 @@ from farandole.errors import DataError, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.state import step
 
+pytestmark = pytest.mark.core
+
 DATA = torch.randn(36, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 

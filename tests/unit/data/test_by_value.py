@@ -10,6 +10,8 @@ import torch
 import farandole as fd
 from farandole.state import step
 
+pytestmark = pytest.mark.core
+
 TENSORS = {
     "small": torch.arange(6.0).reshape(2, 3),
     "large": torch.arange(100_000),

@@ -16,6 +16,8 @@ from farandole.data.eval_loader import EvalLoader
 from farandole.errors import DataError, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def no_world() -> Iterator[None]:

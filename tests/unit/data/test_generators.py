@@ -11,6 +11,8 @@ import torch
 
 from farandole.data.augmentation import DrawWatch, generators_kept
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(params=["MT19937", "PCG64"])
 def seeded(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -20,6 +20,8 @@ from farandole.state import step
 from farandole.state.step import StepStatus
 from farandole.state.torch_state import TorchState
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def no_open_step() -> Iterator[None]:

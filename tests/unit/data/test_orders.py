@@ -21,6 +21,8 @@ from farandole.data.loader import DataLoader
 from farandole.data.sample_order import BatchLayout, Order, Permutation, Sequential, Shuffled
 from farandole.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.core
+
 
 def look_up(order: Order, size: int, batch: int, epoch: int = 0, seed: int = 3) -> list[int]:
     """A whole epoch."""

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDatase
 import farandole as fd
 from farandole.data.loader import Rows, are_rows
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:

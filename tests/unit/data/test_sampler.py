@@ -19,6 +19,8 @@ from farandole.data.sampler import ElasticSampler
 from farandole.errors import DataError, NotInitialized
 from farandole.membership import GenerationId, Placement
 
+pytestmark = pytest.mark.core
+
 
 def enter(rank: int, size: int) -> None:
     nobody = GenerationId(run_id=1, coordinator_epoch=1, number=0, nonce="alone")

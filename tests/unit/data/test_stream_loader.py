@@ -15,6 +15,8 @@ from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import step
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def _no_open_step() -> Iterator[None]:

@@ -8,6 +8,8 @@ from farandole.errors import StepError
 from farandole.optim.step_reduction import ActiveOptimizers
 from farandole.state.step import GlobalBatch
 
+pytestmark = pytest.mark.core
+
 
 def global_batch() -> GlobalBatch:
     return GlobalBatch(0, 0, 4, 0, 4)

@@ -14,6 +14,8 @@ from farandole.membership import GenerationId, Placement
 from farandole.optim import options
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from farandole.optim.bucketed_gradients import Background
+
+pytestmark = pytest.mark.core
 
 DEADLINE_S = 10.0
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from farandole.optim.bucket_size import BucketAutotune, fastest
+
+pytestmark = pytest.mark.core
 
 
 def tried(seconds: dict[int, list[float | None]]) -> BucketAutotune:

@@ -8,6 +8,8 @@ from hypothesis import given, strategies as st
 from farandole.errors import ConfigError
 from farandole.optim.bucket_size import Surroundings, bucket_sizes, bytes_of, cut
 
+pytestmark = pytest.mark.core
+
 MB = 1 << 20
 
 

@@ -11,7 +11,7 @@ import torch
 from farandole.collectives.shared_memory_tensors import can_share_memory
 from farandole.optim.bucketed_gradients import Buckets, reserve
 
-pytestmark = pytest.mark.skipif(not can_share_memory(), reason="no shared memory on this platform")
+pytestmark = [pytest.mark.core, pytest.mark.skipif(not can_share_memory(), reason="no shared memory on this platform")]
 
 
 def segments() -> int:

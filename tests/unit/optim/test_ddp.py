@@ -25,6 +25,8 @@ from farandole.state.step import Batch, GlobalBatch, StepStatus
 from tests.support.run_loops import RepeatingRunLoop
 from tests.support.thread_workers import run_workers
 
+pytestmark = pytest.mark.core
+
 FEATURES = 3
 
 

@@ -20,6 +20,8 @@ from farandole.state import loop_hooks, step
 from farandole.state.step import Batch, GlobalBatch
 from tests.support.run_loops import RepeatingRunLoop
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[AloneTransport]:

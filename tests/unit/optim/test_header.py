@@ -9,6 +9,8 @@ from hypothesis import given, strategies as st
 from farandole.errors import CollectiveMismatch
 from farandole.optim.step_agreement import SIZE, StepHeader, check
 
+pytestmark = pytest.mark.core
+
 HEADER = StepHeader(generation=3, step=7, plan=99, epoch=1, start=24, stop=36, samples=6, prepared=0)
 
 

@@ -10,6 +10,8 @@ import torch
 from farandole.collectives.named.negotiation import Adasum, Sum
 from farandole.optim.options import Options, check_passes, groups_of, names_of
 
+pytestmark = pytest.mark.core
+
 
 def groups(*counts: int) -> list[dict[str, Any]]:
     return [{"params": [torch.zeros(place + 1) for place in range(count)]} for count in counts]

@@ -18,6 +18,8 @@ from farandole.state.deep_copy import BackgroundCopy
 from tests.scripts.optimizer_kinds import Attributes, LookaheadList, Rules, ScheduleFree, sam, whole
 from tests.support.run_loops import RepeatingRunLoop
 
+pytestmark = pytest.mark.core
+
 X = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 

@@ -8,6 +8,8 @@ import torch
 from farandole.errors import ConfigError
 from farandole.optim.step_agreement import check_devices
 
+pytestmark = pytest.mark.core
+
 
 def test_parameters_on_several_devices_are_refused_with_the_first_that_is_elsewhere() -> None:
     here, there = torch.zeros(2), torch.zeros(3, device="meta")

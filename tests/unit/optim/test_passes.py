@@ -6,6 +6,8 @@ import pytest
 
 from farandole.optim.passes import Passes
 
+pytestmark = pytest.mark.core
+
 
 def test_gradients_are_due_after_the_last_pass_of_all() -> None:
     passes = Passes(2)

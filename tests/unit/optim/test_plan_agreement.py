@@ -6,6 +6,8 @@ import pytest
 
 from farandole.optim.bucketed_gradients import difference_of_models
 
+pytestmark = pytest.mark.core
+
 SAME = ["a (2, 2) float32", "b (2,) float32"]
 
 

@@ -17,6 +17,8 @@ from farandole.state import loop_hooks, step
 from farandole.state.packing import pack, unpack
 from tests.support.run_loops import RepeatingRunLoop
 
+pytestmark = pytest.mark.core
+
 REAL = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 

@@ -12,6 +12,8 @@ from farandole.errors import CollectiveMismatch, StepError
 from farandole.state import step
 from tests.support.thread_workers import run_workers
 
+pytestmark = pytest.mark.core
+
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 

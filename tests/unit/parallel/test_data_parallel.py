@@ -21,6 +21,8 @@ import farandole as fd
 from farandole.errors import ConfigError
 from farandole.parallel.data_parallel import DataParallel
 
+pytestmark = pytest.mark.core
+
 
 class Twice(nn.Module):
     """Shared, frozen and unused parameters, and an output that is no tensor."""

@@ -16,6 +16,8 @@ from farandole.errors import ConfigError
 from farandole.parallel.data_parallel import DataParallel
 from farandole.parallel.dividing import divide
 
+pytestmark = pytest.mark.core
+
 
 class Pair(NamedTuple):
     left: Any

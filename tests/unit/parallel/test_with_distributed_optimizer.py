@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,6 +11,8 @@ from farandole.parallel.data_parallel import DataParallel
 from farandole.state import step
 from farandole.state.step import Batch, GlobalBatch
 from tests.support.thread_workers import run_workers
+
+pytestmark = pytest.mark.core
 
 
 class TwoHeads(nn.Module):

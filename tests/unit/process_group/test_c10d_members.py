@@ -12,6 +12,8 @@ from farandole.membership import GenerationId, Placement
 from farandole.process_group import FarandoleGroup
 from farandole.process_group.works import Everybody, Some, alone_in
 
+pytestmark = pytest.mark.core
+
 
 def make_world(number: int) -> world.World:
     return world.World(GenerationId(1, 1, number, ""), Placement(0, 1, 0, 1, 0, 1), AloneTransport(number))

@@ -19,6 +19,8 @@ from farandole.errors import StepError
 from farandole.state import loop_hooks
 from farandole.state.deep_copy import BackgroundCopy, finish_all, finish_before_loading
 
+pytestmark = pytest.mark.core
+
 LARGE = 300_000  # elements: more than is copied at once
 _HOLD_S = 0.3  # how long a copy waits for a change that must not come
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
 from tests.support.thread_world import ThreadWorld
+
+pytestmark = pytest.mark.core
 
 
 def test_all_workers_get_the_statistics_of_all_samples_together() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from farandole.state.watched_tensors import buffers_of
+
+pytestmark = pytest.mark.core
 
 
 def test_they_are_those_that_torch_names_in_the_same_order() -> None:

@@ -13,6 +13,8 @@ from farandole.state.torch_state import TorchState
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 from tests.unit.state.test_torch_state import Sampler, content, train
 
+pytestmark = pytest.mark.core
+
 
 def trained(seed: int, commits: int) -> CommittedState:
     torch.manual_seed(seed)

@@ -11,6 +11,8 @@ import torch
 from farandole.errors import ConfigError
 from farandole.state.deep_copy import ValueSnapshot, deep_copy, tensors_in
 
+pytestmark = pytest.mark.core
+
 
 def test_what_is_nested_is_copied_too() -> None:
     live = {"trail": [[1], {"best": [0.5]}], "weights": [torch.ones(2)]}

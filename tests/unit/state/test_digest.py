@@ -8,6 +8,8 @@ import torch
 from farandole.collectives.connection_pair import as_bytes
 from farandole.state.state_digest import digest, digest_of
 
+pytestmark = pytest.mark.core
+
 SHORT, LONG = 1_000, 200_001  # elements; the long one is hashed by words, in several rows, with some left over
 
 

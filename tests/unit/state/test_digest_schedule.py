@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, strategies as st
 
 from farandole.state.state_digest import BLOCKS, EVERY, HEAD_BYTES, TURN, block_at, cut, is_due, sample_at
+
+pytestmark = pytest.mark.core
 
 SIZES = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 1 << 22)), max_size=300)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from farandole.state.state_digest import Divergence, choose_right, differing
+
+pytestmark = pytest.mark.core
 
 
 def tables(*values: str) -> list[dict[str, int]]:

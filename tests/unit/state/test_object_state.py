@@ -10,6 +10,8 @@ from farandole.errors import ConfigError, HostsUpdatedInterrupt
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.object_state import ObjectState, State
 
+pytestmark = pytest.mark.core
+
 
 def alone(**values: Any) -> ObjectState:
     return ObjectState(lambda value: value, lambda: 0, **values)

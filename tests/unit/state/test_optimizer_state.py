@@ -17,6 +17,8 @@ from farandole.state.metadata import OptimizerStateHandler
 from farandole.state.optimizer_state import OptimizerState, outline
 from farandole.state.packing import pack, unpack
 
+pytestmark = pytest.mark.core
+
 
 def parameters() -> list[torch.Tensor]:
     return [torch.arange(3.0, dtype=torch.float64).requires_grad_(), torch.ones(2, 2).double().requires_grad_()]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from farandole.state import packing
+
+pytestmark = pytest.mark.core
 
 
 def test_a_nested_value_comes_back_with_its_tensors() -> None:

@@ -15,6 +15,8 @@ from farandole.state import step
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.step_state import StepState
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:

@@ -15,6 +15,8 @@ from farandole.state import object_state
 from farandole.state.object_state import ObjectState
 from tests.support.thread_workers import run_workers
 
+pytestmark = pytest.mark.core
+
 
 class Coordinator:
     """Its answer to all questions, and what it was asked."""

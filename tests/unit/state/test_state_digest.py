@@ -13,6 +13,8 @@ from farandole.state.state_digest import TURN, named_tensors
 from farandole.state.step_state import StepState
 from tests.unit.state.test_sync import trained_state
 
+pytestmark = pytest.mark.core
+
 BN = ("running_mean", "running_var", "num_batches_tracked")
 
 

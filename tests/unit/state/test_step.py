@@ -11,6 +11,8 @@ from farandole.errors import StepError
 from farandole.state import step
 from farandole.state.step import Batch, GlobalBatch, StepStatus
 
+pytestmark = pytest.mark.core
+
 NONE, OPEN, REDUCED, ABORTED, DECIDED = StepStatus
 GLOBAL_BATCH = GlobalBatch(epoch=0, start=0, stop=8, low=0, high=8, micro_batches=2)
 FIRST, LAST = Batch(GLOBAL_BATCH, 0, 4, 0), Batch(GLOBAL_BATCH, 4, 8, 1)

@@ -15,6 +15,8 @@ from farandole.state.sync import Standing, choose_source, synchronize
 from farandole.state.torch_state import TorchState
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
+pytestmark = pytest.mark.core
+
 
 class Position:
     """A loader that only knows where it is."""

@@ -22,6 +22,8 @@ from farandole.state.step_state import StepState
 from farandole.state.sync import CommittedState
 from farandole.state.torch_state import TorchState
 
+pytestmark = pytest.mark.core
+
 
 class Sampler:
     """Records, and counts how often it was divided anew."""

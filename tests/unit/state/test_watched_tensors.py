@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from farandole.state.watched_tensors import WatchedTensors
+
+pytestmark = pytest.mark.core
 
 
 def watching(**tensors: torch.Tensor) -> WatchedTensors:

@@ -17,6 +17,8 @@ from farandole.state import step
 from farandole.state.object_state import ObjectState
 from farandole.worker.run_loop import run
 
+pytestmark = pytest.mark.core
+
 
 class Stopped(Exception):
     """The job is lost."""

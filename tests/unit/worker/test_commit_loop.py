@@ -17,6 +17,8 @@ from farandole.state.torch_state import TorchState
 from farandole.worker.host_update_listeners import notification_manager
 from farandole.worker.run_loop import run, run_fn
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def world_of_one() -> Iterator[None]:

@@ -21,6 +21,8 @@ from farandole.wire.messages import Elastic, Finished, FirstStep, Synced
 from farandole.worker.commit_loop import CommitLoop
 from tests.support.one_worker import Orders
 
+pytestmark = pytest.mark.core
+
 BATCHES = 6
 
 

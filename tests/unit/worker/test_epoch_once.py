@@ -14,6 +14,8 @@ from farandole.data.elastic_loader import NoLoaderHooks
 from farandole.errors import GenerationEnded
 from farandole.state.packing import unpack
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:

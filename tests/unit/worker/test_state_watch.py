@@ -16,6 +16,8 @@ from farandole.wire.messages import StatesDiffered
 from farandole.worker.step_loop import StateWatch
 from tests.support.one_worker import Orders
 
+pytestmark = pytest.mark.core
+
 BLOCK, SAMPLE = 5, 3
 FOUND = Divergence(step=7, name="model.weight", objects=2, ranks=(1,), source=0, is_trained=True)
 

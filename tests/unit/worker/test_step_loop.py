@@ -16,6 +16,8 @@ from farandole.wire.messages import FirstStep, Synced
 from farandole.worker.step_loop import _EPOCH_END, StepLoop
 from tests.support.one_worker import Orders, as_a_newcomer
 
+pytestmark = pytest.mark.core
+
 SAMPLES, GLOBAL_BATCH = 24, 8
 
 

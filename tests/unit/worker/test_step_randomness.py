@@ -12,6 +12,8 @@ import farandole as fd
 from farandole.errors import GenerationEnded
 from farandole.worker.step_loop import reseed
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:

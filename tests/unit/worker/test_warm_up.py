@@ -15,6 +15,8 @@ from farandole.worker.step_loop import StepLoop
 from farandole.worker.warm_up import warm_up
 from tests.support.one_worker import Orders
 
+pytestmark = pytest.mark.core
+
 MEMBERS = 2
 
 

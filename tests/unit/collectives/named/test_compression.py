@@ -9,6 +9,8 @@ import torch
 
 from farandole.collectives.named.compression import Compression
 
+pytestmark = pytest.mark.core
+
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 OTHERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
 

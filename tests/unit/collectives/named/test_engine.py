@@ -20,6 +20,8 @@ from farandole.membership import Placement
 from tests.support.named import allreduce, engine_on, run, submit
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
+pytestmark = pytest.mark.core
+
 DEADLINE_S = 20.0
 
 

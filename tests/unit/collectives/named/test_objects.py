@@ -20,6 +20,8 @@ from farandole.collectives.named.objects import (
 from farandole.collectives.transport import Transport
 from farandole.membership import GenerationId, Placement
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:

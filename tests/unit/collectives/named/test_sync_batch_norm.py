@@ -15,6 +15,8 @@ from farandole.collectives.named.sync_batch_norm import SyncBatchNorm, _Normaliz
 from farandole.collectives.transport import Transport
 from farandole.membership import GenerationId, Placement
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:

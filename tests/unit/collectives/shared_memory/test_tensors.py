@@ -6,9 +6,12 @@ import ctypes
 import gc
 import weakref
 
+import pytest
 import torch
 
 from farandole.collectives import shared_memory_tensors
+
+pytestmark = pytest.mark.core
 
 
 def test_a_tensor_is_forgotten_before_its_memory_is_unmapped() -> None:
