@@ -137,7 +137,7 @@ def _install(python: Path, *arguments: str) -> None:
 
 def run_core_tests(version: str, python: Path) -> Outcome | None:
     """Run the core tests. Returns None if pytest could not run them."""
-    _say(f"torch {version}: running the core tests, which takes about three minutes ...")
+    _say(f"torch {version}: running the core tests, which takes two to three minutes ...")
     report = ENVIRONMENTS / version / "core-tests.xml"
     report.unlink(missing_ok=True)
     started_s = time.monotonic()
