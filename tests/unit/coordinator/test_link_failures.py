@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator.failure_detection import smallest_cover
+from farandole.coordinator.failure_detection import cover_but_one_holder, smallest_cover
 from farandole.events import TransportChosen
 from farandole.wire.messages import Connected, Kill, LinkBroken
 from tests.support.told_job import ToldJob
@@ -104,3 +104,8 @@ def test_how_tensors_move_is_said_and_changes_nothing() -> None:
     told.says("w0", Connected(1, "over TCP"))
     assert told.logged(TransportChosen) == [TransportChosen(1, "over TCP")]
     assert told.job == before
+
+
+def test_a_member_without_state_is_stopped_rather_than_one_of_several_holders() -> None:
+    told = ToldJob(3).hello("w0", "w1", "w2").elastic("w0", "w1", "w2").synced("w0", "w2")
+    assert cover_but_one_holder(told.job, [("w1", "w2")]) == ["w1"]

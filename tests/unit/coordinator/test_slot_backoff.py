@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from farandole.coordinator.capacity import HEALTHY_S, backoff_s
-from farandole.events import SlotBackoff
+from farandole.events import SlotBackoff, WorkerSpawned
 from tests.support.told_job import ToldJob
 
 
@@ -96,3 +96,14 @@ def test_the_pause_counts_before_the_first_generation_too() -> None:
     assert told.spawned() == {"w1": 0}
     assert told.exited("w1").spawned() == {}
     assert told.passes(1.0).spawned() == {"w2": 0}
+
+
+def test_of_two_slots_in_backoff_the_one_whose_pause_ends_first_is_filled_first() -> None:
+    told = ToldJob(3, restarts=10).training()
+    told.now_s += HEALTHY_S
+    told.exited("w1").exited("w2").ready(told.job.number, "w0")
+    told.exited("w3").exited("w5")
+    told.now_s += 0.25
+    told.exited("w4").exited("w6")
+    assert [event.slot for event in told.passes(told.deadline_in_s or 0).logged(WorkerSpawned)] == [1]
+    assert told.deadline_in_s == 0.25

@@ -14,7 +14,7 @@ from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError
 from farandole.optim.optimizer_mixin import Undo
 from farandole.state.metadata import OptimizerStateHandler
-from farandole.state.optimizer_state import OptimizerState, outline
+from farandole.state.optimizer_state import OptimizerState, _is_permuted, outline, with_inner
 from farandole.state.packing import pack, unpack
 
 pytestmark = pytest.mark.core
@@ -326,3 +326,25 @@ def test_a_tensor_lies_in_memory_as_it_did() -> None:
         assert torch.equal(found, basis)
         assert found.stride() == basis.stride() == (1, 3)
         basis += 1
+
+
+def test_optimizers_that_hold_each_other_are_found_once() -> None:
+    outer, inner = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
+    outer.__dict__["inner"], inner.__dict__["outers"] = inner, [outer]
+    assert list(with_inner("optimizer", outer).items()) == [("optimizer", outer), ("optimizer.inner", inner)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.zeros(2, 3), False),  # contiguous
+        (torch.zeros(2, 3).t(), True),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(4, 6)[:, ::2], False),  # with holes
+        (torch.zeros(3, 1).expand(3, 4), False),  # several places in one
+    ],
+)
+def test_tensors_in_another_order_of_dimensions_are_told_from_those_with_holes(
+    tensor: torch.Tensor, expected: bool
+) -> None:
+    assert _is_permuted(tensor) is expected

@@ -155,3 +155,12 @@ def test_sampled_elements_find_nothing_where_only_the_step_changes_anything() ->
         watched.look()
         weight.data.add_(1)
     assert watched.changing[0] == ()
+
+
+def test_tensors_of_which_no_element_can_be_looked_at_do_no_harm() -> None:
+    transposed = torch.zeros(2, 3).t()
+    watched = watching(empty=torch.zeros(0), transposed=transposed, plain=torch.zeros(2))
+    for _ in range(4):
+        watched.look()
+        watched.capture()
+    assert watched.put_back() == []
