@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,3 +28,17 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_step_left_over() -> Iterator[None]:
+    """Close the step of this process after each test. One process runs many files of tests, in any order, and the step
+    belongs to the process."""
+    yield
+    step, loop_hooks = (sys.modules.get(f"farandole.state.{name}") for name in ("step", "loop_hooks"))
+    if step is not None and loop_hooks is not None:
+        step.close()
+        step.on_decided(None)
+        loop_hooks.install(None)
+        loop_hooks.install_recorder(None)
+        loop_hooks.install_sampler_recorder(None)
