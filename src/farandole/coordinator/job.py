@@ -270,6 +270,8 @@ class Job:
     lost_members   lost members whose recovery has not been reported yet
     restart_deferred_until_s  replacements of lost workers are not started before, or until the survivors train again
     plain_exits    workers that exited with code 0 and never called init()
+    alone          workers that have trained and have not met the others, also those that are gone
+    has_met        some worker has met others in a process group of torch.distributed, or in init()
     """
 
     config: JobConfig
@@ -308,6 +310,8 @@ class Job:
     recovery: Recovery | None = None
     restart_deferred_until_s: float | None = None
     plain_exits: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    has_met: bool = False
     links: LinkTrouble = LinkTrouble()
     stall: StepStall | None = None
     start_deadline_s: float | None = None

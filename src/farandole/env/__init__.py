@@ -16,8 +16,10 @@ from farandole.env.agent_env import (
     read_rank_and_size,
     read_start_timeout_s,
     read_token,
+    read_torchrun_rank_and_size,
     read_transport,
     read_worker_env,
+    torchrun_environment,
 )
 from farandole.env.inheritance import (
     carried_environment,
@@ -56,9 +58,11 @@ __all__ = [
     "read_runtime_folder",
     "read_start_timeout_s",
     "read_token",
+    "read_torchrun_rank_and_size",
     "read_transport",
     "read_worker_env",
     "replace_environment",
     "restart_count",
+    "torchrun_environment",
     "uses_agent_store",
 ]
