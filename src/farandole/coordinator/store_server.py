@@ -158,9 +158,11 @@ class StoreServer:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 # The entries, and the clients that wait for them ----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -191,9 +191,9 @@ def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> di
 
 
 class TorchrunPlace(Struct, frozen=True, rename=str.upper):
-    """The variables that torchrun sets for each worker (torch 2.13, torch/distributed/elastic/agent/server/
-    local_elastic_agent.py, _start_workers), but for two: TORCHELASTIC_ERROR_FILE, which is for its own error files, and
-    TORCH_NCCL_ASYNC_ERROR_HANDLING, for which torch has a default that no launcher needs to repeat."""
+    """The variables that torchrun sets for each worker (torch 2.13, LocalElasticAgent._start_workers()), but for two:
+    TORCHELASTIC_ERROR_FILE, which is for its own error files, and TORCH_NCCL_ASYNC_ERROR_HANDLING, whose value 1 would
+    have torch end a worker that Farandole can save."""
 
     rank: int
     local_rank: int
@@ -262,6 +262,14 @@ def read_torchrun_rank_and_size(environ: Mapping[str, str] | None = None) -> tup
     if not has_variables(environ, WorkerEnv) or not (rank.isdecimal() and size.isdecimal()):
         return None
     return int(rank), int(size)
+
+
+def hide_torchrun_place(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove torchrun's variables from the environment of a worker of ours, for a library that would follow them: they
+    tell the place with which the worker was started, and that of an elastic worker changes."""
+    if has_variables(environ, WorkerEnv):
+        for name in TorchrunPlace.__struct_encode_fields__:
+            environ.pop(name, None)
 
 
 def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
