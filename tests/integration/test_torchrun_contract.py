@@ -16,7 +16,7 @@ from tests.support.jobs import SCRIPTS, farandole_run
 
 SCRIPT = str(SCRIPTS / "contract_job.py")
 TOGETHER = "success. All workers exited with code 0."
-LONE = "trained each for itself, not together with the others. All workers exited with code 0; none of them called init() or"
+LONE = "trained each for itself, not together with the others. All workers exited with code 0; none of them called"
 
 
 def run(part: str, *words: str, workers: int = 3, options: tuple[str, ...] = ()) -> tuple[list[str], str]:
@@ -71,14 +71,14 @@ def test_a_script_that_asks_for_rank_trains_together() -> None:
 
 def test_the_backend_needs_no_import_under_farandole_run() -> None:
     results, _ = run("ours")
-    assert results == [str([("farandole", rank, 3, 6.0)] * 3) for rank in range(3)]
+    assert results == [f"[(3, {rank}, 6.0), (3, {rank}, 6.0), (3, {rank}, 6.0)]" for rank in range(3)]
 
 
 def test_the_backend_needs_no_import_under_torchrun_and_alone() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, SCRIPT, "ours"], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert str([("farandole", 0, 2, 3.0)] * 3) in done.stdout
+    assert "RESULT 0 [(2, 0, 3.0), (2, 0, 3.0), (2, 0, 3.0)]" in done.stdout
     code = "import torch.distributed as d; d.init_process_group('farandole'); print(d.get_rank(), d.get_world_size())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "0 1\n", done.stderr
@@ -110,7 +110,8 @@ def test_what_was_said_of_a_worker_is_withdrawn_when_it_meets_the_others() -> No
 @pytest.mark.parametrize(("part", "workers"), [("alone", 1), ("evaluate", 2)])
 def test_one_worker_and_an_evaluation_are_no_lone_training(part: str, workers: int) -> None:
     _, stderr = run(part, workers=workers)
-    assert "alone" not in stderr
+    assert "trains alone" not in stderr
+    assert "optimizer step" not in stderr
     assert stderr.strip().endswith("success. All workers exited with code 0; none of them called init().")
 
 
@@ -124,8 +125,6 @@ def test_the_exit_code_and_the_lone_training_are_both_told(tmp_path: Path) -> No
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nimport contract_job\ncontract_job.train()\n1 / 0"
     )
-    done = farandole_run("-np", "1", "--max-np", "2", sys.executable, str(script))
-    assert done.returncode == 1
     done = farandole_run("-np", "2", sys.executable, str(script))
     assert done.returncode == 1
     assert re.search(r"failed \(exit code 1\), and [12] workers? trained (each )?for itself", done.stderr)
