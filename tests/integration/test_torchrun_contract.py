@@ -7,12 +7,16 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import SCRIPTS, farandole_run
+from farandole.machine import now_s
+from tests.support.jobs import SCRIPTS, RunningJob, farandole_run
+from tests.support.joined import AgentProcess
 
 SCRIPT = str(SCRIPTS / "contract_job.py")
 TOGETHER = "success. All workers exited with code 0."
@@ -26,6 +30,13 @@ def run(part: str, *words: str, workers: int = 3, options: tuple[str, ...] = ())
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r"RESULT (-?\d+) (.*)", done.stdout))
     return [found[str(rank)] for rank in range(workers)], done.stderr
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = now_s() + 60
+    while not condition():
+        assert now_s() < deadline_s
+        time.sleep(0.01)
 
 
 def free_ports(number: int) -> list[str]:
@@ -53,6 +64,20 @@ def test_hosts_are_groups() -> None:
         "1 1 3 2 0 2 default 1 3 127.0.0.1 0 0 True",
         "2 0 3 1 1 2 default 2 3 127.0.0.1 0 0 True",
     ]
+
+
+def test_workers_of_another_agent_reach_the_store(tmp_path: Path) -> None:
+    token, log = tmp_path / "token", tmp_path / "log"
+    flags = ["-np", "2", "--local-slots", "1", "--token-file", str(token)]
+    with RunningJob(flags, Path(SCRIPT), ["nanogpt"], tmp_path, log) as job:
+        wait_for(lambda: "--join " in log.read_text())
+        address = log.read_text().split("--join ")[1].split()[0]
+        with AgentProcess(address, token, tmp_path / "agent", flags=["--slots", "1"]) as agent:
+            assert job.wait(90) == 0, log.read_text()
+            assert agent.wait() == 0
+    results = re.findall(r"RESULT (\d) ddp=True (\S+)", log.read_text())
+    assert sorted(rank for rank, _ in results) == ["0", "1"]
+    assert len({weight for _, weight in results}) == 1
 
 
 def test_groups_of_gloo_with_eight_workers() -> None:

@@ -96,6 +96,7 @@ class Worker:
     raised       last line of the exception that ends it
     kill_at_s    a worker whose code raised, or that was released, is killed if it still lives then
     killed_for   the reason why it was killed
+    has_met      it has met others in a process group of torch.distributed, or called init()
     """
 
     name: str
@@ -116,6 +117,7 @@ class Worker:
     raised: str | None = None
     kill_at_s: float | None = None
     killed_for: str | None = None
+    has_met: bool = False
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ def worker_met(transition: Transition, worker: Worker, has_met: bool) -> None:
     job = transition.job
     if has_met:
         transition.change(has_met=True)
+        transition.change_worker(worker.name, has_met=True)
         if worker.name in job.alone:
             transition.change(alone=tuple(name for name in job.alone if name != worker.name))
             transition.log(WorkerMetOthers(worker.name))

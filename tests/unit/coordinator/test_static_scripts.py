@@ -88,6 +88,16 @@ def test_a_worker_that_met_the_others_at_once_is_no_news() -> None:
     assert ended(told) == "All workers exited with code 0."
 
 
+def test_a_death_ends_a_job_whose_workers_are_in_a_process_group_of_torch() -> None:
+    told = met(ToldJob(2), "w1", has_met=True).exited("w1", -9)
+    assert told.ending[0] == 1
+    assert (
+        "The workers train in a process group of torch.distributed, which cannot continue without it" in told.ending[1]
+    )
+    assert met(ToldJob(2), "w1", has_met=True).exited("w1", 3).ending[0] == 3
+    assert ToldJob(2).exited("w1", -9).job.ending is None, "before it has met others it is replaced"
+
+
 def test_a_job_of_one_worker_and_old_news_change_nothing() -> None:
     assert met(ToldJob(1), "w0", has_met=False).actions == []
     assert met(ToldJob(2).exited("w1", 0), "w1", has_met=False).job.alone == ()
