@@ -128,7 +128,7 @@ _OF_AN_OUTER_JOB = (_PREFIX, "TORCHELASTIC_")
 
 # Read in init() or init_process_group() at the earliest, as those of torchrun in _PLACES are; any other variable may be
 # read by a library when it is loaded.
-_FOR_ONE = (_PREFIX, "HOROVOD_")
+_FOR_ONE = (_PREFIX, "HOROVOD_", "TORCHELASTIC_")
 
 # Variables for workers from a user, not from an outer job.
 _FOR_WORKERS = frozenset({BUCKET_MB, EXIT_NOTICE})

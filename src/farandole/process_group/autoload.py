@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,20 +68,20 @@ def _create(options: Any, backend_options: object) -> Any:
 
 def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]]) -> Iterator[Any]:
     """Replace torch's env:// rendezvous for our backend: rank and size are known, and the ranks have connected."""
-    if _backend_asked_for() in (BACKEND, f"cpu:{BACKEND}"):
+    if _arguments_of_init().get("backend") in (BACKEND, f"cpu:{BACKEND}"):
         yield from _registration().meet(url)
     else:
         yield from theirs(url, **options)
 
 
-def _backend_asked_for() -> str | None:
-    """Return the backend from the call of init_process_group: the handler of a rendezvous does not receive it."""
+def _arguments_of_init() -> Mapping[str, object]:
+    """Return the arguments of the call of init_process_group: the handler of a rendezvous does not receive them."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
-            return str(frame.f_locals["backend"])
+            return frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return {}
 
 
 # A worker of `farandole run` ------------------------------------------------------------------------------------------

@@ -456,16 +456,16 @@ class Spawn(Message, frozen=True):
 
     Attributes:
         expected: The place that it will most likely get, for scripts that read it before init().
+        attempt: How often all workers of the job have been started again; the store begins empty each time.
         group_rank, group_size: The place of its host among the hosts of the expected workers, and their number.
-        attempt: How often all workers of the job have been started anew before; the store begins empty each time.
     """
 
     worker: str
     slot: int
     expected: Placement | None = None
+    attempt: int = 0
     group_rank: int = 0
     group_size: int = 1
-    attempt: int = 0
 
 
 class Kill(Message, frozen=True):
