@@ -128,6 +128,8 @@ def test_workers_that_train_alone_are_told_of_at_once_and_at_the_end() -> None:
 def test_what_was_said_of_a_worker_is_withdrawn_when_it_meets_the_others() -> None:
     results, stderr = run("late")
     assert results == ["6.0"] * 3
+    for rank in range(3):
+        assert f"farandole: rank {rank} of 3 meets the others now" in stderr
     assert len(re.findall(r"w\d has met the other workers now", stderr)) == len(re.findall(r"w\d trains alone", stderr))
     assert stderr.strip().endswith(TOGETHER)
 

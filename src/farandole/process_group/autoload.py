@@ -169,6 +169,8 @@ class LoneTraining:
             self._hook.remove()
             self._hook = None
             _report(has_met=True)
+            if self._has_warned:
+                print(f"farandole: rank {self._rank} of {self._size} meets the others now", file=sys.stderr, flush=True)
 
     def _warning(self) -> str:
         return (
