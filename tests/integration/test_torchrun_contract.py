@@ -94,6 +94,20 @@ def test_a_script_that_asks_for_rank_trains_together() -> None:
     assert "alone" not in stderr
 
 
+@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
+def test_frameworks_train_together_unchanged(framework: str) -> None:
+    results, stderr = run(framework, workers=2)
+    assert results[0] == results[1]
+    assert results[0].startswith("2 3 ")
+    assert stderr.strip().endswith(TOGETHER)
+
+
+def test_a_lost_worker_of_gloo_ends_the_job_at_once() -> None:
+    done = farandole_run("-np", "2", sys.executable, SCRIPT, "dies", timeout_s=110)
+    assert done.returncode == 1
+    assert "The workers train in a process group of torch.distributed, which cannot continue without it" in done.stderr
+
+
 def test_the_backend_needs_no_import_under_farandole_run() -> None:
     results, _ = run("ours")
     assert results == [f"[(3, {rank}, 6.0), (3, {rank}, 6.0), (3, {rank}, 6.0)]" for rank in range(3)]

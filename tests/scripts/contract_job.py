@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -110,6 +111,47 @@ def alone() -> str:
     return f"{train():.6f}"
 
 
+def accelerate() -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(RANK)
+    model = torch.nn.Linear(2, 1)
+    data = torch.utils.data.DataLoader(torch.ones(12, 2), batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+    batches = 0
+    for batch in data:
+        optimizer.zero_grad()
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        batches += 1
+    weight = sum(parameter.sum().item() for parameter in model.parameters())
+    return f"{accelerator.num_processes} {batches} {weight:.6f}"
+
+
+def lightning() -> str:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            return self.linear(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=SIZE, strategy="ddp", **off)
+    torch.manual_seed(RANK)
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(12, 2), batch_size=2, num_workers=0))
+    weight = sum(parameter.sum().item() for parameter in module.parameters())
+    return f"{trainer.world_size} {trainer.global_step} {weight:.6f}"
+
+
 def late() -> str:
     train()
     dist.init_process_group("gloo")
@@ -119,6 +161,14 @@ def late() -> str:
 def evaluate() -> str:
     with torch.no_grad():
         return str(torch.nn.Linear(2, 1)(torch.zeros(1, 2)).shape)
+
+
+def dies() -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    total()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return str(total())
 
 
 def misuse() -> str:
