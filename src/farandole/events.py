@@ -295,6 +295,33 @@ class TrainingCutShort(Event):
 
 
 @dataclass(frozen=True)
+class WorkerTrainsAlone(Event):
+    """A worker has made a step of an optimizer, and has not met the others: neither in init(), nor in a process group
+    of torch.distributed. They may have trained as many models as there are workers."""
+
+    worker: str
+    workers: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} trains alone: it has made an optimizer step and has not met the others of "
+            f"{count(self.workers, 'worker')}; call init(), or torch.distributed.init_process_group() as under "
+            "torchrun, or start the script with -np 1"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerMetOthers(Event):
+    """A worker of which it was said that it trains alone has met the others: the steps before were its own."""
+
+    worker: str
+
+    def line(self) -> str:
+        return f"{self.worker} has met the other workers now: it does not train alone"
+
+
+@dataclass(frozen=True)
 class CheckpointSaved(Event):
     """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
     this time."""

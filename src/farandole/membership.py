@@ -123,6 +123,14 @@ class Phase(enum.IntEnum):
     FINISHED = 4  # at the end of the elastic function, waiting for the others
 
 
+class Meeting(enum.IntEnum):
+    """Whether a worker has met the others, in init() or in a process group of torch.distributed."""
+
+    UNKNOWN = 0
+    ALONE = 1  # it has made a step of an optimizer, and has not
+    MET = 2
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """The status of a worker at one moment. An equal `count` means that nothing has changed.
 

@@ -42,6 +42,8 @@ SAMPLES = [
     events.StopAsked("SIGINT", 5.0),
     events.CoresShared(4, 2, 1),
     events.JobEnds(1, "No worker is left."),
+    events.WorkerTrainsAlone("w0", 3),
+    events.WorkerMetOthers("w0"),
 ]
 
 

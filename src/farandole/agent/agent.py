@@ -24,14 +24,14 @@ from farandole.agent.process import Guard, StoppedWatch, WorkerProcess, reap_gro
 from farandole.agent.spawner import Spawner, make_spawner
 from farandole.agent.worker_server import StatusPages, WorkerServer, wait_for_stacks
 from farandole.config import ForkServerUse
-from farandole.env import WorkerEnv, environment_of, horovod_environment
+from farandole.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.liveness.exit_notice import is_main_thread_ending
 from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
 from farandole.liveness.status_reporting import DUMP_SIGNAL
 from farandole.machine import now_s, since_boot_s
-from farandole.membership import LONGEST_BETWEEN_S, Address, WorkerStatus
+from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus
 from farandole.wire.authentication import Role, derive_data_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.messages import (
@@ -54,6 +54,7 @@ from farandole.wire.messages import (
     WorkerDying,
     WorkerExited,
     WorkerMessage,
+    WorkerMet,
     WorkersSeen,
 )
 
@@ -78,6 +79,7 @@ class AgentConfig:
     is_apart            the agent is not part of the coordinator's process: it can lose it, and be replaced meanwhile
     heartbeat_id, heartbeat_port  of its heartbeats as datagrams; 0: there are none
     fork_server         whether workers may be forked by a process that has imported torch
+    store_port          of the job's store, at the address of the coordinator; 0: there is none
     """
 
     name: str
@@ -95,6 +97,7 @@ class AgentConfig:
     heartbeat_id: bytes = field(default=b"", repr=False)
     heartbeat_port: int = 0
     fork_server: ForkServerUse = "off"
+    store_port: int = 0
 
 
 class EndOfService(enum.Enum):
@@ -243,11 +246,21 @@ class Agent:
                 scratch_folder=str(self._processes.scratch),
                 detection_budget_s=self._config.detection_budget_s,
                 status_page=self._pages.add(order.worker),
+                store=str(self._store or ""),
             )
             added = environment_of(worker_env)
             if order.expected is not None:
                 self._sink.expected(order.worker, order.expected.rank)
                 added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
+                if self._store is not None:
+                    added |= torchrun_environment(
+                        order.expected,
+                        self._store,
+                        self._config.job_id,
+                        group_rank=order.group_rank,
+                        group_size=order.group_size,
+                        attempt=order.attempt,
+                    )
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):
             if order.dumps_stacks:
@@ -257,6 +270,13 @@ class Agent:
                 self._processes.kill(order.worker, order.grace_s)
         elif isinstance(order, CoordinatorHeartbeat):
             self._heartbeats.record(order.sequence, order.received)
+
+    @property
+    def _store(self) -> Address | None:
+        """The address of the job's store, at the address by which this agent reaches the coordinator; None: there is
+        none."""
+        port = self._config.store_port
+        return Address(self._channel.peer_host, port) if port else None
 
     async def _dump_and_kill(self, order: Kill) -> None:
         page = self._pages.get(order.worker)
@@ -291,6 +311,7 @@ class Agent:
             self._channel.send(WorkerDying(worker))
 
     def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...]) -> None:
+        self._report_meetings()
         page = self._pages.get(worker)
         stacks = page.stacks() if page is not None else ""
         self._pages.remove(worker)
@@ -353,10 +374,16 @@ class Agent:
         reported_s = now_s()
         while True:
             await asyncio.sleep(STATUS_EVERY_S)
+            self._report_meetings()
             seen = self._pages.look()
             if seen != reported or now_s() - reported_s >= LONGEST_BETWEEN_S:
                 self._channel.send(WorkersSeen(seen))
                 reported, reported_s = seen, now_s()
+
+    def _report_meetings(self) -> None:
+        """Report the workers of which it has become known since the last call whether they have met the others."""
+        for worker, meeting in self._pages.new_meetings().items():
+            self._channel.send(WorkerMet(worker, meeting is Meeting.MET))
 
 
 def _service(order: JobOver | Dismissed) -> Service:

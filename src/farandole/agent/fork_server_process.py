@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 # torch's optimizers import the last one, which takes longer than all the others (torch 2.13,
 # torch/optim/optimizer.py, _use_grad_for_differentiable).
 PRELOADED = ("torch", "farandole", "farandole.elastic", "torch._dynamo")
+AUTOLOAD = "farandole.process_group.autoload"
 SIZE = struct.Struct("!I")
 
 _LOOKS = 50  # a millisecond apart
@@ -168,6 +169,8 @@ def _begin_anew(variables: Mapping[str, str]) -> None:
     from farandole.env import replace_environment
 
     replace_environment(variables)
+    if sys.modules["torch"]._is_device_backend_autoload_enabled():
+        importlib.import_module(AUTOLOAD).load()  # again: at `import torch` this process was no worker
     # Python's own random number generator is reseeded at a fork.
     sys.modules["torch"].default_generator.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:

@@ -57,14 +57,15 @@ def workers_at_most(config: JobConfig, slots: int) -> int:
 
 # Open descriptors, from the start of a job to its last regroup --------------------------------------------------------
 #
-# A launcher has some 11 descriptors, and 6 for each of its workers: two pipes, the connection, two for its status
-# page, and one that signals its exit. A lost worker's descriptors are closed before its replacement's are opened,
-# except pipes that a process that escaped from the worker holds open for a moment. A worker has some 20 of its own,
+# A launcher has some 12 descriptors, and 6 for each of its workers: two pipes, the connection, two for its status
+# page, and one that signals its exit; and some connections of each worker to the store of torch.distributed. A lost
+# worker's descriptors are closed before its replacement's are opened, except pipes that a process that escaped from the
+# worker holds open for a moment. A worker has some 20 of its own,
 # however many workers there are, and a few more while one generation ends and the next one begins. The limits below
 # hold for the peak of a regroup, so that a job that starts does not fail later for lack of descriptors.
 
 _OF_THE_LAUNCHER = 64
-_FOR_EACH_WORKER = 12
+_FOR_EACH_WORKER = 16
 _OF_A_WORKER = 128  # which inherits the limit: most of it for the script's files and its loader workers
 
 

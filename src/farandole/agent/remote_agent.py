@@ -192,6 +192,7 @@ class JoiningAgent:
             heartbeat_id=welcome.heartbeat_id,
             heartbeat_port=welcome.heartbeat_port,
             fork_server=welcome.fork_server,
+            store_port=welcome.store_port,
         )
 
 

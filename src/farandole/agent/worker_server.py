@@ -25,7 +25,7 @@ from farandole.errors import AuthenticationError, FatalError, ProtocolError
 from farandole.liveness import exit_notice
 from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
 from farandole.machine import now_s
-from farandole.membership import WorkerStatus
+from farandole.membership import Meeting, WorkerStatus
 from farandole.wire.channel import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
 from farandole.wire.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
 
@@ -283,6 +283,7 @@ class StatusPages:
     def __init__(self, on_exit_notice: Callable[[str], None]) -> None:
         self._on_exit_notice = on_exit_notice
         self._pages: dict[str, StatusPage] = {}
+        self._meetings: dict[str, Meeting] = {}
         self._deaths: ExitWatcher | None = None
 
     def start(self) -> None:
@@ -315,8 +316,16 @@ class StatusPages:
         looks = ((worker, page.look()) for worker, page in self._pages.items())
         return {worker: seen for worker, seen in looks if seen is not None}
 
+    def new_meetings(self) -> dict[str, Meeting]:
+        """Return, by worker, what has become known since the last call of whether it has met the others."""
+        looks = {worker: page.meeting() for worker, page in self._pages.items()}
+        new = {worker: look for worker, look in looks.items() if look != self._meetings.get(worker, Meeting.UNKNOWN)}
+        self._meetings |= new
+        return new
+
     def remove(self, worker: str) -> None:
         """Remove the page of a worker whose process is gone."""
+        self._meetings.pop(worker, None)
         if self._deaths is not None:
             self._deaths.forget(worker)
         if (page := self._pages.pop(worker, None)) is not None:

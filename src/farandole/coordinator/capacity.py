@@ -170,7 +170,11 @@ def _spawn(transition: Transition, name: str) -> None:
     job = transition.job
     worker = job.workers[name]
     slot = worker.slot
-    transition.send(slot.agent, Spawn(name, slot.index, expected_placement(job, worker)))
+    hosts, rank = expected_hosts(job, worker)
+    groups = list(dict.fromkeys(hosts))
+    expected = expected_placement(job, worker)
+    group_rank = groups.index(hosts[rank])
+    transition.send(slot.agent, Spawn(name, slot.index, expected, group_rank=group_rank, group_size=len(groups)))
     restart = job.slots[slot].restarts
     transition.log(WorkerSpawned(name, slot.index, job.host_of(worker), restart, job.config.restarts))
 
@@ -566,20 +570,26 @@ def worker_capacity(job: Job) -> int:
 def expected_placement(job: Job, worker: Worker) -> Placement:
     """Return the placement that a new worker will most likely get. At the start it follows the order of the slots;
     later the newcomer comes after the members that stay."""
+    hosts, rank = expected_hosts(job, worker)
+    expected = placements(hosts)[rank]
+    return msgspec.structs.replace(expected, size=max(len(hosts), job.target)) if job.generation is None else expected
+
+
+def expected_hosts(job: Job, worker: Worker) -> tuple[list[str], int]:
+    """Return the hosts of the members that there will most likely be, by rank, and the rank of a new worker."""
     if job.generation is None:
         opened = {slot for slot, use in job.slots.items() if use.is_open}
         candidates = [each for each in slot_candidates(job) if each.slot is None or each.slot in opened][
             : max(job.target, 1)
         ]
-        place = next((place for place, each in enumerate(candidates) if each.slot == worker.slot), len(candidates))
+        rank = next((place for place, each in enumerate(candidates) if each.slot == worker.slot), len(candidates))
         hosts = [each.host for each in candidates]
-        if place == len(candidates):
+        if rank == len(candidates):
             hosts.append(job.host_of(worker))
-        expected = placements(hosts)[place]
-        return msgspec.structs.replace(expected, size=max(len(hosts), job.target))
+        return hosts, rank
     staying = [member for member in job.survivors() if not member.is_leaving]
     coming = sorted(job.newcomers(), key=job.slot_order)
-    return placements([job.host_of(each) for each in (*staying, *coming)])[len(staying) + coming.index(worker)]
+    return [job.host_of(each) for each in (*staying, *coming)], len(staying) + coming.index(worker)
 
 
 def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:

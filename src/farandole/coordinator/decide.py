@@ -34,7 +34,15 @@ from farandole.coordinator.inputs import (
 )
 from farandole.coordinator.job import Action, Job, Transition
 from farandole.events import WorkerStacks
-from farandole.wire.messages import AgentLeaving, AgentMessage, FromWorker, SpawnFailed, WorkerDying, WorkerExited
+from farandole.wire.messages import (
+    AgentLeaving,
+    AgentMessage,
+    FromWorker,
+    SpawnFailed,
+    WorkerDying,
+    WorkerExited,
+    WorkerMet,
+)
 
 
 def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
@@ -113,6 +121,10 @@ def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -
             worker = transition.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
                 worker_failure.worker_gone(transition, worker, message)
+        case WorkerMet(name, has_met):
+            worker = transition.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                worker_messages.worker_met(transition, worker, has_met)
         case AgentLeaving(reason):
             capacity.agent_leaves(transition, agent, reason)
         case _:

@@ -96,6 +96,7 @@ class Worker:
     raised       last line of the exception that ends it
     kill_at_s    a worker whose code raised, or that was released, is killed if it still lives then
     killed_for   the reason why it was killed
+    has_met      it has met others in a process group of torch.distributed, or called init()
     """
 
     name: str
@@ -116,6 +117,7 @@ class Worker:
     raised: str | None = None
     kill_at_s: float | None = None
     killed_for: str | None = None
+    has_met: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,8 @@ class Job:
     lost_members   lost members whose recovery has not been reported yet
     restart_deferred_until_s  replacements of lost workers are not started before, or until the survivors train again
     plain_exits    workers that exited with code 0 and never called init()
+    alone          workers that have trained and have not met the others, also those that are gone
+    has_met        some worker has met others in a process group of torch.distributed, or in init()
     """
 
     config: JobConfig
@@ -308,6 +312,8 @@ class Job:
     recovery: Recovery | None = None
     restart_deferred_until_s: float | None = None
     plain_exits: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    has_met: bool = False
     links: LinkTrouble = LinkTrouble()
     stall: StepStall | None = None
     start_deadline_s: float | None = None

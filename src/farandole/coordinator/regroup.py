@@ -289,7 +289,7 @@ def advance_bootstrap(transition: Transition) -> None:
     job = transition.job
     waiting = [worker for worker in job.newcomers() if worker.address is not None]
     if job.plain_exits and not job.workers:
-        transition.end(0, "All workers exited with code 0; none of them called init().")
+        transition.end(0, f"All workers exited with code 0{_how_they_met(job)}.")
     elif job.plain_exits and waiting:
         transition.end(
             1,
@@ -306,6 +306,13 @@ def advance_bootstrap(transition: Transition) -> None:
         start(transition, sorted(waiting, key=job.slot_order))
     else:
         _watch_the_clock(transition, waiting)
+
+
+def _how_they_met(job: Job) -> str:
+    """Return the end of the sentence about workers that have all ended without init()."""
+    if job.has_met:  # in a process group of torch.distributed
+        return ""
+    return f"; none of them called init(){' or torch.distributed.init_process_group()' if job.alone else ''}"
 
 
 def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:

@@ -30,6 +30,7 @@ from farandole.coordinator.inputs import (
     Tick,
 )
 from farandole.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_job
+from farandole.coordinator.store_server import StoreServer
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
 from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, SLOW_BUDGET_S, Heartbeats, HeartbeatSeal, heartbeat_id_of
@@ -62,6 +63,7 @@ from farandole.wire.messages import (
     Heartbeat,
     OutputMessage,
     Refused,
+    Spawn,
     ToAgent,
     Welcome,
     WorkerDying,
@@ -126,6 +128,9 @@ class Coordinator:
         self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps)
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
+        self._agent_hosts: set[str] = set()  # from which an agent has connected
+        self._store = StoreServer(on_event, admits=self._agent_hosts.__contains__)
+        self._attempt = 0
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -141,6 +146,11 @@ class Coordinator:
                 f"the coordinator cannot listen on {self._host} port {self._port}: {error.strerror}; "
                 "choose another --port, or leave it out to get a free one"
             ) from error
+        try:
+            await self._store.open(self._host)
+        except ConfigError:
+            self._server.close()
+            raise
         if self._welcome is not None:
             await self._heartbeats.open(self.address)
         self._look()
@@ -149,6 +159,11 @@ class Coordinator:
     def address(self) -> Address:
         """The address to which agents connect."""
         return Address(*self._server.sockets[0].getsockname()[:2])
+
+    @property
+    def store_port(self) -> int:
+        """The port of the job's store, at the same address."""
+        return self._store.address.port
 
     async def run(self) -> Outcome:
         """Serve until the job has ended and its agents have closed their connections (they get the grace period and one
@@ -207,6 +222,10 @@ class Coordinator:
             self._outcome.set_result(Outcome(action.exit_code, action.reason))
 
     def _send(self, agent: str, message: ToAgent) -> None:
+        if isinstance(message, Spawn) and message.attempt > self._attempt:
+            # torch numbers its keys from 0 in each process: they must not meet those of the attempt before.
+            self._attempt = message.attempt
+            self._store.clear()
         if (channel := self._channels.get(agent)) is not None:
             channel.send(message)
 
@@ -311,13 +330,17 @@ class Coordinator:
             channel.send(refused)
             raise ProtocolError(refused.reason)
         self._introduced(self._conversations)
+        self._agent_hosts.add(channel.peer_host)
         if hello.agent in self._silence:
             self._lose(hello.agent, "it connected again")
         if hello.is_apart and self._welcome is not None:
             heartbeat_id = self._heartbeats.begin(hello.agent)
             channel.send(
                 msgspec.structs.replace(
-                    self._welcome, heartbeat_id=heartbeat_id, heartbeat_port=self._heartbeats.udp_port
+                    self._welcome,
+                    heartbeat_id=heartbeat_id,
+                    heartbeat_port=self._heartbeats.udp_port,
+                    store_port=self.store_port,
                 )
             )
         self._channels[hello.agent] = channel
@@ -363,6 +386,7 @@ class Coordinator:
 
     async def _close(self) -> None:
         self._server.close()
+        self._store.close()
         self._heartbeats.close()
         for timer in (self._look_timer, self._tick_timer):
             if timer is not None:

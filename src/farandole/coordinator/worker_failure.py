@@ -1,7 +1,8 @@
 """The response to the death of a worker, or of an agent with all its workers. Then regroup.py forms a generation.
 Pure.
 
-before generation 1   killed by a signal: replaced, or its host is banned; anything else ends the job
+before generation 1   killed by a signal: replaced, or its host is banned; anything else ends the job, and so does any
+                      loss of a worker that has met others in a process group of torch.distributed
 a static script       exit code 0: one worker is done; anything else ends the job
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
                       others: replaced, or they had left anyway;
@@ -154,14 +155,29 @@ def _static(transition: Transition, gone: list[ExitRecord]) -> None:
             transition.change_slot(one.worker.slot, is_held_back=True)
         else:
             _log_loss(transition, one, may_be_replaced=False)
-            code = one.exit_code if one.exit_code and one.exit_code > 0 else 1
             transition.end(
-                code,
+                _exit_code_after(one),
                 f"{one.sentence(transition.job)}. No worker had entered an elastic function, so the "
                 "others cannot continue without it: wrap the training in an elastic function to survive a loss.",
             )
     if not transition.job.survivors():
         transition.end(0, "All workers exited with code 0.")
+
+
+def _exit_code_after(one: ExitRecord) -> int:
+    """Return the exit code of a job that ends because of this worker."""
+    return one.exit_code if one.exit_code and one.exit_code > 0 else 1
+
+
+def _end_process_group(transition: Transition, one: ExitRecord) -> None:
+    """End a job whose workers have met in a process group of torch.distributed only: such a group ends with the first
+    worker that is lost, and a replacement would wait for ever for the others."""
+    _log_loss(transition, one, may_be_replaced=False)
+    transition.end(
+        _exit_code_after(one),
+        f"{one.sentence(transition.job)}. The workers train in a process group of torch.distributed, which cannot "
+        "continue without it: wrap the training in an elastic function to survive a loss.",
+    )
 
 
 def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None:
@@ -171,6 +187,9 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
             _log_end(transition, one)
             transition.change_slot(one.worker.slot, is_held_back=True)
             transition.change(plain_exits=(*transition.job.plain_exits, one.worker.name))
+            continue
+        if one.worker.has_met and not called:
+            _end_process_group(transition, one)
             continue
         # A worker that fails by itself at the start is not started again; a killed worker is.
         _log_loss(transition, one, may_be_replaced=one.exit_code is not None and one.exit_code < 0)

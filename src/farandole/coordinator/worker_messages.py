@@ -14,6 +14,8 @@ from farandole.events import (
     TransportChosen,
     UserCodeFailed,
     WorkerLeaves,
+    WorkerMetOthers,
+    WorkerTrainsAlone,
 )
 from farandole.membership import Address
 from farandole.wire.messages import (
@@ -86,8 +88,24 @@ def _hello(transition: Transition, worker: Worker, address: Address, pid: int) -
     if worker.address is not None:
         return
     transition.change_worker(worker.name, address=address, pid=pid)
+    worker_met(transition, worker, has_met=True)
     if transition.job.generation is not None:
         transition.send_to_workers([worker.name], Newcomer(len(transition.job.generation.members)))
+
+
+def worker_met(transition: Transition, worker: Worker, has_met: bool) -> None:
+    """Record that a worker has met the others, or else that it trains without having met them. The latter is withdrawn
+    by the former: a script may make a step to warm up, and join the others then."""
+    job = transition.job
+    if has_met:
+        transition.change(has_met=True)
+        transition.change_worker(worker.name, has_met=True)
+        if worker.name in job.alone:
+            transition.change(alone=tuple(name for name in job.alone if name != worker.name))
+            transition.log(WorkerMetOthers(worker.name))
+    elif worker.address is None and worker.name not in job.alone and job.target > 1:
+        transition.change(alone=(*job.alone, worker.name))
+        transition.log(WorkerTrainsAlone(worker.name, job.target))
 
 
 def _elastic(transition: Transition, worker: Worker) -> None:

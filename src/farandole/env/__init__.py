@@ -8,6 +8,7 @@ from farandole.env.agent_env import (
     JobEnv,
     WorkerEnv,
     environment_of,
+    hide_torchrun_place,
     horovod_environment,
     read_checkpoint_env,
     read_exit_notice,
@@ -16,8 +17,10 @@ from farandole.env.agent_env import (
     read_rank_and_size,
     read_start_timeout_s,
     read_token,
+    read_torchrun_rank_and_size,
     read_transport,
     read_worker_env,
+    torchrun_environment,
 )
 from farandole.env.inheritance import (
     carried_environment,
@@ -43,6 +46,7 @@ __all__ = [
     "differs_for_all",
     "environment_of",
     "has_malloc_settings",
+    "hide_torchrun_place",
     "horovod_environment",
     "inherited_environment",
     "prepare_for_nccl",
@@ -56,9 +60,11 @@ __all__ = [
     "read_runtime_folder",
     "read_start_timeout_s",
     "read_token",
+    "read_torchrun_rank_and_size",
     "read_transport",
     "read_worker_env",
     "replace_environment",
     "restart_count",
+    "torchrun_environment",
     "uses_agent_store",
 ]

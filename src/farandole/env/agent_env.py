@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -16,7 +16,7 @@ from farandole.config import JobConfig
 from farandole.errors import ConfigError
 
 if TYPE_CHECKING:
-    from farandole.membership import Placement  # an import for which --help should not wait
+    from farandole.membership import Address, Placement  # an import for which --help should not wait
 
 
 EXIT_NOTICE = "FARANDOLE_EXIT_NOTICE"
@@ -34,6 +34,7 @@ class WorkerEnv(Struct, frozen=True):
         scratch_folder: The folder that the agent removes with the job, also when this process is killed; empty: none.
         detection_budget_s: The detection budget of the job, in seconds.
         status_page: The path of the worker's status page; empty: none.
+        store: The address of the job's store, as in MASTER_ADDR and MASTER_PORT, which scripts may change; empty: none.
     """
 
     agent_address: str = field(name="FARANDOLE_AGENT")
@@ -44,6 +45,7 @@ class WorkerEnv(Struct, frozen=True):
     scratch_folder: str = field(name="FARANDOLE_SCRATCH", default="")
     detection_budget_s: Seconds = field(name="FARANDOLE_DETECTION_BUDGET", default=JobConfig.detection_budget_s)
     status_page: str = field(name="FARANDOLE_PAGE", default="")
+    store: str = field(name="FARANDOLE_STORE", default="")
 
 
 class JobEnv(Struct, frozen=True, omit_defaults=True):
@@ -183,6 +185,91 @@ def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> di
     """Return the variables that Horovod sets for a worker: the place that it will most likely get, the name that its
     host was given, and whether workers may come and go."""
     return environment_of(HorovodPlace(**asdict(placement), hostname=host, elastic=int(is_elastic)))
+
+
+# torchrun's variables: what it passes to a worker ---------------------------------------------------------------------
+
+
+class TorchrunPlace(Struct, frozen=True, rename=str.upper):
+    """The variables that torchrun sets for each worker (torch 2.13, LocalElasticAgent._start_workers()), but for two:
+    TORCHELASTIC_ERROR_FILE, which is for its own error files, and TORCH_NCCL_ASYNC_ERROR_HANDLING, whose value 1 would
+    have torch end a worker that Farandole can save."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+    role_rank: int
+    role_world_size: int
+    role_name: str
+    master_addr: str
+    master_port: int
+    torchelastic_restart_count: int
+    torchelastic_max_restarts: int
+    torchelastic_run_id: str
+    torchelastic_use_agent_store: bool = True  # no worker may host the store: it would end with that worker
+
+
+def torchrun_environment(
+    placement: Placement,
+    store: Address,
+    run_id: str,
+    *,
+    group_rank: int = 0,
+    group_size: int = 1,
+    attempt: int = 0,
+    max_restarts: int = 0,
+    role: str = "default",
+) -> dict[str, str]:
+    """Return the variables that torchrun sets for a worker.
+
+    Args:
+        placement: The place that the worker will most likely get.
+        store: The address of the job's store.
+        run_id: Names the job.
+        group_rank: The place of the worker's host among the hosts.
+        group_size: The number of hosts.
+        attempt: How often all workers have been started anew before.
+        max_restarts: How often they may be.
+        role: The name of the role that all workers have.
+    """
+    return environment_of(
+        TorchrunPlace(
+            rank=placement.rank,
+            local_rank=placement.local_rank,
+            world_size=placement.size,
+            local_world_size=placement.local_size,
+            group_rank=group_rank,
+            group_world_size=group_size,
+            role_rank=placement.rank,
+            role_world_size=placement.size,
+            role_name=role,
+            master_addr=store.host,
+            master_port=store.port,
+            torchelastic_restart_count=attempt,
+            torchelastic_max_restarts=max_restarts,
+            torchelastic_run_id=run_id,
+        )
+    )
+
+
+def read_torchrun_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Return RANK and WORLD_SIZE of a worker of ours; None in any other process, or where they are no numbers."""
+    environ = os.environ if environ is None else environ
+    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if not has_variables(environ, WorkerEnv) or not (rank.isdecimal() and size.isdecimal()):
+        return None
+    return int(rank), int(size)
+
+
+def hide_torchrun_place(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove torchrun's variables from the environment of a worker of ours, for a library that would follow them: they
+    tell the place with which the worker was started, and that of an elastic worker changes."""
+    if has_variables(environ, WorkerEnv):
+        for name in TorchrunPlace.__struct_encode_fields__:
+            environ.pop(name, None)
 
 
 def read_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:

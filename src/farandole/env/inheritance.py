@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from farandole.env.agent_env import EXIT_NOTICE, HorovodPlace
+from farandole.env.agent_env import EXIT_NOTICE, HorovodPlace, TorchrunPlace
 
 # Variables for tuning -------------------------------------------------------------------------------------------------
 #
@@ -76,7 +76,7 @@ def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
     return {
         name: value
         for name, value in environ.items()
-        if name in _FOR_WORKERS or (not name.startswith(_PREFIX) and name not in _HOROVOD_PLACE)
+        if name in _FOR_WORKERS or not (name.startswith(_OF_AN_OUTER_JOB) or name in _PLACES)
     }
 
 
@@ -117,19 +117,24 @@ def replace_environment(variables: Mapping[str, str]) -> None:
 
 def differs_for_all(some: Mapping[str, str], others: Mapping[str, str]) -> bool:
     """Return whether two environments differ by more than the variables of a single worker."""
-    return any(some.get(name) != others.get(name) for name in {*some, *others} if not name.startswith(_FOR_ONE))
+    names = {*some, *others} - _PLACES
+    return any(some.get(name) != others.get(name) for name in names if not name.startswith(_FOR_ONE))
 
 
 _PREFIX = "FARANDOLE_"
 
-# Read in init() at the earliest; any other variable may be read by a library when it is loaded.
-_FOR_ONE = (_PREFIX, "HOROVOD_")
+# The variables of an outer job, of its workers or its agents. torchrun's agents read some of their own.
+_OF_AN_OUTER_JOB = (_PREFIX, "TORCHELASTIC_")
+
+# Read in init() or init_process_group() at the earliest, as those of torchrun in _PLACES are; any other variable may be
+# read by a library when it is loaded.
+_FOR_ONE = (_PREFIX, "HOROVOD_", "TORCHELASTIC_")
 
 # Variables for workers from a user, not from an outer job.
 _FOR_WORKERS = frozenset({BUCKET_MB, EXIT_NOTICE})
 
-# The place of a process in one job of Horovod; not for the workers of another one.
-_HOROVOD_PLACE = frozenset(HorovodPlace.__struct_encode_fields__) | {
+# The place of a process in one job, of Horovod or torchrun; not for the workers of another one.
+_PLACES = frozenset((*HorovodPlace.__struct_encode_fields__, *TorchrunPlace.__struct_encode_fields__)) | {
     "HOROVOD_RENDEZVOUS_ADDR",
     "HOROVOD_RENDEZVOUS_PORT",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",

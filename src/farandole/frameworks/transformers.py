@@ -15,6 +15,7 @@ from transformers.training_args import ParallelMode
 
 from farandole.collectives import world
 from farandole.elastic import TorchState
+from farandole.env import hide_torchrun_place
 from farandole.errors import ConfigError
 from farandole.frameworks.feed import Feed
 from farandole.optim.distributed_optimizer import DistributedOptimizer
@@ -22,6 +23,10 @@ from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.step_agreement import weight
 
 __all__ = ["Trainer"]
+
+# TrainingArguments(...) opens a process group of fixed size where it finds LOCAL_RANK (accelerate 1.15, state.py,
+# PartialState), and scripts make them before the Trainer.
+hide_torchrun_place()
 
 _NO_ARGUMENT = {
     "train_dataset": "give train_loader=fd.elastic.DataLoader(dataset, global_batch_size=..., collate_fn=...)",

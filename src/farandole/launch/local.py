@@ -127,6 +127,7 @@ async def run_local(
             grace_s=config.grace_s,
             is_elastic=config.may_change,
             fork_server=forks,
+            store_port=coordinator.store_port,
         )
         return Agent(agent_config, sink, on_event)
 

@@ -22,7 +22,9 @@ from farandole.events import (
     UserCodeFailed,
     WorkerEnded,
     WorkerLost,
+    WorkerMetOthers,
     WorkerSpawned,
+    WorkerTrainsAlone,
 )
 from farandole.launch.output import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 from farandole.machine import now_s
@@ -67,6 +69,7 @@ class Report:
         self._newcomers = set[str]()  # members that came after the first generation
         self._raised: set[str] = set()
         self._is_cut_short = False
+        self._alone = set[str]()  # workers that have trained without having met the others
         self._lacks_horovod = False
 
     def started(self, config: JobConfig, command: Sequence[str]) -> None:
@@ -85,6 +88,8 @@ class Report:
             return
         if isinstance(event, UserCodeFailed):  # its stderr has shown the traceback already
             self._print(f"{event.worker} raised {event.summary}")
+        elif isinstance(event, WorkerTrainsAlone) and len(self._alone) > 1:
+            self._print(f"{event.worker} trains alone, too")  # the first one's line says what to do
         elif isinstance(event, WorkerLost):
             self._print("\n".join([event.line(), *self._last_lines(event)]))
         else:
@@ -99,11 +104,20 @@ class Report:
             f"{self._clock() - self._started_s:.1f} s",
         )
         self._print(", ".join(counts))
-        success = "ended earlier than planned" if self._is_cut_short else "success"
-        verdict = success if exit_code == 0 else f"failed (exit code {exit_code})"
-        self._print(f"{verdict}. {reason}")
+        self._print(f"{self._verdict(exit_code)}. {reason}")
         if self._lacks_horovod and exit_code != 0:
             self._print("the script imports horovod: start it with farandole run --horovod")
+
+    def _verdict(self, exit_code: int) -> str:
+        """Return the result in a few words. Workers that did not train together are no success, whatever their exit
+        codes."""
+        alone = ""
+        if self._alone:
+            each = "each for itself" if len(self._alone) > 1 else "for itself"
+            alone = f"{_count(len(self._alone), 'worker')} trained {each}, not together with the others"
+        if exit_code != 0:
+            return f"failed (exit code {exit_code}){', and ' if alone else ''}{alone}"
+        return alone or ("ended earlier than planned" if self._is_cut_short else "success")
 
     def note(self, text: str) -> None:
         """Show a note to the user; also when quiet."""
@@ -126,6 +140,10 @@ class Report:
         elif isinstance(event, WorkerLost):
             self._losses += 1
             self._lacks_horovod = self._lacks_horovod or _NO_HOROVOD in event.last_lines
+        elif isinstance(event, WorkerTrainsAlone):
+            self._alone.add(event.worker)
+        elif isinstance(event, WorkerMetOthers):
+            self._alone.discard(event.worker)
         elif isinstance(event, TrainingCutShort):
             self._is_cut_short = True
         elif isinstance(event, UserCodeFailed):

@@ -66,7 +66,9 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
         prog=program,
         usage=f"{program} -np N [options] command ...",
         description="Run a command as N workers that train one model, and continue when workers are lost or join.",
-        epilog=f"Example: {program} -np 3 --min-np 2 python train.py --epochs 10",
+        epilog=f"Example: {program} -np 3 --min-np 2 python train.py --epochs 10. Each worker also finds the variables "
+        "of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so that a script that calls "
+        "torch.distributed.init_process_group() runs unchanged.",
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")

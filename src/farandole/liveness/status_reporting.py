@@ -16,7 +16,7 @@ import threading
 from types import TracebackType
 
 from farandole.liveness import exit_notice
-from farandole.membership import Phase, WorkerStatus
+from farandole.membership import Meeting, Phase, WorkerStatus
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 """The signal on which a worker writes the stacks of all its threads into its page, whatever it executes. A real-time
@@ -68,6 +68,17 @@ def report_progress() -> None:
     """Report progress: a boundary was passed, a batch evaluated."""
     if _page is not None:
         _page.report_progress()
+
+
+def report_meeting(path: str, has_met: bool) -> None:
+    """Report that this worker has met the others, or else that it trains without having met them.
+
+    For a worker that may not have opened its page, because it never calls init(): `path` is that of the page.
+    """
+    with contextlib.suppress(OSError):
+        page = OwnStatusPage(path)
+        page.set_meeting(Meeting.MET if has_met else Meeting.ALONE)
+        os.close(page.descriptor)
 
 
 class InPhase:
@@ -127,6 +138,7 @@ if hasattr(os, "register_at_fork"):  # a loader process must not report for its 
 #     16    step         decided steps
 #     24    phase        a Phase
 #     32    can dump     whether DUMP_SIGNAL makes the process write the stacks of its threads
+#     40    meeting      a Meeting; does not change the count
 #     64    a mutex      held by the main thread for as long as it lives (liveness/exit_notice.py)
 #     4096  stacks       text, up to the first zero byte
 
@@ -134,8 +146,8 @@ if hasattr(os, "register_at_fork"):  # a loader process must not report for its 
 STACKS_AT = 4096
 PAGE_BYTES = STACKS_AT + 252 * 1024
 MUTEX_AT = 64
-_WORDS = 5
-_COUNT, _GENERATION, _STEP, _PHASE, _CAN_DUMP = range(_WORDS)
+_WORDS = 6
+_COUNT, _GENERATION, _STEP, _PHASE, _CAN_DUMP, _MEETING = range(_WORDS)
 
 
 class StatusPage:
@@ -169,11 +181,18 @@ class StatusPage:
 
     def look(self) -> WorkerStatus | None:
         """Return the worker's status; None before it has stored one, or when it has stored invalid values."""
-        count, generation, step, phase, _ = self._words
+        count, generation, step, phase, *_ = self._words
         try:
             return WorkerStatus(count, generation, step, Phase(phase)) if count else None
         except ValueError:
             return None
+
+    def meeting(self) -> Meeting:
+        """Return whether the worker has met the others, as far as it has reported that."""
+        try:
+            return Meeting(self._words[_MEETING])
+        except ValueError:
+            return Meeting.UNKNOWN
 
     def stacks(self) -> str:
         """Return the stacks of the worker's threads that it has written; empty if there are none yet."""
@@ -211,6 +230,9 @@ class OwnStatusPage:
 
     def report_progress(self) -> None:
         self._words[_COUNT] += 1
+
+    def set_meeting(self, meeting: int) -> None:
+        self._words[_MEETING] = meeting
 
     def enable_dump(self) -> None:
         self._words[_CAN_DUMP] = 1

@@ -16,13 +16,12 @@ from farandole.collectives.connection_pair import as_bytes, byte_view
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.process_group import c10d_collectives, works
+from farandole.process_group.autoload import BACKEND
 from farandole.process_group.c10d_collectives import contiguous, require_cpu
 from farandole.process_group.works import Done, GroupMembers, Receiving, alone_in
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # a NewType of str, only since torch 2.10
-
-BACKEND = "farandole"
 
 Tensors = Sequence[torch.Tensor]
 

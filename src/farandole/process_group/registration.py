@@ -1,5 +1,5 @@
-"""Registration of the backend "farandole" with torch.distributed, and of its groups. worker/context.py calls it, when
-it is imported.
+"""The groups of the backend "farandole": their creation, and their change with each generation. worker/context.py calls
+`register` when it is imported; autoload.py has made the backend known to torch by then, or does so now.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 from torch.distributed.distributed_c10d import _world
-from torch.distributed.rendezvous import _query_to_dict, _rendezvous_handlers
+from torch.distributed.rendezvous import _query_to_dict
 
 from farandole.collectives import world
+from farandole.env import read_torchrun_rank_and_size
 from farandole.errors import ConfigError
-from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
+from farandole.process_group.autoload import BACKEND, make_backend_known
+from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.old_torch import (
     clear_planner_cache,
     clear_sharding_cache,
@@ -36,13 +38,10 @@ def register(init: Callable[[], None]) -> None:
     `init` enters the world, unless that was done before.
     """
     global _init
-    _init = init
-    if BACKEND.upper() in dist.Backend._plugins:
+    is_first, _init = _init is None, init
+    make_backend_known()
+    if not is_first:
         return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
-    # register_rendezvous_handler() refuses a scheme that is registered (torch 2.13, torch/distributed/rendezvous.py).
-    theirs = _rendezvous_handlers["env"]
-    _rendezvous_handlers["env"] = lambda url, **options: _meet(url, options, theirs)
     have_shutdown_called()
     have_no_flight_recorder(BACKEND)
     world.on_enter(_follow)
@@ -67,31 +66,21 @@ def open_default_group() -> None:
     sys.excepthook = hook
 
 
-def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]]) -> Iterator[Any]:
-    """Replace torch's env:// rendezvous, which needs no environment variables for our backend.
+def meet(url: str) -> Iterator[Any]:
+    """Do what a rendezvous of torch does for a group with our backend, from the parameters of init_process_group.
 
-    Rank and size are known, and the ranks have connected.
+    A rank and a size that the script has copied from RANK and WORLD_SIZE are those with which the worker was started:
+    the current ones take their place.
     """
-    if _backend_asked_for() not in (BACKEND, f"cpu:{BACKEND}"):
-        yield from theirs(url, **options)
-        return
     _enter_world()
     here = world.current().placement
+    copied_rank, copied_size = read_torchrun_rank_and_size() or (here.rank, here.size)
     parameters = _query_to_dict(urlparse(url).query)
-    yield _no_store, int(parameters.get("rank", here.rank)), int(parameters.get("world_size", here.size))
+    rank, size = int(parameters.get("rank", here.rank)), int(parameters.get("world_size", here.size))
+    yield _no_store, here.rank if rank == copied_rank else rank, here.size if size == copied_size else size
 
 
-def _backend_asked_for() -> str | None:
-    """Return the backend from the call of init_process_group: the handler of a rendezvous does not receive it."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
-            return str(frame.f_locals["backend"])
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
+def create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
     """Create a group. c10d calls it for each."""
     _enter_world()
     here = world.current().placement

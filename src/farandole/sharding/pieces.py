@@ -24,7 +24,7 @@ from farandole.collectives import world
 from farandole.collectives.named.objects import broadcast_object
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
-from farandole.process_group import failure
+from farandole.process_group.works import failure
 from farandole.sharding.shard_plan import ShardPlan, rows
 
 TensorKey = tuple[str, str]

@@ -141,6 +141,11 @@ class Channel(Generic[T]):
         return str(self._writer.get_extra_info("sockname")[0])
 
     @property
+    def peer_host(self) -> str:
+        """The numeric address of the other side, as this side sees it."""
+        return str(self._writer.get_extra_info("peername")[0])
+
+    @property
     def unsent_bytes(self) -> int:
         """The number of bytes that the kernel has not accepted yet."""
         return self._writer.transport.get_write_buffer_size()

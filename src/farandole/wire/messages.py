@@ -349,6 +349,14 @@ class WorkersSeen(Message, frozen=True):
     workers: dict[str, WorkerStatus]
 
 
+class WorkerMet(Message, frozen=True):
+    """A worker has met the others, in init() or in a process group of torch.distributed. Without `has_met`: it has made
+    a step of an optimizer, and has not met them."""
+
+    worker: str
+    has_met: bool
+
+
 class Heartbeat(Message, frozen=True):
     """The agent is alive. `received` is the newest CoordinatorHeartbeat that it received; None when it gets none."""
 
@@ -391,6 +399,7 @@ AgentMessage: TypeAlias = (
     | WorkerExited
     | SpawnFailed
     | WorkersSeen
+    | WorkerMet
     | AgentLeaving
     | Heartbeat
     | WorkerPrinted
@@ -412,6 +421,7 @@ class Welcome(Message, frozen=True):
         environment: The variables of each worker in addition to the environment of the agent's machine.
         heartbeat_id: Names this connection in datagrams with heartbeats, which go to `heartbeat_port`; 0: there are
             none.
+        store_port: The port of the job's store, at the address of the coordinator; 0: there is none.
     """
 
     job_id: str
@@ -424,6 +434,7 @@ class Welcome(Message, frozen=True):
     heartbeat_id: bytes = b""
     heartbeat_port: int = 0
     fork_server: ForkServerUse = "off"
+    store_port: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -443,12 +454,18 @@ class CoordinatorHeartbeat(Message, frozen=True):
 class Spawn(Message, frozen=True):
     """Start a worker in this slot.
 
-    `expected` is the place that it will most likely get, for scripts that read it before init().
+    Attributes:
+        expected: The place that it will most likely get, for scripts that read it before init().
+        attempt: How often all workers of the job have been started again; the store begins empty each time.
+        group_rank, group_size: The place of its host among the hosts of the expected workers, and their number.
     """
 
     worker: str
     slot: int
     expected: Placement | None = None
+    attempt: int = 0
+    group_rank: int = 0
+    group_size: int = 1
 
 
 class Kill(Message, frozen=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from farandole.wire.messages import Kill, LinkBroken
+from farandole.coordinator import AgentReported
+from farandole.events import WorkerMetOthers, WorkerTrainsAlone
+from farandole.wire.messages import Kill, LinkBroken, Spawn, WorkerMet
 from tests.support.told_job import ToldJob
 
 
@@ -49,3 +51,63 @@ def test_an_exit_with_0_before_the_others_enter_the_elastic_function_is_a_loss_a
     told.ready(2, "w1")
     assert told.members == ("w1",)
     assert told.spawned() == {"w2": 0}
+
+
+def met(told: ToldJob, worker: str, has_met: bool) -> ToldJob:
+    return told.feed(AgentReported("a", WorkerMet(worker, has_met)))
+
+
+def ended(told: ToldJob) -> str:
+    for worker in list(told.job.workers):
+        told.exited(worker, 0)
+    assert told.ending[0] == 0
+    return told.ending[1]
+
+
+def test_a_worker_that_trains_alone_is_reported_once_and_named_at_the_end() -> None:
+    told = met(ToldJob(2), "w1", has_met=False)
+    assert told.logged(WorkerTrainsAlone) == [WorkerTrainsAlone("w1", 2)]
+    assert met(told, "w1", has_met=False).logged(WorkerTrainsAlone) == []
+    assert ended(told) == (
+        "All workers exited with code 0; none of them called init() or torch.distributed.init_process_group()."
+    )
+
+
+def test_that_is_withdrawn_when_the_worker_enters_a_process_group_or_calls_init() -> None:
+    told = met(met(ToldJob(2), "w1", has_met=False), "w1", has_met=True)
+    assert told.logged(WorkerMetOthers) == [WorkerMetOthers("w1")]
+    assert ended(told) == "All workers exited with code 0."
+    told = met(ToldJob(2), "w1", has_met=False).hello("w1")
+    assert told.logged(WorkerMetOthers) == [WorkerMetOthers("w1")]
+    assert met(told, "w1", has_met=False).logged(WorkerTrainsAlone) == []
+
+
+def test_a_worker_that_met_the_others_at_once_is_no_news() -> None:
+    told = met(ToldJob(2), "w1", has_met=True)
+    assert told.actions == []
+    assert ended(told) == "All workers exited with code 0."
+
+
+def test_a_death_ends_a_job_whose_workers_are_in_a_process_group_of_torch() -> None:
+    told = met(ToldJob(2), "w1", has_met=True).exited("w1", -9)
+    assert told.ending[0] == 1
+    assert (
+        "The workers train in a process group of torch.distributed, which cannot continue without it" in told.ending[1]
+    )
+    assert met(ToldJob(2), "w1", has_met=True).exited("w1", 3).ending[0] == 3
+    assert ToldJob(2).exited("w1", -9).job.ending is None, "before it has met others it is replaced"
+
+
+def test_a_job_of_one_worker_and_old_news_change_nothing() -> None:
+    assert met(ToldJob(1), "w0", has_met=False).actions == []
+    assert met(ToldJob(2).exited("w1", 0), "w1", has_met=False).job.alone == ()
+    assert ended(ToldJob(2)) == "All workers exited with code 0; none of them called init()."
+
+
+def test_the_hosts_of_the_first_workers_are_groups_in_the_order_of_the_ranks() -> None:
+    told = ToldJob(3, slots=0).connect("a", 2)
+    groups = {each.worker: (each.group_rank, each.group_size) for each in told.sent(Spawn)}
+    groups |= {each.worker: (each.group_rank, each.group_size) for each in told.connect("b", 2).sent(Spawn)}
+    assert groups["w2"] == (1, 2)
+    assert groups["w0"][0] == groups["w1"][0] == 0
+    assert {each.attempt for each in told.sent(Spawn)} == {0}

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from farandole import env
-from farandole.membership import Placement
+from farandole.membership import Address, Placement
 
 
 def worker_variables(worker: str, secret: str, slot: int) -> dict[str, str]:
@@ -25,6 +25,47 @@ def test_the_place_in_an_outer_job_is_not_inherited_but_the_user_s_settings_are(
     outer = env.horovod_environment(Placement(0, 1, 0, 1, 0, 1), "node1", is_elastic=False)
     said = {**outer, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_FUSION_THRESHOLD": "0"}
     assert env.inherited_environment(said) == {"HOROVOD_FUSION_THRESHOLD": "0"}
+
+
+def test_torchrun_s_variables_of_an_outer_job_are_not_inherited() -> None:
+    placement, store = Placement(5, 8, 1, 4, 1, 2), Address("10.0.0.1", 29500)
+    outer = env.torchrun_environment(placement, store, "outer", group_rank=1, group_size=2, attempt=3)
+    assert env.inherited_environment({**outer, "TORCHELASTIC_ERROR_FILE": "x", "TORCH_LOGS": "dynamo"}) == {
+        "TORCH_LOGS": "dynamo"
+    }
+
+
+def test_torchrun_s_variables_have_their_names_and_values() -> None:
+    placement, store = Placement(5, 8, 1, 4, 1, 2), Address("10.0.0.1", 29500)
+    assert env.torchrun_environment(placement, store, "job", group_rank=1, group_size=2, attempt=3) == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "8",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def test_torchrun_s_variables_are_hidden_from_libraries_in_our_workers_only() -> None:
+    placement = env.torchrun_environment(Placement(0, 2, 0, 2, 0, 1), Address("127.0.0.1", 1), "job")
+    ours, theirs = {**worker_variables("w3", "secret", 2), **placement}, dict(placement)
+    assert env.read_torchrun_rank_and_size(ours) == (0, 2)
+    assert env.read_torchrun_rank_and_size(theirs) is None
+    env.hide_torchrun_place(ours)
+    env.hide_torchrun_place(theirs)
+    assert ours == worker_variables("w3", "secret", 2)
+    assert theirs == placement
+    assert env.read_torchrun_rank_and_size(ours) is None
 
 
 def test_a_changed_environment_is_as_it_was_afterwards_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +87,7 @@ def test_a_changed_environment_is_as_it_was_afterwards_also_after_an_error(monke
 def test_what_is_said_to_one_worker_alone_makes_no_difference_for_a_library() -> None:
     common = {"HOME": "/home/somebody", "OMP_NUM_THREADS": "2"}
     first = common | worker_variables("w3", "secret", 2)
-    second = common | worker_variables("w4", "other", 3) | {"HOROVOD_RANK": "1"}
+    second = common | worker_variables("w4", "other", 3) | {"HOROVOD_RANK": "1", "RANK": "1", "MASTER_PORT": "29500"}
     assert not env.differs_for_all(first, second)
     assert env.differs_for_all(first, second | {"OMP_NUM_THREADS": "1"})
     assert env.differs_for_all(first, second | {"LD_PRELOAD": "x"})

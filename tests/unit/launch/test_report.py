@@ -13,7 +13,9 @@ from farandole.events import (
     TrainingCutShort,
     UserCodeFailed,
     WorkerLost,
+    WorkerMetOthers,
     WorkerSpawned,
+    WorkerTrainsAlone,
 )
 from farandole.launch.report import Loudness, Report
 
@@ -50,6 +52,20 @@ def test_a_job_with_one_loss_is_told_from_its_start_to_its_end() -> None:
         "[farandole] 2 generations, 1 worker lost, 1 joined, 12.3 s",
         "[farandole] success. This is why.",
     ]
+
+
+def test_workers_that_trained_alone_are_no_success() -> None:
+    alone = [WorkerTrainsAlone(worker, 2) for worker in ("w0", "w1")]
+    _, first, second, _, last = told(*alone)
+    assert first == f"[farandole] {alone[0].line()}"
+    assert second == "[farandole] w1 trains alone, too"
+    assert last == "[farandole] 2 workers trained each for itself, not together with the others. This is why."
+    *_, last = told(alone[0], exit_code=3)
+    assert last == (
+        "[farandole] failed (exit code 3), and 1 worker trained for itself, not together with the others. This is why."
+    )
+    *_, last = told(*alone, WorkerMetOthers("w0"), WorkerMetOthers("w1"))
+    assert last == "[farandole] success. This is why."
 
 
 def test_a_job_that_did_less_than_was_promised_is_not_called_a_success() -> None:

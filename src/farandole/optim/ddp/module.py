@@ -30,7 +30,8 @@ from farandole.optim.ddp.ddp_path import DdpPath
 from farandole.optim.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.step_agreement import absorb, check_devices
-from farandole.process_group.c10d_group import BACKEND, FarandoleGroup
+from farandole.process_group.autoload import BACKEND
+from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.works import Done, Everybody
 from farandole.state import step
 

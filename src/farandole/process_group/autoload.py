@@ -1,0 +1,197 @@
+"""What each `import torch` runs where Farandole is installed: torch's entry point `torch.backends` calls `load()`.
+
+It makes the backend "farandole" known to torch.distributed; the rest of Farandole is imported when a script requests
+that backend. In a worker of `farandole run` it also prepares torch for the job's store, and watches whether the worker
+trains without having met the others. Anywhere else it does nothing more.
+
+It imports only what torch has imported, and reads the environment itself: every program that imports torch waits for
+it, and importing farandole.env takes longer than all that is done here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BACKEND = "farandole"
+
+_is_known = False  # the backend, to torch
+_is_prepared = False  # this process, as a worker
+_lone: LoneTraining | None = None  # of a worker of several
+
+
+def load() -> None:
+    """Make the backend known, and prepare a worker. Idempotent. torch's entry point calls it, and the fork server calls
+    it again in each worker that it has forked, whose environment differs from its own."""
+    if not dist.is_available():
+        return  # a torch that was built without torch.distributed
+    make_backend_known()
+    if os.environ.get("FARANDOLE_WORKER"):
+        _prepare_worker()
+
+
+def make_backend_known() -> None:
+    """Register the backend, and a rendezvous that needs no environment variables for it. Idempotent."""
+    global _is_known
+    if _is_known:
+        return
+    _is_known = True
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    # register_rendezvous_handler() refuses a scheme that is registered (torch 2.13, torch/distributed/rendezvous.py).
+    handlers = _rendezvous()._rendezvous_handlers
+    theirs = handlers["env"]
+    handlers["env"] = lambda url, **options: _meet(url, options, theirs)
+
+
+def _rendezvous() -> Any:
+    return sys.modules["torch.distributed.rendezvous"]  # loaded by torch.distributed, whose function has its name
+
+
+def _registration() -> Any:
+    """Return registration.py, which is loaded with the rest of Farandole."""
+    import farandole
+
+    _ = farandole.init  # loads worker/context.py, which tells registration.py how to enter the world
+    from farandole.process_group import registration
+
+    return registration
+
+
+def _create(options: Any, backend_options: object) -> Any:
+    return _registration().create(options, backend_options)
+
+
+def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]]) -> Iterator[Any]:
+    """Replace torch's env:// rendezvous for our backend: rank and size are known, and the ranks have connected."""
+    if _arguments_of_init().get("backend") in (BACKEND, f"cpu:{BACKEND}"):
+        yield from _registration().meet(url)
+    else:
+        yield from theirs(url, **options)
+
+
+def _arguments_of_init() -> Mapping[str, object]:
+    """Return the arguments of the call of init_process_group: the handler of a rendezvous does not receive them."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and "backend" in frame.f_locals:
+            return frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}
+
+
+# A worker of `farandole run` ------------------------------------------------------------------------------------------
+
+
+def _prepare_worker() -> None:
+    global _is_prepared, _lone
+    if _is_prepared:
+        return
+    _is_prepared = True
+    if store := os.environ.get("FARANDOLE_STORE", ""):
+        _use_store(store)
+    rank, size = (os.environ.get(name, "") for name in ("HOROVOD_RANK", "HOROVOD_SIZE"))
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+        _lone = LoneTraining(int(rank), int(size))
+        _lone.watch()
+
+
+def _use_store(address: str) -> None:
+    """Change how torch opens the store of a rendezvous, in two ways.
+
+    - TORCHELASTIC_USE_AGENT_STORE is for the launcher's own store. torch 2.6 to 2.14 follow it at any address, where
+      every rank then waits for a store that nobody serves; torch 2.15 does not (torch/distributed/rendezvous.py,
+      _agent_store_serves).
+    - torch counts its groups from 0 again after destroy_process_group(), so the next init_process_group() would read
+      the entries of the last one. It gets a part of the store of its own.
+    """
+    module = _rendezvous()
+    theirs = getattr(module, "_create_c10d_store", None)
+    if theirs is None:
+        return
+    earlier = 0
+
+    def create(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal earlier
+        if world_size > 1 and _lone is not None:
+            _lone.end()
+        args = (rank, world_size, *args)
+        if f"{hostname}:{port}" != address:
+            variable = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+            try:
+                return theirs(hostname, port, *args, **kwargs)
+            finally:
+                if variable is not None:
+                    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = variable
+        store = theirs(hostname, port, *args, **kwargs)
+        number, earlier = earlier, earlier + 1
+        return torch._C._distributed_c10d.PrefixStore(f"rendezvous{number}", store) if number else store
+
+    module._create_c10d_store = create
+
+
+class LoneTraining:
+    """The watch whether this worker trains without having met the others.
+
+    It looks after each step of an optimizer until the worker has met them. A step before that is reported, on stderr
+    and to the agent, which is withdrawn if the worker meets the others later.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._has_warned = False
+        self._hook: Any = None
+
+    def watch(self) -> None:
+        """Begin to look after each step, of whatever optimizer."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._hook = register_optimizer_step_post_hook(self._look)
+
+    def _look(self, *_: object) -> None:
+        # torch.compile() traces hooks, and a compiled step must not change for this.
+        if torch.compiler.is_compiling():
+            return
+        if has_met():
+            self.end()
+        elif not self._has_warned:
+            self._has_warned = True
+            _report(has_met=False)
+            print(self._warning(), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Report that the worker has met the others, or is about to. Idempotent."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            _report(has_met=True)
+            if self._has_warned:
+                print(f"farandole: rank {self._rank} of {self._size} meets the others now", file=sys.stderr, flush=True)
+
+    def _warning(self) -> str:
+        return (
+            f"farandole: rank {self._rank} of {self._size} has made an optimizer step and has not met the other "
+            f"workers: {self._size} workers train {self._size} models, each for itself, and may overwrite each other's "
+            "files. Call farandole.init(), or torch.distributed.init_process_group() as under torchrun (RANK, "
+            "WORLD_SIZE and MASTER_ADDR are set), or start the script with -np 1"
+        )
+
+
+def has_met() -> bool:
+    """Return whether this worker has entered the world, or a process group of several ranks."""
+    world = sys.modules.get("farandole.collectives.world")
+    if world is not None and world.is_entered():
+        return True
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _report(has_met: bool) -> None:
+    """Report this to the agent, through the worker's status page."""
+    if page := os.environ.get("FARANDOLE_PAGE"):
+        from farandole.liveness.status_reporting import report_meeting
+
+        report_meeting(page, has_met)
