@@ -30,6 +30,10 @@ class JobConfig:
         takes_agents: Agents of other machines may join at any time.
         spares: The number of workers beyond those that train, which wait until one of them is lost.
         step_timeout_s: The time without progress of any worker after which workers that hang are stopped; None: never.
+        max_restarts: The number of times that all workers are stopped and started again after one of them failed while
+            none had entered an elastic function, as under torchrun. No worker is started before there are slots for
+            all. None: such a failure ends the job, except that a worker that is killed before init() is replaced.
+        last_call_s: How long workers that start together in all slots wait for further hosts, when there are enough.
 
     Options for the different behaviour of Horovod's elastic jobs:
 
@@ -60,12 +64,19 @@ class JobConfig:
     waits_for_newcomers: bool = False
     takes_agents: bool = False
     deferred_restart_s: float = 1.0
+    max_restarts: int | None = None
+    last_call_s: float = 0.0
 
     @property
     def may_change(self) -> bool:
         """True when the job may survive the loss of a worker, or grow. False for a job of fixed size."""
         most = self.num_proc if self.max_np is None else self.max_np
         return self.fills_slots or self.restarts > 0 or self.spares > 0 or not self.min_np == self.num_proc == most
+
+    @property
+    def may_start_workers_again(self) -> bool:
+        """True when workers may be started after the first ones: a fork server then has something to do."""
+        return self.may_change or bool(self.max_restarts)
 
     def __post_init__(self) -> None:
         if self.num_proc < 1:
@@ -80,6 +91,13 @@ class JobConfig:
             raise ConfigError(f"-np {self.num_proc} is above --max-np {self.max_np}")
         if self.restarts < 0:
             raise ConfigError(f"--restarts must not be negative, got {self.restarts}")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts must not be negative, got {self.max_restarts}")
+        if self.max_restarts is not None and self.on_failure == "host":
+            raise ConfigError(
+                f"--max-restarts {self.max_restarts} and --on-failure host contradict each other: all workers are "
+                "started again, on the same hosts; give one of them"
+            )
         if self.spares < 0:
             raise ConfigError(f"--spares must not be negative, got {self.spares}")
         if self.spares and self.fills_slots and self.max_np is None:

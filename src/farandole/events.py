@@ -583,16 +583,21 @@ class Recovered(Event):
 
 @dataclass(frozen=True)
 class WorkerSpawned(Event):
-    """A worker was started. `restart` is 0 for the first worker of a slot."""
+    """A worker was started. `restart` is 0 for the first worker of a slot, `rank` and `local_rank` the ranks that it
+    will most likely get, `attempt` how often all workers have been started again."""
 
     worker: str
     slot: int
     host: str
     restart: int
     restarts: int
+    rank: int | None = None
+    local_rank: int | None = None
+    attempt: int = 0
 
     def line(self) -> str:
         again = f", restart {self.restart} of {self.restarts}" if self.restart else ""
+        again += f", attempt {self.attempt + 1}" if self.attempt else ""
         return f"starting {self.worker} in slot {self.slot} on {self.host}{again}"
 
 
@@ -691,6 +696,56 @@ class WorkerLost(Event):
     def line(self) -> str:
         left = "" if self.restarts_left is None else f"; {count(self.restarts_left, 'restart')} left for its slot"
         return f"lost {self.worker} (slot {self.slot}): it {self.how}{left}"
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Event):
+    """The failure of a worker in detail, where no worker had entered an elastic function. Several workers may fail in
+    one attempt; the root cause is the earliest failure.
+
+    rank, local_rank  the place for which it was started
+    exit_code         negative for a signal; None: its agent was lost
+    message           the last line of the exception, from its error file or as init() reports it; empty: unknown
+    traceback         the whole text
+    error_file        its path; empty: there is none
+    time_s            from the error file, in seconds since 1970; 0: unknown
+    was_stopped       it was being stopped already because of another failure
+    """
+
+    worker: str
+    host: str
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    exit_code: int | None
+    message: str = ""
+    traceback: str = ""
+    error_file: str = ""
+    time_s: int = 0
+    was_stopped: bool = False
+
+    def line(self) -> str:
+        what = f": {self.message}" if self.message else ""
+        return f"rank {self.rank} ({self.worker}, process {self.pid} on {self.host}) failed{what}"
+
+
+@dataclass(frozen=True)
+class AllWorkersRestart(Event):
+    """A worker failed while none had entered an elastic function, or there are slots for more workers: all are stopped
+    and started again, `workers` of them. `attempt` counts from 1; `attempts` is None where no worker failed."""
+
+    workers: int
+    attempt: int
+    attempts: int | None
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        whom = f"all {self.workers} workers" if self.workers != 1 else "the worker"
+        if self.attempts is None:
+            return f"restarting all workers, {self.workers} from now on: {self.reason}"
+        return f"restarting {whom} (attempt {self.attempt} of {self.attempts}): {self.reason}"
 
 
 @dataclass(frozen=True)

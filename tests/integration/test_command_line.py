@@ -16,7 +16,7 @@ from tests.support.jobs import farandole_run
 HEAVY = ("torch", "numpy", "asyncio", "fsspec")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["torchrun", "--help"]])
 def test_help_comes_at_once(words: list[str]) -> None:
     durations = []
     for _ in range(5):
@@ -24,7 +24,7 @@ def test_help_comes_at_once(words: list[str]) -> None:
         done = subprocess.run([sys.executable, "-m", "farandole", *words], capture_output=True, text=True, timeout=20)
         durations.append(cpu_of_children_s() - start_s)
         assert done.returncode == 0
-        assert "usage: farandole run" in done.stdout
+        assert "usage: farandole" in done.stdout
     print(f"farandole {' '.join(words)}: {1000 * statistics.median(durations):.0f} ms of a core (median of 5)")
     assert min(durations) < 0.2
 
@@ -39,6 +39,7 @@ def test_help_loads_nothing_heavy_and_a_job_no_torch() -> None:
     code = (
         "import sys; from farandole.launch.arguments import parse_run; from farandole.launch import cli\n"
         "parse_run(['-np', '2', 'sh'])\n"
+        "from farandole.launch.torchrun_command import parse_torchrun; parse_torchrun(['--no-python', 'sh'])\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
         "import farandole.launch.local, farandole.launch.report\n"
         "print('torch' in sys.modules)"

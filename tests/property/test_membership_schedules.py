@@ -23,7 +23,7 @@ from farandole.coordinator import (
     new_job,
 )
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
-from farandole.events import HostDrained, HostUndrained, LinksDistrusted
+from farandole.events import HostDrained, HostUndrained, LinksDistrusted, WorkerLost
 from farandole.membership import Address, Origin
 from farandole.wire.messages import (
     AgentLeaving,
@@ -476,3 +476,113 @@ def test_no_order_of_inputs_breaks_a_rule_or_raises(first: int) -> None:
                 invariants.watch(happened, actions, now_s)
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def random_restarting_world(seed: int) -> SimulatedJob:
+    """Scripts that mostly have no elastic function, and are restarted as a whole."""
+    dice = random.Random(seed)
+    config = JobConfig(
+        num_proc=dice.randint(1, 4),
+        restarts=dice.choice([0, 1, 3]),
+        max_restarts=dice.choice([0, 1, 1, 2, 3]),
+        start_timeout_s=20.0,
+        elastic_timeout_s=10.0,
+        takes_agents=dice.random() < 0.3,
+    )
+    if seed % 3 == 0:
+        most = config.num_proc + dice.randint(0, 3)
+        last_call_s = dice.choice([0.0, 0.5, 2.0])
+        config = replace(config, takes_agents=True, fills_slots=True, max_np=most, last_call_s=last_call_s)
+    habits = Habits(
+        is_elastic=dice.random() < 0.2,
+        calls_init=dice.random() < 0.6,
+        crashes=dice.choice([0.0, 0.0, 0.1, 0.5]),
+    )
+    world = SimulatedJob(config, seed, habits)
+    if dice.random() < 0.4:
+        world.connect("a", (config.num_proc + 1) // 2)
+        world.after(dice.uniform(0, 1), lambda: world.connect("b", config.num_proc))
+    else:
+        world.connect("a", config.num_proc + dice.randint(0, 1))
+
+    if world.job.config.fills_slots:
+        world.after(dice.uniform(0.0, 6.0), lambda: world.connect("c", dice.randint(1, 2)))
+
+    def fail() -> None:
+        kind, alive = dice.randrange(100), world.alive()
+        if kind < 3:
+            world.stop(now=dice.random() < 0.3)
+        elif kind < 10:
+            world.lose_agent(dice.choice("ab"), dice.choice([None, 0.3, 3.0]))
+        elif kind < 13:
+            world.drain_agent(dice.choice("ab"))
+        elif kind < 16:
+            world.scale(dice.randint(1, 4))
+        elif alive and kind < 20:
+            dice.choice(alive).leave()
+        elif alive and kind < 25:
+            dice.choice(alive).fail("ValueError: only here")
+        elif alive:
+            world.exit(dice.choice(alive), dice.choice([-9, -9, -11, 0, 1, 3, 7]))
+
+    for _ in range(dice.randint(0, 6)):
+        # In bursts: a second failure while the workers are being stopped is one of those that matter.
+        at_s = dice.uniform(0.0, 8.0)
+        for _ in range(dice.randint(1, 3)):
+            world.after(at_s, fail)
+            at_s += 10 ** dice.uniform(-4, 0.3)
+    if dice.random() < 0.5:
+        world.after(dice.uniform(1.0, 12.0), world.finish_training)
+    return world
+
+
+def check_restarting_schedule(seed: int) -> SimulatedJob:
+    world = random_restarting_world(seed)
+    try:
+        world.run()
+        assert world.end is not None or world.job.whole_restart is None, "a restart that never comes to its end"
+        if world.end is None:
+            world.finish_training()
+            world.run()
+        waits_for_ever = world.end is None and not world.job.workers
+        assert not waits_for_ever, "neither workers nor an end"
+        restarts, most = world.invariants.restarts_of_all, world.job.config.max_restarts
+        assert world.job.attempt == world.invariants.attempt or world.end is not None
+        assert restarts == world.job.failed_attempts
+        assert restarts + world.invariants.restarts_for_slots - world.job.attempt in (0, 1)
+        if world.end is not None:
+            check_end_of_restarts(world, world.end.exit_code, world.end.reason, restarts, most)
+    except AssertionError as error:
+        recent = "\n".join(f"{at_s:10.4f} {happened}" for at_s, happened in world.history[-60:])
+        raise AssertionError(f"seed {seed}: {error}\n{recent}\n{world.job}") from error
+    return world
+
+
+def check_end_of_restarts(world: SimulatedJob, code: int, reason: str, restarts: int, most: int | None) -> None:
+    """All restarts are used before a failure ends the job, and its exit code is that of the last failure."""
+    is_used_up = "(--max-restarts)" in reason or "--max-restarts 0" in reason
+    assert not is_used_up or restarts == most, f"ended after {restarts} restarts of {most}"
+    lost = [event for event in world.logged if isinstance(event, WorkerLost)]
+    if is_used_up:
+        words = lost[-1].how.split()
+        exited = int(words[-1]) if words[:3] == ["exited", "with", "code"] else 1
+        assert code == exited, f"exit code {code} after a worker {lost[-1].how}"
+    if code == 0:
+        assert world.job.whole_restart is None, "a success while all workers are being restarted"
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, BATCH))
+def test_every_schedule_of_whole_restarts_keeps_the_rules_and_comes_to_a_good_end(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        check_restarting_schedule(seed)
+
+
+def test_the_schedules_of_whole_restarts_reach_the_cases_they_are_meant_for() -> None:
+    worlds = [check_restarting_schedule(seed) for seed in range(300)]
+    ends = [world.end for world in worlds if world.end is not None]
+    assert sum(end.exit_code == 0 and world.job.attempt > 0 for world in worlds if (end := world.end)) > 30
+    assert sum("(--max-restarts)" in end.reason for end in ends) > 30
+    assert sum(end.exit_code == 130 for end in ends) > 5
+    assert sum(world.job.whole_restart is not None for world in worlds) > 2, "no end came in the middle of a restart"
+    assert sum(world.job.is_elastic and world.job.attempt > 0 for world in worlds) > 2
+    assert sum(world.invariants.restarts_for_slots for world in worlds) > 10, "no host came while others trained"

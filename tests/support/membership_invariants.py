@@ -21,7 +21,7 @@ from farandole.coordinator import (
     SendAgent,
     UndrainRequested,
 )
-from farandole.events import HostBlacklisted, HostDrained, JobEnds, StateLost
+from farandole.events import AllWorkersRestart, HostBlacklisted, HostDrained, JobEnds, StateLost
 from farandole.wire.messages import (
     Abort,
     Dismissed,
@@ -87,6 +87,9 @@ class MembershipInvariants:
         self._is_finishing = False
         self._failed: set[str] = set()
         self._killed: set[str] = set()
+        self.attempt = 0
+        self.restarts_of_all = self.restarts_for_slots = 0
+        self._is_restarting = False
 
     def is_banned(self, host: str) -> bool:
         return self._now_s < self._bans.get(host, 0.0)
@@ -103,7 +106,8 @@ class MembershipInvariants:
             assert self.ended is None, f"{action} after EndJob"
             if isinstance(action, SendAgent):
                 match action.message:
-                    case Spawn(worker, slot):
+                    case Spawn(worker, slot, _, attempt):
+                        self._check_attempt(worker, attempt)
                         self._check_spawn(action.agent, worker, slot)
                     case ForwardToWorkers(workers, message):
                         for worker in workers:
@@ -116,6 +120,8 @@ class MembershipInvariants:
                         self._killed.add(worker)
                     case Dismissed():
                         self._check_dismissed(action.agent)
+            elif isinstance(action, Log) and isinstance(action.event, AllWorkersRestart):
+                self._check_restart_of_all(action.event)
             elif isinstance(action, Log) and isinstance(action.event, HostDrained):
                 self._check_drained(action.event)
             elif isinstance(action, Log) and isinstance(action.event, StateLost):
@@ -236,6 +242,31 @@ class MembershipInvariants:
             self.slot_of.pop(worker, None)
             self._holders.discard(worker)
 
+    def _check_restart_of_all(self, event: AllWorkersRestart) -> None:
+        most = self._config.max_restarts
+        assert most is not None, "all workers are restarted, which nobody asked for"
+        if event.attempts is None:
+            assert self._config.fills_slots, "a restart for more slots, which the job does not fill"
+            assert event.workers > len(self.slot_of), "a restart for more slots that are not there"
+            self.restarts_for_slots += 1
+        else:
+            self.restarts_of_all += 1
+            assert event.attempts == most + 1
+        assert self.restarts_of_all <= most, f"{self.restarts_of_all} restarts of all workers, of {most}"
+        assert event.attempt == self.restarts_of_all + 1
+        assert not self._is_restarting, "a second restart of all workers begins during the first one"
+        assert not self._elastic.intersection(self.members), "an elastic job needs no restart of all workers"
+        self._is_restarting, self.members = True, ()
+
+    def _check_attempt(self, worker: str, attempt: int) -> None:
+        if self._is_restarting:
+            assert not self.slot_of, f"{worker} is started beside {sorted(self.slot_of)} of the last attempt"
+            twins = [each for each, until_s in self._cut_off.items() if self._now_s < until_s]
+            assert not twins, f"{worker} is started beside {twins}, whose lease is not over"
+            self._is_restarting, self.attempt = False, self.attempt + 1
+            self._cut_off.clear()
+        assert attempt == self.attempt, f"{worker} belongs to attempt {attempt} instead of {self.attempt}"
+
     def _check_spawn(self, agent: str, worker: str, slot: int) -> None:
         assert worker not in self._spawned, f"{worker} was used twice"
         assert (agent, slot) not in self.slot_of.values(), f"two workers in slot {slot} of {agent}"
@@ -246,7 +277,7 @@ class MembershipInvariants:
         self._spawned.add(worker)
         self.slot_of[worker] = (agent, slot)
         self._spawns[agent, slot] += 1
-        budget = 1 + self._config.restarts + self._reopenings
+        budget = 1 + self._config.restarts + self._reopenings + self.attempt
         within = self._config.on_failure == "host" or self._spawns[agent, slot] <= budget
         assert within, f"slot {slot} of {agent} restarted too often"
         assert not self._released, f"{worker} was started after the release"
@@ -289,23 +320,24 @@ class MembershipInvariants:
             assert worker not in self._left, f"START to {worker}, which has left"
             assert worker not in self._dying, f"START to {worker}, which is dying"
             assert not self.is_banned(self._hosts[self.slot_of[worker][0]]), f"START to {worker}, whose host is out"
-            if self.number > 0:
+            if self.members:
                 was_member = worker in self.members
                 is_ready = self._ready.get(worker) == number if was_member else worker in self._elastic
                 assert is_ready, f"START {number} to {worker}, which is not READY for it"
         for worker in self.members:
             is_gone = worker not in self.slot_of or worker in self._left | self._dying
             assert worker in starts or is_gone, f"{worker} forgotten"
-        assert len(starts) >= (self._config.min_np if self.number else 1)
+        assert len(starts) >= (self._config.min_np if self.members else 1)
         # With --max-np 1, a leaving member may transfer the state to the one that stays.
         most = self._config.max_np
         assert most is None or len(starts) <= (max(2, most) if self._leaving.intersection(starts) else most)
+        assert not self._is_restarting, "a generation of workers that are being restarted"
         if not set(starts).intersection(self.members):
             twins = [worker for worker in self.members if self._now_s < self._cut_off.get(worker, 0.0)]
             assert not twins, f"generation {number} trains beside {twins}, whose lease is not over"
             leases = [self._cut_off[worker] for worker in self.members if worker in self._cut_off]
             self.waited_for_leases += bool(leases) and self._now_s <= max(leases) + 0.001
-        if self._config.spares and self.number:
+        if self._config.spares and self.members:
             self._check_spares(by_rank)
         self._starts += 1
         limit = self._config.reset_limit

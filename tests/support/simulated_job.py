@@ -300,8 +300,10 @@ class SimulatedJob:
         if agent not in self._agents:
             return
         match message:
-            case Spawn(name, slot):
-                worker = self.workers[name] = SimulatedWorker(self, name, agent, slot)
+            case Spawn(name, slot, _, attempt):
+                beside = [worker.name for worker in self.alive() if worker.attempt != attempt]
+                assert not beside, f"{name} of attempt {attempt} is started beside {beside} of another one"
+                worker = self.workers[name] = SimulatedWorker(self, name, agent, slot, attempt)
                 if self.random.random() < self.habits.crashes / 4:
                     worker.is_alive = False
                     self.tell(agent, SpawnFailed(name, "no such file"))

@@ -40,8 +40,8 @@ class SimulatedWorker:
     waits_in  generation without progress, in which it probes its neighbours
     """
 
-    def __init__(self, world: SimulatedJob, name: str, agent: str, slot: int) -> None:
-        self.world, self.name, self.agent, self.slot = world, name, agent, slot
+    def __init__(self, world: SimulatedJob, name: str, agent: str, slot: int, attempt: int = 0) -> None:
+        self.world, self.name, self.agent, self.slot, self.attempt = world, name, agent, slot, attempt
         self.is_alive, self.hangs = True, False
         self.is_elastic = self.is_failing = self.has_left = False
         self.current = self.ordered = self.prepared = self.ready = self.synced = self.finished = self.waits_in = 0
@@ -60,6 +60,8 @@ class SimulatedWorker:
             address = Address("127.0.0.1", 20000 + len(world.workers))
             hello = Hello(self.name, "", 1, PROTOCOL_VERSION, address)
             world.after(self._pause_s(), lambda: world.say(self, hello) if self.is_alive else None)
+        else:
+            self._look_soon()  # a plain script trains at once
 
     def is_in(self, number: int) -> bool:
         """Return whether it runs this generation and has received no message that ends it."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farandole.agent.completion import to_its_end
+from farandole.agent.error_file import ErrorFiles
 from farandole.agent.guard_process import remove_shared_memory
 from farandole.agent.process import Guard, StoppedWatch, WorkerProcess, reap_group
 from farandole.agent.spawner import Spawner, make_spawner
@@ -80,6 +81,8 @@ class AgentConfig:
     heartbeat_id, heartbeat_port  of its heartbeats as datagrams; 0: there are none
     fork_server         whether workers may be forked by a process that has imported torch
     store_port          of the job's store, at the address of the coordinator; 0: there is none
+    max_restarts        how often all workers may be started again, for scripts that read it
+    error_folder        the folder for the workers' error files, which stay after the job; empty: they are removed
     """
 
     name: str
@@ -98,6 +101,8 @@ class AgentConfig:
     heartbeat_port: int = 0
     fork_server: ForkServerUse = "off"
     store_port: int = 0
+    max_restarts: int = 0
+    error_folder: str = ""
 
 
 class EndOfService(enum.Enum):
@@ -159,6 +164,8 @@ class Agent:
         self._channel = await self._dial() if self._joined is None else self._joined
         self._server.start()
         self._processes.start()
+        error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
+        self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
         self._pages.start()
         if self._datagrams is not None:
             with contextlib.suppress(OSError):  # the connection carries heartbeats, too
@@ -252,14 +259,18 @@ class Agent:
             if order.expected is not None:
                 self._sink.expected(order.worker, order.expected.rank)
                 added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
+                error_file = self._errors.prepare(order.worker, order.attempt, order.expected.rank)
                 if self._store is not None:
                     added |= torchrun_environment(
                         order.expected,
                         self._store,
-                        self._config.job_id,
+                        self._config.environment.get("TORCHELASTIC_RUN_ID", self._config.job_id),
                         group_rank=order.group_rank,
                         group_size=order.group_size,
                         attempt=order.attempt,
+                        max_restarts=self._config.max_restarts,
+                        role=self._config.environment.get("ROLE_NAME", "default"),
+                        error_file=str(error_file or ""),
                     )
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):
@@ -310,13 +321,14 @@ class Agent:
             self._server.read_rest(worker)
             self._channel.send(WorkerDying(worker))
 
-    def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...]) -> None:
+    def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
         self._report_meetings()
         page = self._pages.get(worker)
         stacks = page.stacks() if page is not None else ""
         self._pages.remove(worker)
         self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
-        self._channel.send(WorkerExited(worker, exit_code, last_lines, stacks))
+        error = self._errors.take(worker)
+        self._channel.send(WorkerExited(worker, exit_code, last_lines, stacks, pid, error))
 
     def _on_spawn_failed(self, worker: str, error: str) -> None:
         self._pages.remove(worker)
@@ -434,8 +446,8 @@ _REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the 
 
 class WorkerProcesses:
     """The worker processes, used on one event loop. `make_spawner` returns the spawner that starts them; its processes
-    are under the guard. `on_exit(worker, exit_code, last_lines)` is called once a process is reaped and its process
-    group was killed, `on_spawn_failed(worker, error)` when it could not be started at all.
+    are under the guard. `on_exit(worker, exit_code, last_lines, pid)` is called once a process is reaped and its
+    process group was killed, `on_spawn_failed(worker, error)` when it could not be started at all.
 
     silence_limit_s  the workers are killed when `heartbeat` was not called for this time; None: it need not be called
     """
@@ -444,7 +456,7 @@ class WorkerProcesses:
         self,
         make_spawner: Callable[[Guard], Spawner],
         sink: Sink,
-        on_exit: Callable[[str, int, tuple[str, ...]], None],
+        on_exit: Callable[[str, int, tuple[str, ...], int], None],
         on_spawn_failed: Callable[[str, str], None],
         silence_limit_s: float | None = None,
     ) -> None:
@@ -561,7 +573,7 @@ class WorkerProcesses:
             self.kill(worker, grace_s)
         exit_code = await process.wait()
         del self._running[worker]
-        self._on_exit(worker, exit_code, process.last_lines)
+        self._on_exit(worker, exit_code, process.last_lines, process.pid)
         self._guard.release(process.pid)
         await process.wait_for_output()
         self._sink.closed(worker)

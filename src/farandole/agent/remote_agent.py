@@ -193,6 +193,7 @@ class JoiningAgent:
             heartbeat_port=welcome.heartbeat_port,
             fork_server=welcome.fork_server,
             store_port=welcome.store_port,
+            max_restarts=welcome.max_restarts,
         )
 
 

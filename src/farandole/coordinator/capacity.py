@@ -60,7 +60,7 @@ def follow_hosts(transition: Transition) -> None:
 def wants_more(job: Job) -> bool:
     """Return whether the job wants more members than it has, and has not opened slots for all of them."""
     staying = [worker for worker in job.survivors() if not worker.is_leaving]
-    return len(staying) < job.target and _open(job) < slots_wanted(job)
+    return len(staying) < job.target and open_slots(job) < slots_wanted(job)
 
 
 def close_slot(transition: Transition, slot: Slot) -> None:
@@ -122,11 +122,49 @@ def restarts_left(job: Job, slot: Slot) -> int:
 
 def fill(transition: Transition) -> None:
     """Start workers in wanted slots that are empty. A slot is free only once its worker is reaped."""
-    if transition.job.is_released:
+    job = transition.job
+    if job.is_released or job.whole_restart is not None or _may_not_start_together(transition):
         return
     new = [*_refill(transition), *_open_more(transition)]
     for worker in new:
         _spawn(transition, worker)
+
+
+def usable_slots(job: Job) -> int:
+    """Return the number of slots in which workers can be started now."""
+    return sum(each.slot is not None for each in slot_candidates(job))
+
+
+def last_call_deadline(job: Job) -> float | None:
+    """Return when workers that start together do not wait for further hosts any more."""
+    return None if job.enough_since_s is None else job.enough_since_s + job.config.last_call_s
+
+
+def count_slots_for_all(transition: Transition) -> None:
+    """Note since when workers that start together in all slots have enough of them, which begins the last call."""
+    job = transition.job
+    waits = job.config.max_restarts is not None and job.config.fills_slots and job.config.last_call_s > 0
+    may_start = job.generation is None and job.whole_restart is None and not (job.workers or job.plain_exits)
+    if not (waits and may_start and usable_slots(job) >= max(job.target, job.config.num_proc)):
+        transition.change(enough_since_s=None)
+    elif job.enough_since_s is None:
+        transition.change(enough_since_s=transition.now_s)
+
+
+def _may_not_start_together(transition: Transition) -> bool:
+    """Return whether workers that are restarted as a whole cannot be started as a whole now: some have been already, or
+    there are too few slots. A script that reads its rank and the number of ranks before init() gets both right only if
+    all slots are known."""
+    job = transition.job
+    if job.config.max_restarts is None or job.generation is not None:
+        return False
+    if job.workers or job.plain_exits:
+        return True
+    usable = usable_slots(job)
+    if usable < (max(job.target, job.config.num_proc) if job.config.fills_slots else job.target):
+        return True
+    until_s = last_call_deadline(job)
+    return until_s is not None and transition.now_s < until_s and (job.most is None or usable < job.most)
 
 
 def _refill(transition: Transition) -> list[str]:
@@ -145,7 +183,7 @@ def _refill(transition: Transition) -> list[str]:
 def _open_more(transition: Transition) -> list[str]:
     """Open slots until there are as many as the job wants workers, host by host."""
     job, new = transition.job, list[str]()
-    missing, missing_members = slots_wanted(job) - _open(job), job.target - _open(job)
+    missing, missing_members = slots_wanted(job) - open_slots(job), job.target - open_slots(job)
     if missing <= 0 or (job.config.fills_slots and job.generation is not None and not job.is_elastic):
         return new  # A script that has not entered an elastic function cannot admit workers.
     in_use = {slot for slot, use in job.slots.items() if use.is_open} | _occupants(job).keys()
@@ -174,9 +212,21 @@ def _spawn(transition: Transition, name: str) -> None:
     groups = list(dict.fromkeys(hosts))
     expected = expected_placement(job, worker)
     group_rank = groups.index(hosts[rank])
-    transition.send(slot.agent, Spawn(name, slot.index, expected, group_rank=group_rank, group_size=len(groups)))
+    transition.change_worker(name, place=expected)
+    transition.send(slot.agent, Spawn(name, slot.index, expected, job.attempt, group_rank, len(groups)))
     restart = job.slots[slot].restarts
-    transition.log(WorkerSpawned(name, slot.index, job.host_of(worker), restart, job.config.restarts))
+    transition.log(
+        WorkerSpawned(
+            name,
+            slot.index,
+            job.host_of(worker),
+            restart,
+            job.config.restarts,
+            expected.rank,
+            expected.local_rank,
+            job.attempt,
+        )
+    )
 
 
 def _aim_at(transition: Transition, size: int) -> None:
@@ -186,7 +236,7 @@ def _aim_at(transition: Transition, size: int) -> None:
     staying = [worker for worker in transition.job.survivors() if not worker.is_leaving]
     for worker in staying[size:]:
         vacate_slot(transition, worker.slot, reason)
-    for slot in _dispensable(transition.job)[: max(0, _open(transition.job) - slots_wanted(transition.job))]:
+    for slot in _dispensable(transition.job)[: max(0, open_slots(transition.job) - slots_wanted(transition.job))]:
         vacate_slot(transition, slot, reason)
 
 
@@ -203,7 +253,8 @@ def _occupants(job: Job) -> dict[Slot, Worker]:
     return {worker.slot: worker for worker in job.workers.values()}
 
 
-def _open(job: Job) -> int:
+def open_slots(job: Job) -> int:
+    """Return in how many slots the job wants a worker."""
     return sum(use.is_open for use in job.slots.values())
 
 

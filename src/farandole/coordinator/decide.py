@@ -8,6 +8,7 @@ Each theme has a file. The death of a worker is handled by worker_failure.py, th
                               replacement starts before its first step
     capacity.py               hosts are added, drained, removed, and quarantined after failures; which slots get a
                               worker; spares; backoff after repeated failures
+    whole_restart.py          all workers are stopped and started again, where none had entered an elastic function
     failure_detection.py      no worker makes progress, or connections fail: probes prove which links are broken
     shutdown.py               from the first Finished, or from a request to stop, to the last exit
 
@@ -17,7 +18,15 @@ depends on which input came last, and old, repeated or contradictory ones change
 
 from __future__ import annotations
 
-from farandole.coordinator import capacity, failure_detection, regroup, shutdown, worker_failure, worker_messages
+from farandole.coordinator import (
+    capacity,
+    failure_detection,
+    regroup,
+    shutdown,
+    whole_restart,
+    worker_failure,
+    worker_messages,
+)
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -73,6 +82,8 @@ def next_deadline(job: Job) -> float | None:
         *(() if regroup.awaits_exits(job) else of_regroup),
         capacity.quarantine_deadline(job),
         capacity.backoff_deadline(job),
+        whole_restart.deadline(job),
+        None if job.workers else capacity.last_call_deadline(job),
         job.restart_deferred_until_s,
         *(worker.kill_at_s for worker in job.workers.values()),
     ]
@@ -140,9 +151,14 @@ def _settle(transition: Transition) -> None:
         capacity.dismiss_idle(transition)
         regroup.conclude_recovery(transition)  # before capacity.fill, which starts the replacement
         capacity.follow_hosts(transition)
+        whole_restart.use_more_slots(transition)
+        whole_restart.advance(transition)
+        capacity.count_slots_for_all(transition)
         capacity.fill(transition)
         capacity.warn_of_missing_spares(transition)
-        if transition.job.generation is None:
+        if transition.job.whole_restart is not None:
+            pass  # Only exits are awaited.
+        elif transition.job.generation is None:
             regroup.advance_bootstrap(transition)
         elif transition.job.is_released:
             shutdown.advance_completion(transition)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from farandole.config import JobConfig
 from farandole.events import Event, JobEnds
-from farandole.membership import Address, GenerationId, Origin, Progress, Shortfall
+from farandole.membership import Address, GenerationId, Origin, Placement, Progress, Shortfall
 from farandole.wire.messages import FirstStep, ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 
 
@@ -80,6 +80,7 @@ class SlotUse:
 class Worker:
     """A worker whose process is not known to be gone.
 
+    place        the place for which it was started
     address      where its peers find it; None until it called init()
     pid          of its process, as the worker reported it; 0 until then
     is_elastic   its main thread entered an elastic function
@@ -101,6 +102,7 @@ class Worker:
 
     name: str
     slot: Slot
+    place: Placement | None = None
     address: Address | None = None
     pid: int = 0
     is_elastic: bool = False
@@ -230,6 +232,13 @@ class StepStall:
 
 
 @dataclass(frozen=True)
+class WholeRestart:
+    """A restart of all workers that was decided: their exits are awaited. `reason` is the failure, in words."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Ending:
     """The end of a job: only the exits of its last workers are awaited, until `deadline_s`."""
 
@@ -274,6 +283,10 @@ class Job:
     plain_exits    workers that exited with code 0 and never called init()
     alone          workers that have trained and have not met the others, also those that are gone
     has_met        some worker has met others in a process group of torch.distributed, or in init()
+    attempt        how often all workers have been started again (whole_restart.py)
+    failed_attempts  how often that was because of a failure
+    enough_since_s since when workers that are about to start together have enough slots
+    whole_restart  the restart of all workers that is under way: none is started before all are gone
     """
 
     config: JobConfig
@@ -314,6 +327,10 @@ class Job:
     plain_exits: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     has_met: bool = False
+    attempt: int = 0
+    failed_attempts: int = 0
+    enough_since_s: float | None = None
+    whole_restart: WholeRestart | None = None
     links: LinkTrouble = LinkTrouble()
     stall: StepStall | None = None
     start_deadline_s: float | None = None
@@ -564,6 +581,9 @@ def why_not_refilled(job: Job) -> str:
     if job.target < job.config.min_np and not job.config.fills_slots:
         clauses.append("workers that were asked to leave are not replaced")
     open_slots = sum(use.is_open for use in job.slots.values())
+    if job.config.max_restarts is not None and job.generation is None:  # no slot is opened before there are enough
+        agents = [agent for agent in job.agents.values() if agent.is_connected and not agent.is_draining]
+        open_slots = max(open_slots, sum(agent.slots for agent in agents))
     needed = max(job.target, job.config.num_proc if job.generation is None else job.config.min_np)
     if open_slots < needed:
         clauses.append(f"the agents offer only {counted(open_slots, 'slot')} for {needed} workers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import capacity, worker_messages
+from farandole.coordinator import capacity, whole_restart, worker_messages
 from farandole.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
 from farandole.coordinator.job import EndJob, LinkTrouble, Transition, Worker, counted
 from farandole.events import TrainingCutShort, TrainingFinished, WorkerStacks
@@ -90,6 +90,8 @@ def record(transition: Transition, input: Input) -> None:
                 transition.log(WorkerStacks(message.worker, message.stacks))
             worker = transition.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
+                if isinstance(message, WorkerExited):
+                    whole_restart.report_failure(transition, worker, message)
                 transition.forget([worker.name])
         case AgentReported(agent, FromWorker(name, payload)):
             worker = transition.job.workers.get(name)

@@ -4,6 +4,7 @@ Pure.
 before generation 1   killed by a signal: replaced, or its host is banned; anything else ends the job, and so does any
                       loss of a worker that has met others in a process group of torch.distributed
 a static script       exit code 0: one worker is done; anything else ends the job
+either of these       with --max-restarts: all workers are started again, or the job ends (whole_restart.py)
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
                       others: replaced, or they had left anyway;
                       with --on-failure host the whole host is banned (capacity.py), in the same regroup
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from farandole.coordinator import capacity, regroup
+from farandole.coordinator import capacity, regroup, whole_restart
 from farandole.coordinator.inputs import AgentLost
 from farandole.coordinator.job import Job, Loss, LostMember, Transition, Worker, format_exit, listed, worker_name
 from farandole.events import AgentWasLost, WorkerEnded, WorkerLost
@@ -43,6 +44,7 @@ def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | 
     if isinstance(message, SpawnFailed):
         gone = ExitRecord(worker, f"could not be started: {message.error}")
     else:
+        whole_restart.report_failure(transition, worker, message)
         how = format_exit(message.exit_code)
         gone = ExitRecord(worker, _with_reason(worker, how), message.exit_code, message.last_lines)
     _gone(transition, [gone])
@@ -81,6 +83,8 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
         transition.change_slot(slot, is_given_up=False)
     workers = [worker for worker in transition.job.workers.values() if worker.slot.agent == agent.name]
     transition.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
+    for worker in workers:
+        whole_restart.report_failure(transition, worker, None)
     how, noticed = f"was lost with agent {agent.name}", f"the silence of agent {agent.name}"
     _gone(transition, [ExitRecord(worker, how, noticed=noticed, silent_s=input.silent_s) for worker in workers])
     if not (transition.job.may_get_slots() or any(agent.is_connected for agent in transition.job.agents.values())):
@@ -89,6 +93,10 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
 
 def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
     transition.forget(one.worker.name for one in gone)
+    if transition.job.whole_restart is not None:
+        for one in gone:
+            _log_end(transition, one)
+        return
     unexpected = []
     for one in gone:
         # A worker that left, or that was stopped before it became a member, may end with any exit code.
@@ -155,12 +163,16 @@ def _static(transition: Transition, gone: list[ExitRecord]) -> None:
             transition.change_slot(one.worker.slot, is_held_back=True)
         else:
             _log_loss(transition, one, may_be_replaced=False)
+            if _all_restart(transition, one.sentence(transition.job)):
+                continue
+            so_far = whole_restart.attempts_so_far(transition.job)
             transition.end(
                 _exit_code_after(one),
-                f"{one.sentence(transition.job)}. No worker had entered an elastic function, so the "
-                "others cannot continue without it: wrap the training in an elastic function to survive a loss.",
+                f"{one.sentence(transition.job)}{so_far and f' ({so_far})'}. No worker had entered an elastic "
+                "function, so the others cannot continue without it: wrap the training in an elastic function to "
+                "survive a loss.",
             )
-    if not transition.job.survivors():
+    if not transition.job.survivors() and transition.job.whole_restart is None:
         transition.end(0, "All workers exited with code 0.")
 
 
@@ -180,6 +192,13 @@ def _end_process_group(transition: Transition, one: ExitRecord) -> None:
     )
 
 
+def _all_restart(transition: Transition, reason: str) -> bool:
+    """Begin to restart all workers, if that is possible; return whether they are restarted."""
+    if whole_restart.is_possible(transition.job):
+        whole_restart.begin(transition, reason)
+    return transition.job.whole_restart is not None
+
+
 def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None:
     for one in gone:
         sentence, called = one.sentence(transition.job), one.worker.address is not None
@@ -188,13 +207,17 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
             transition.change_slot(one.worker.slot, is_held_back=True)
             transition.change(plain_exits=(*transition.job.plain_exits, one.worker.name))
             continue
-        if one.worker.has_met and not called:
+        if one.worker.has_met and not called and transition.job.config.max_restarts is None:
             _end_process_group(transition, one)
             continue
         # A worker that fails by itself at the start is not started again; a killed worker is.
-        _log_loss(transition, one, may_be_replaced=one.exit_code is not None and one.exit_code < 0)
+        _log_loss(transition, one, may_be_replaced=_may_be_replaced_alone(transition.job, one))
         when = "while it waited in init() for the other workers" if called else "before it called init()"
-        if one.exit_code is not None and one.exit_code >= 0:
+        could_start = one.exit_code is not None or not transition.job.agents[one.worker.slot.agent].is_connected
+        if one.exit_code != 0 and could_start and transition.job.config.max_restarts is not None:
+            if not _all_restart(transition, sentence):
+                transition.end(_exit_code_after(one), f"{sentence} ({whole_restart.attempts_so_far(transition.job)}).")
+        elif one.exit_code is not None and one.exit_code >= 0:
             transition.end(one.exit_code or 1, f"{sentence} {when}; a failed start is not repeated.")
         elif one.exit_code is None and transition.job.agents[one.worker.slot.agent].is_connected:
             transition.end(1, f"{sentence}.")
@@ -206,6 +229,10 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
                 f"{sentence} {when}, and its slot's restart budget is used up "
                 f"(--restarts {transition.job.config.restarts}).",
             )
+
+
+def _may_be_replaced_alone(job: Job, one: ExitRecord) -> bool:
+    return job.config.max_restarts is None and one.exit_code is not None and one.exit_code < 0
 
 
 def _after_release(transition: Transition, gone: list[ExitRecord]) -> None:

@@ -44,6 +44,10 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
     """Apply a living worker's message. Messages before its Hello and after it has left are ignored."""
     if worker.has_left or worker.is_dying:
         return
+    if transition.job.whole_restart is not None:
+        if isinstance(message, Failed):
+            _failed(transition, worker, message)  # for the log: it may be the cause of the failure that came first
+        return
     if isinstance(message, Hello):
         _hello(transition, worker, message.address, message.pid)
     elif worker.address is not None:

@@ -33,13 +33,21 @@ from farandole.env.inheritance import (
     read_runtime_folder,
     replace_environment,
 )
-from farandole.env.launchers import FixedEnv, read_fixed_env, restart_count, uses_agent_store
+from farandole.env.launchers import (
+    FixedEnv,
+    TorchrunSettings,
+    read_fixed_env,
+    read_torchrun_settings,
+    restart_count,
+    uses_agent_store,
+)
 
 __all__ = [
     "CheckpointEnv",
     "FixedEnv",
     "HorovodSettings",
     "JobEnv",
+    "TorchrunSettings",
     "WorkerEnv",
     "carried_environment",
     "changed_environment",
@@ -61,6 +69,7 @@ __all__ = [
     "read_start_timeout_s",
     "read_token",
     "read_torchrun_rank_and_size",
+    "read_torchrun_settings",
     "read_transport",
     "read_worker_env",
     "replace_environment",

@@ -191,9 +191,8 @@ def horovod_environment(placement: Placement, host: str, is_elastic: bool) -> di
 
 
 class TorchrunPlace(Struct, frozen=True, rename=str.upper):
-    """The variables that torchrun sets for each worker (torch 2.13, LocalElasticAgent._start_workers()), but for two:
-    TORCHELASTIC_ERROR_FILE, which is for its own error files, and TORCH_NCCL_ASYNC_ERROR_HANDLING, whose value 1 would
-    have torch end a worker that Farandole can save."""
+    """The variables that torchrun sets for each worker (torch 2.13, LocalElasticAgent._start_workers()), but for
+    TORCH_NCCL_ASYNC_ERROR_HANDLING, whose value 1 would have torch end a worker that Farandole can save."""
 
     rank: int
     local_rank: int
@@ -209,6 +208,7 @@ class TorchrunPlace(Struct, frozen=True, rename=str.upper):
     torchelastic_restart_count: int
     torchelastic_max_restarts: int
     torchelastic_run_id: str
+    torchelastic_error_file: str = ""
     torchelastic_use_agent_store: bool = True  # no worker may host the store: it would end with that worker
 
 
@@ -222,6 +222,7 @@ def torchrun_environment(
     attempt: int = 0,
     max_restarts: int = 0,
     role: str = "default",
+    error_file: str = "",
 ) -> dict[str, str]:
     """Return the variables that torchrun sets for a worker.
 
@@ -234,6 +235,7 @@ def torchrun_environment(
         attempt: How often all workers have been started anew before.
         max_restarts: How often they may be.
         role: The name of the role that all workers have.
+        error_file: Where torch's `@record` writes the exception that ends the worker.
     """
     return environment_of(
         TorchrunPlace(
@@ -251,6 +253,7 @@ def torchrun_environment(
             torchelastic_restart_count=attempt,
             torchelastic_max_restarts=max_restarts,
             torchelastic_run_id=run_id,
+            torchelastic_error_file=error_file,
         )
     )
 

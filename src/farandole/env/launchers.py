@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.env.agent_env import Port, WholeNumber, read_value
+from farandole.env.agent_env import Port, Seconds, WholeNumber, read_value
 from farandole.errors import ConfigError
 
 
@@ -182,3 +182,45 @@ def _launcher_pid() -> int:
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
     return os.getppid()  # No /proc: correct only without such a script.
+
+
+# The settings of torchrun's command line in the environment -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchrunSettings:
+    """The variables that torchrun's command line reads.
+
+    defaults            values of PET_ variables, by the name of the option: {"nnodes": "2"}
+    has_threads         OMP_NUM_THREADS is set
+    visible_gpus        CUDA_VISIBLE_DEVICES; None: it is not set
+    python              PYTHON_EXEC: the interpreter of the workers; None: that of this process
+    line_prefix         TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
+    shutdown_timeout_s  TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+    has_token           FARANDOLE_TOKEN is set
+    """
+
+    defaults: Mapping[str, str]
+    has_threads: bool = False
+    visible_gpus: str | None = None
+    python: str | None = None
+    line_prefix: str | None = None
+    shutdown_timeout_s: float | None = None
+    has_token: bool = False
+
+
+_PET = "PET_"
+
+
+def read_torchrun_settings(environ: Mapping[str, str] = os.environ) -> TorchrunSettings:
+    """Return the settings of torchrun's command line in the environment. Raises ConfigError for a value that makes no
+    sense."""
+    return TorchrunSettings(
+        defaults={name[len(_PET) :].lower(): value for name, value in environ.items() if name.startswith(_PET)},
+        has_threads="OMP_NUM_THREADS" in environ,
+        visible_gpus=environ.get("CUDA_VISIBLE_DEVICES"),
+        python=environ.get("PYTHON_EXEC") or None,
+        line_prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        shutdown_timeout_s=read_value(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", Seconds),
+        has_token=bool(environ.get("FARANDOLE_TOKEN")),
+    )

@@ -32,7 +32,7 @@ def agent_command(arguments: Sequence[str]) -> int:
     report = Report(sys.stderr, Loudness[given.loudness])
     try:
         reserve_descriptors(options.slots)
-        return _serve(options, report)
+        return serve(options, report)
     except ConfigError as error:
         report.error(str(error))
         return USAGE_ERROR
@@ -123,13 +123,15 @@ def _address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def _serve(options: JoinOptions, report: Report) -> int:
+def serve(options: JoinOptions, report: Report) -> int:
+    """Serve as an agent, and return the exit code of the job; 0 when the job continues without this host. Raises what
+    JoiningAgent.run() raises."""
     import asyncio
     import signal
 
     from farandole.launch.ending_signals import ending_signals
 
-    async def serve() -> int:
+    async def run() -> int:
         agent = JoiningAgent(options, report.on_event)
 
         def end(number: signal.Signals, is_urgent: bool) -> None:
@@ -140,4 +142,4 @@ def _serve(options: JoinOptions, report: Report) -> int:
         report.note(f"{service.end.value}: {service.reason}")
         return service.exit_code
 
-    return asyncio.run(serve())
+    return asyncio.run(run())

@@ -219,6 +219,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         fills_slots=has_script or (follows_horovod and is_elastic),
         waits_for_newcomers=follows_horovod and is_elastic,
         takes_agents=options.token_file is not None,
+        max_restarts=options.max_restarts,
     )
     if hosts is not None and not config.takes_agents and (slots := sum(host.slots for host in hosts)) < num_proc:
         raise ConfigError(f"-np {num_proc} is above the {slots} slots of {', '.join(map(str, hosts))}")

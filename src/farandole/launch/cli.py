@@ -30,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "run":
         return run_program(arguments[1:], FARANDOLE_RUN)
+    if arguments and arguments[0] == "torchrun":
+        from farandole.launch.torchrun_command import torchrun_command
+
+        return torchrun_command(arguments[1:])
     if arguments and arguments[0] == "ledger":
         from farandole.launch.ledger_command import ledger_command
 
@@ -60,10 +64,12 @@ def run_program(arguments: Sequence[str] | None, program: Program) -> int:
 def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
-        usage="farandole run [options] command ...\n       farandole status|jobs|scale|drain|undrain [options]\n"
+        usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
+        "       farandole status|jobs|scale|drain|undrain [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole ledger check DIR",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
+        "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
         + "".join(f"  {name:<12}{text}; see 'farandole {name} --help'\n" for name, text in CONTROL.items())
         + "  agent       offer this machine's slots to a job of another machine; see 'farandole agent --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
@@ -71,7 +77,9 @@ def _main_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
-    parser.add_argument("command", choices=["run", *CONTROL, "agent", "ledger"], nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "command", choices=["run", "torchrun", *CONTROL, "agent", "ledger"], nargs="?", help=argparse.SUPPRESS
+    )
     return parser
 
 

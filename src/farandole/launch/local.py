@@ -56,6 +56,9 @@ async def run_local(
     origin: Origin | None = None,
     joining: Joining | None = None,
     fork_server: ForkServerUse = "off",
+    sink: OutputSink | None = None,
+    error_folder: str = "",
+    order_of_hosts: Mapping[str, int] | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; none of its processes is left then, whatever was
     raised. In the main thread the first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM
@@ -70,6 +73,10 @@ async def run_local(
     joining            the other agents that may offer slots; given when config.takes_agents
     fork_server        whether replacements are forked by a process that has imported torch. While it makes one, this
                        process becomes the parent of its descendants' orphans
+    sink               takes the workers' output instead of one that is made of `output`; it is closed at the end
+    order_of_hosts     all hosts that agents may offer, with their slots, in the order of their ranks; None: any may
+                       join, in any order
+    error_folder       the folder for the workers' error files on this machine; empty: they are removed with the job
 
     Raises ConfigError when the coordinator cannot listen there, when hosts are other machines or have fewer slots than
     the requested workers, when the first discovery fails, and when this process may not open as many files as the job
@@ -89,8 +96,8 @@ async def run_local(
         agents.on_event(event)
         on_event(event)
 
-    sink = OutputSink(output)
-    forks: ForkServerUse = fork_server if config.may_change else "off"
+    sink = OutputSink(output) if sink is None else sink
+    forks: ForkServerUse = fork_server if config.may_start_workers_again else "off"
     coordinator = Coordinator(
         config,
         token,
@@ -128,6 +135,8 @@ async def run_local(
             is_elastic=config.may_change,
             fork_server=forks,
             store_port=coordinator.store_port,
+            max_restarts=config.max_restarts or 0,
+            error_folder=error_folder,
         )
         return Agent(agent_config, sink, on_event)
 
@@ -139,6 +148,8 @@ async def run_local(
         ):
             if problem:
                 on_event(JobNotAnnounced(problem))
+            if order_of_hosts is not None:
+                coordinator.offer(order_of_hosts, may_change=False)
             return await _run_all(coordinator, agents, first, watch, config.takes_agents)
     finally:
         sink.close()
@@ -160,6 +171,7 @@ def _welcome(
         grace_s=config.grace_s,
         is_elastic=config.may_change,
         fork_server=fork_server,
+        max_restarts=config.max_restarts or 0,
     )
 
 

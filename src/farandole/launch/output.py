@@ -249,7 +249,7 @@ class RankFiles:
         file = self._files.get(target)
         if file is None:
             path = self._path(target)
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = self._files[target] = path.open("ab", buffering=0)
         return file
 

@@ -11,6 +11,7 @@ from typing import TextIO
 from farandole.config import JobConfig
 from farandole.events import (
     AgentJoined,
+    AllWorkersRestart,
     ChangePlanned,
     Event,
     ForkServerReady,
@@ -21,6 +22,7 @@ from farandole.events import (
     TransportChosen,
     UserCodeFailed,
     WorkerEnded,
+    WorkerFailed,
     WorkerLost,
     WorkerMetOthers,
     WorkerSpawned,
@@ -38,6 +40,7 @@ _DETAILS = (
     ForkServerReady,
     WorkerSpawned,
     WorkerEnded,
+    WorkerFailed,
     ChangePlanned,
     TransportChosen,
     TrainingFinished,
@@ -68,6 +71,8 @@ class Report:
         self._members = set[str]()  # of all generations
         self._newcomers = set[str]()  # members that came after the first generation
         self._raised: set[str] = set()
+        self._restarts_of_all = 0
+        self._is_new_attempt = False
         self._is_cut_short = False
         self._alone = set[str]()  # workers that have trained without having met the others
         self._lacks_horovod = False
@@ -76,8 +81,7 @@ class Report:
         """Report that the job is about to begin."""
         self._started_s = self._clock()
         if self._loudness >= Loudness.NORMAL:
-            most = "" if config.max_np is None else f", at most {config.max_np}"
-            workers = f"{_count(config.num_proc, 'worker')} (at least {config.min_np}{most})"
+            workers = f"{_count(config.num_proc, 'worker')} ({_limits(config)})"
             workers += f" and {_count(config.spares, 'spare')}" if config.spares else ""
             self._print(f"{workers} to run {shlex.join(command)}")
 
@@ -101,6 +105,7 @@ class Report:
             _count(self._generations, "generation"),
             f"{_count(self._losses, 'worker')} lost",
             f"{len(self._newcomers)} joined",
+            *([f"{_count(self._restarts_of_all, 'restart')} of all workers"] if self._restarts_of_all else []),
             f"{self._clock() - self._started_s:.1f} s",
         )
         self._print(", ".join(counts))
@@ -133,10 +138,14 @@ class Report:
 
     def _remember(self, event: Event) -> None:
         if isinstance(event, GenerationStarted):
-            if self._generations:
+            if self._generations and not self._is_new_attempt:
                 self._newcomers.update(set(event.workers) - self._members)
             self._generations += 1
             self._members.update(event.workers)
+            self._is_new_attempt = False
+        elif isinstance(event, AllWorkersRestart):
+            self._restarts_of_all += 1
+            self._is_new_attempt = True
         elif isinstance(event, WorkerLost):
             self._losses += 1
             self._lacks_horovod = self._lacks_horovod or _NO_HOROVOD in event.last_lines
@@ -174,6 +183,13 @@ class Report:
     def _write(self, _: str, data: bytes) -> None:
         with contextlib.suppress(OSError):  # the reader is gone; the exit code still tells
             write_all(self._raw, data)
+
+
+def _limits(config: JobConfig) -> str:
+    if config.max_restarts is not None:
+        times = _count(config.max_restarts, "restart") if config.max_restarts else "no restart"
+        return f"{times} of all workers after a failure"
+    return f"at least {config.min_np}" + ("" if config.max_np is None else f", at most {config.max_np}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -176,6 +176,14 @@ def _failures(parser: argparse.ArgumentParser) -> None:
         help=f"how often a lost worker of a slot is replaced (default: {JobConfig.restarts})",
     )
     add(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="how often all workers are stopped and started again after one of them failed, where none has entered an "
+        "elastic function, as under torchrun; no worker is then started before there are slots for all (default: such "
+        "a failure ends the job)",
+    )
+    add(
         "--spares",
         type=int,
         metavar="N",

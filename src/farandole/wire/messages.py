@@ -300,6 +300,23 @@ class FromWorker(Message, frozen=True):
     message: WorkerMessage
 
 
+class RecordedError(msgspec.Struct, frozen=True):
+    """The contents of a worker's error file, as torch's `@record` writes it
+    (torch/distributed/elastic/multiprocessing/errors/error_handler.py of torch 2.13).
+
+    Attributes:
+        message: The last line of the exception.
+        traceback: The whole text; empty: there is none.
+        time_s: When it was written, in seconds since 1970; 0: unknown.
+        file: The path of the file, on the host of the worker.
+    """
+
+    message: str
+    traceback: str
+    time_s: int
+    file: str
+
+
 class WorkerExited(Message, frozen=True):
     """A worker's process is gone and reaped; its process group was killed.
 
@@ -307,12 +324,16 @@ class WorkerExited(Message, frozen=True):
         exit_code: As in subprocess: negative for a signal.
         last_lines: The end of its stderr.
         stacks: The stacks of its threads, if they were requested.
+        pid: Of the process; 0: unknown.
+        error: The error that it wrote to its error file; None: there is none.
     """
 
     worker: str
     exit_code: int
     last_lines: tuple[str, ...] = ()
     stacks: str = ""
+    pid: int = 0
+    error: RecordedError | None = None
 
 
 class WorkerDying(Message, frozen=True):
@@ -435,6 +456,7 @@ class Welcome(Message, frozen=True):
     heartbeat_port: int = 0
     fork_server: ForkServerUse = "off"
     store_port: int = 0
+    max_restarts: int = 0
 
 
 class Refused(Message, frozen=True):

@@ -52,6 +52,7 @@ def test_torchrun_s_variables_have_their_names_and_values() -> None:
         "TORCHELASTIC_RESTART_COUNT": "3",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_ERROR_FILE": "",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 

@@ -38,11 +38,11 @@ def test_flags_of_the_users_script_are_never_touched(words: list[str]) -> None:
 def test_every_option_arrives() -> None:
     text = (
         "--num-proc 4 --min-num-proc 2 --max-num-proc 8 --restarts 5 --elastic-timeout 10 --start-timeout 20 "
-        "--spares 2 --fork-server on "
+        "--spares 2 --fork-server on --max-restarts 3 "
         "--detection-budget 0.5 --grace 0 --host ::1 --port 4711 --output-filename out -prefix-timestamp --verbose sh"
     )
     options = parse_run(text.split())
-    assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0, spares=2)
+    assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0, spares=2, max_restarts=3)
     assert (options.hosts, options.discovery_script, options.environment) == (None, None, {})
     assert [note.split(":")[0] for note in options.notes] == ["--fork-server on has no effect"]
     assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
