@@ -42,14 +42,14 @@ def run_workers(size: int, function: Callable[[int], ResultT]) -> list[ResultT]:
 @contextlib.contextmanager
 def _globals_of_each_thread() -> Iterator[None]:
     """Give each thread its own copies of the process's globals."""
-    kept = step._step, world.current, works._in_everybodys
+    kept = step._step, world.current, works.JOB.in_operation
     step._step = _PerThread(step._OpenStep)  # type: ignore[assignment]
-    works._in_everybodys = _PerThread(threading.Lock)  # type: ignore[assignment]
+    works.JOB.in_operation = _PerThread(threading.Lock)  # type: ignore[assignment]
     world.current = lambda: _here.world
     try:
         yield
     finally:
-        step._step, world.current, works._in_everybodys = kept
+        step._step, world.current, works.JOB.in_operation = kept
 
 
 _here: Any = threading.local()

@@ -39,6 +39,7 @@ class World:
 
 
 _current: World | None = None
+_not_initialized = "Farandole has not been initialized; call farandole.init() first"
 _refusal: str | None = None
 _interruption: str | None = None
 _on_enter: list[Callable[[World | None], None]] = []
@@ -60,8 +61,14 @@ def on_enter(callback: Callable[[World | None], None]) -> None:
 def current() -> World:
     """The current world. Raises NotInitialized before init() and after shutdown()."""
     if _current is None:
-        raise NotInitialized("Farandole has not been initialized; call farandole.init() first")
+        raise NotInitialized(_not_initialized)
     return _current
+
+
+def word_missing_init(message: str) -> None:
+    """Set the message of NotInitialized: programs written for Horovod compare it with Horovod's."""
+    global _not_initialized
+    _not_initialized = message
 
 
 @contextmanager

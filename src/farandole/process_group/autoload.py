@@ -67,8 +67,13 @@ def _create(options: Any, backend_options: object) -> Any:
 
 
 def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]]) -> Iterator[Any]:
-    """Replace torch's env:// rendezvous for our backend: rank and size are known, and the ranks have connected."""
-    if _arguments_of_init().get("backend") in (BACKEND, f"cpu:{BACKEND}"):
+    """Replace torch's env:// rendezvous for our backend: rank and size are known, and the ranks have connected.
+
+    Not where the script itself says who the ranks are: outside of a job, and with `enable_reconfigure` (torch 2.14).
+    """
+    call = _arguments_of_init()
+    is_ours = call.get("backend") in (BACKEND, f"cpu:{BACKEND}") and not call.get("enable_reconfigure")
+    if is_ours and not _registration().meets_at_torchs_store(url):
         yield from _registration().meet(url)
     else:
         yield from theirs(url, **options)

@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from farandole.collectives.connection_pair import as_bytes, byte_view
 from farandole.collectives.transport import Transport
-from farandole.errors import RecoverableError
+from farandole.errors import ConfigError, RecoverableError
 from farandole.process_group import c10d_collectives, works
 from farandole.process_group.autoload import BACKEND
 from farandole.process_group.c10d_collectives import contiguous, require_cpu
+from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles
 from farandole.process_group.works import Done, GroupMembers, Receiving, alone_in
 
 if TYPE_CHECKING:
@@ -29,16 +30,23 @@ Tensors = Sequence[torch.Tensor]
 class FarandoleGroup(ProcessGroup):
     """A group whose members may change: rank and size are read at each call.
 
+    In a job the coordinator changes them; in a group that was created for it, reconfigure() does.
+
     An operation runs when it is called, in the calling thread, in the order of the calls, which is the same on all
     ranks. It raises RecoverableError (PeerLost, GenerationEnded) when another worker was lost, and so does every later
     one of that generation; its output is undefined then. CollectiveMismatch means that ranks disagree.
+
+    Args:
+        members: Who is in the group, and the way to them.
+        timeout: The time limit of operations that name no other one. Not in a job.
     """
 
-    def __init__(self, members: GroupMembers) -> None:
+    def __init__(self, members: GroupMembers, timeout: timedelta | None = None) -> None:
         super().__init__(members.rank, members.size)  # type: ignore[call-arg]  # the stub lacks this form
         self.members = members
         self._name, self._description = "", "undefined"
         self._operations = 0
+        self._timeout = timeout
 
     # Identity ------------------------------------------------------------------------------------------------
     #
@@ -105,7 +113,10 @@ class FarandoleGroup(ProcessGroup):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = ReduceOp.SUM, timeout: Any = None) -> Done:
         tensors = _several(tensors)
         return self._do(
-            "all_reduce", tensors, lambda transport: c10d_collectives.all_reduce(transport, tensors, _op(opts))
+            "all_reduce",
+            tensors,
+            lambda transport: c10d_collectives.all_reduce(transport, tensors, _op(opts)),
+            _limit(opts, timeout),
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = ReduceOp.SUM) -> Done:
@@ -116,7 +127,12 @@ class FarandoleGroup(ProcessGroup):
     ) -> Done:
         tensors, root = _several(tensors), _root(opts)
         kind = getattr(opts, "reduceOp", op)
-        return self._do("reduce", tensors, lambda transport: c10d_collectives.reduce(transport, tensors, kind, root))
+        return self._do(
+            "reduce",
+            tensors,
+            lambda transport: c10d_collectives.reduce(transport, tensors, kind, root),
+            _limit(opts, timeout),
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = ReduceOp.SUM, timeout: Any = None) -> Done:
         if isinstance(outputs, torch.Tensor):
@@ -126,7 +142,7 @@ class FarandoleGroup(ProcessGroup):
             for output, each in zip(outputs, inputs, strict=True):
                 c10d_collectives.reduce_scatter(transport, output, each, _op(opts))
 
-        return self._do("reduce_scatter", outputs, carry_out)
+        return self._do("reduce_scatter", outputs, carry_out, _limit(opts, timeout))
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = ReduceOp.SUM) -> Done:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
@@ -136,14 +152,17 @@ class FarandoleGroup(ProcessGroup):
             for output, whole in zip(outputs, inputs, strict=True):
                 c10d_collectives.reduce_scatter_single(transport, output, whole, _op(opts))
 
-        return self._do("reduce_scatter", outputs, carry_out)
+        return self._do("reduce_scatter", outputs, carry_out, _limit(opts))
 
     # Data movement -------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Done:
         tensors = _several(tensors)
         return self._do(
-            "broadcast", tensors, lambda transport: c10d_collectives.broadcast(transport, tensors, _root(opts))
+            "broadcast",
+            tensors,
+            lambda transport: c10d_collectives.broadcast(transport, tensors, _root(opts)),
+            _limit(opts, timeout),
         )
 
     def allgather(  # type: ignore[override]  # the stub knows two forms
@@ -156,21 +175,22 @@ class FarandoleGroup(ProcessGroup):
             for each, mine in zip(outputs, inputs, strict=True):
                 c10d_collectives.all_gather(transport, each, mine)
 
-        return self._do("all_gather", [each for several in outputs for each in several], carry_out)
+        written = [each for several in outputs for each in several]
+        return self._do("all_gather", written, carry_out, _limit(opts, timeout))
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Done:
         """Gather several tensors: `outputs[r][i]` is tensor number i of rank r."""
-        return self.allgather(list(zip(*outputs, strict=True)), inputs)
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Done:
-        return self.all_gather_single_coalesced([output], [mine])
+        return self.all_gather_single_coalesced([output], [mine], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         def carry_out(transport: Transport) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 c10d_collectives.all_gather_single(transport, output, mine)
 
-        return self._do("all_gather", outputs, carry_out)
+        return self._do("all_gather", outputs, carry_out, _limit(opts))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> Done:
         if isinstance(inputs, torch.Tensor):
@@ -180,7 +200,8 @@ class FarandoleGroup(ProcessGroup):
             for number, mine in enumerate(inputs):
                 c10d_collectives.gather(transport, outputs[number] if outputs else [], mine, _root(opts))
 
-        return self._do("gather", [each for several in outputs for each in several], carry_out)
+        written = [each for several in outputs for each in several]
+        return self._do("gather", written, carry_out, _limit(opts, timeout))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> Done:
         if isinstance(outputs, torch.Tensor):
@@ -190,11 +211,14 @@ class FarandoleGroup(ProcessGroup):
             for number, output in enumerate(outputs):
                 c10d_collectives.scatter(transport, output, inputs[number] if inputs else [], _root(opts))
 
-        return self._do("scatter", outputs, carry_out)
+        return self._do("scatter", outputs, carry_out, _limit(opts, timeout))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
         return self._do(
-            "all_to_all", outputs, lambda transport: c10d_collectives.all_to_all(transport, outputs, inputs)
+            "all_to_all",
+            outputs,
+            lambda transport: c10d_collectives.all_to_all(transport, outputs, inputs),
+            _limit(opts),
         )
 
     def all_to_all_single(
@@ -208,10 +232,10 @@ class FarandoleGroup(ProcessGroup):
         def carry_out(transport: Transport) -> None:
             c10d_collectives.all_to_all_single(transport, output, whole, output_splits, input_splits)
 
-        return self._do("all_to_all", [output], carry_out)
+        return self._do("all_to_all", [output], carry_out, _limit(opts))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done:  # type: ignore[override]
-        return self._do("barrier", [], lambda transport: transport.barrier())
+        return self._do("barrier", [], lambda transport: transport.barrier(), _limit(opts, timeout))
 
     # Point to point ------------------------------------------------------------------------------------------
 
@@ -240,15 +264,55 @@ class FarandoleGroup(ProcessGroup):
         self._operations += 1
         p2p, ranks, group = self.members.p2p("recv")
         expected = p2p.expect(None if source is None else ranks[source], _subject(group, tag))
-        return Receiving(p2p, expected, tensors[0], ranks)
+        return Receiving(self.members.worlds, p2p, expected, tensors[0], ranks)
+
+    # Reconfiguration, as torch 2.14 defines it ---------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether reconfigure() may be called.
+
+        False in a job, whose coordinator decides about the members, unless the group was created with
+        init_process_group(enable_reconfigure=True).
+        """
+        return self._reconfigurable() is not None
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what the other members need to reach this process. Only members may learn it: it proves membership."""
+        return self._require_reconfigurable("get_reconfigure_handle").handle
+
+    def reconfigure(self, opts: Any) -> Done:
+        """Connect to exactly the given members. All of them call it with the same options; it returns when all have.
+
+        Subgroups end with it. See WorldsByHandles.reconfigure() for the errors.
+
+        Args:
+            opts: torch's ReconfigureOptions. Hints have no effect.
+        """
+        worlds = self._require_reconfigurable("reconfigure")
+        worlds.reconfigure(opts.uuid, opts.handles, opts.timeout)
+        return Done()
+
+    def _reconfigurable(self) -> WorldsByHandles | None:
+        members = self.members
+        return members.worlds if isinstance(members, NamedMembers) and members.may_change else None
+
+    def _require_reconfigurable(self, op: str) -> WorldsByHandles:
+        worlds = self._reconfigurable()
+        if worlds is None:
+            raise ConfigError(
+                f"{op}: the members of this group do not change by reconfigure(); it has to be created with "
+                f'init_process_group("{BACKEND}", enable_reconfigure=True)'
+            )
+        return worlds
 
     # Earlier names of c10d -----------------------------------------------------------------------------------
 
     def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Done:
-        return self.all_gather_single(output, mine)
+        return self.all_gather_single(output, mine, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Done:
-        return self.all_gather_single_coalesced(outputs, inputs)
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = ReduceOp.SUM) -> Done:
         return self.reduce_scatter_single(output, whole, opts)
@@ -264,7 +328,7 @@ class FarandoleGroup(ProcessGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Done:
-        return self.all_to_all_single(output, whole, output_splits, input_splits)
+        return self.all_to_all_single(output, whole, output_splits, input_splits, opts)
 
     # Other methods that c10d calls ---------------------------------------------------------------------------
 
@@ -273,11 +337,19 @@ class FarandoleGroup(ProcessGroup):
         self.members.close()
 
     def abort(self) -> None:
-        """Close the group as shutdown() does: nothing is in flight between calls."""
-        self.members.close()
+        """End the group. A group that reconfigure() may change is usable again after that."""
+        self.members.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: operations have no time limit, since the coordinator decides which workers are alive."""
+        """Set the time limit of later operations. In a job it has no effect: the coordinator decides which workers are
+        alive."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def get_error(self) -> object:
+        """Return SUCCESS, as Gloo does: a failed operation raises its error."""
+        return torch._C._distributed_c10d.ErrorType.SUCCESS
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: operations still run one by one."""
@@ -291,11 +363,14 @@ class FarandoleGroup(ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._operations
 
-    def _do(self, op: str, written: Tensors, carry_out: Callable[[Transport], None]) -> Done:
+    def _do(
+        self, op: str, written: Tensors, carry_out: Callable[[Transport], None], timeout: timedelta | None = None
+    ) -> Done:
         self._operations += 1
         try:
-            transport = self.members.transport(op)
-            with torch.no_grad(), alone_in(transport, op):
+            transport, worlds = self.members.transport(op), self.members.worlds
+            limit = worlds.limit(op, timeout or self._timeout)
+            with torch.no_grad(), alone_in(transport, op, worlds), limit:
                 carry_out(transport)
         except RecoverableError as error:
             works.remember_failure(error)
@@ -315,6 +390,12 @@ def _subject(group: bytes, tag: int) -> bytes:
 def _op(opts: Any) -> ReduceOp:
     """Return the operator of the options, which may be the operator itself: both forms exist."""
     return getattr(opts, "reduceOp", opts)  # type: ignore[no-any-return]
+
+
+def _limit(opts: Any, timeout: timedelta | None = None) -> timedelta | None:
+    """Return the time limit of one operation; None where the call names none, which options show as a negative one."""
+    chosen = timeout or getattr(opts, "timeout", None)
+    return chosen if chosen is not None and chosen >= timedelta() else None
 
 
 def _root(opts: Any) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import _query_to_dict
 
 from farandole.collectives import world
-from farandole.env import read_torchrun_rank_and_size
+from farandole.env import read_fixed_env, read_torchrun_rank_and_size, read_worker_env
 from farandole.errors import ConfigError
 from farandole.process_group.autoload import BACKEND, make_backend_known
 from farandole.process_group.c10d_group import FarandoleGroup
@@ -26,7 +26,8 @@ from farandole.process_group.old_torch import (
     have_no_flight_recorder,
     have_shutdown_called,
 )
-from farandole.process_group.works import Everybody, Some
+from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles, meet_at
+from farandole.process_group.works import JOB, Everybody, Some
 
 _init: Callable[[], None] | None = None
 _made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: the number of earlier ones
@@ -82,10 +83,18 @@ def meet(url: str) -> Iterator[Any]:
 
 def create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
     """Create a group. c10d calls it for each."""
+    if opts.global_ranks_in_group:
+        return _subgroup(list(opts.global_ranks_in_group), opts.timeout)
+    if getattr(opts, "enable_reconfigure", False):  # since torch 2.14
+        _made.clear()
+        worlds = WorldsByHandles(opts.group_rank, opts.group_size, opts.timeout, _follow_handles)
+        return FarandoleGroup(NamedMembers(worlds, may_change=True))
+    if _is_outside_of_a_job(opts.group_size):
+        _made.clear()
+        worlds = meet_at(opts.store, opts.group_rank, opts.group_size, opts.timeout)
+        return FarandoleGroup(NamedMembers(worlds, may_change=False))
     _enter_world()
     here = world.current().placement
-    if opts.global_ranks_in_group:
-        return _subgroup(list(opts.global_ranks_in_group))
     if (opts.group_rank, opts.group_size) != (here.rank, here.size):
         raise ConfigError(
             f"init_process_group(rank={opts.group_rank}, world_size={opts.group_size}): this is rank {here.rank} of "
@@ -95,16 +104,37 @@ def create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
     return FarandoleGroup(Everybody())
 
 
-def _subgroup(ranks: list[int]) -> FarandoleGroup:
+def meets_at_torchs_store(url: str) -> bool:
+    """Return whether torch's own rendezvous has to find the ranks of this call of init_process_group()."""
+    return _is_outside_of_a_job(int(_query_to_dict(urlparse(url).query).get("world_size", 1)))
+
+
+def _is_outside_of_a_job(size: int) -> bool:
+    """Return whether the script itself has started these `size` processes, and says where they meet.
+
+    It does so with arguments of init_process_group(), or sets some of the variables that torch's env:// needs; a
+    launcher sets more of them. A process that called fd.init() by itself is a world of one, and its forked children
+    inherit that: it says nothing about the group.
+    """
+    if read_worker_env() is not None or (world.is_entered() and world.current().placement.size > 1):
+        return False
+    try:
+        return read_fixed_env() is None and size > 1
+    except ConfigError:
+        return True
+
+
+def _subgroup(ranks: list[int], timeout: timedelta) -> FarandoleGroup:
     """Create a subgroup. Called on its members only, for each group of the same ranks in the same order."""
-    if not isinstance(dist.group.WORLD, FarandoleGroup):
+    everybody = dist.group.WORLD
+    if not isinstance(everybody, FarandoleGroup):
         raise ConfigError(
             f'new_group(backend="farandole"): the default group has the backend {dist.get_backend()}, whose ranks '
             f'may differ; call init_process_group("farandole")'
         )
     key = tuple(ranks)
     number = _made[key] = _made.get(key, -1) + 1
-    return FarandoleGroup(Some(ranks, number))
+    return FarandoleGroup(Some(ranks, number, everybody.members.worlds), timeout)
 
 
 def _enter_world() -> None:
@@ -115,13 +145,27 @@ def _enter_world() -> None:
 def _follow(entered: world.World | None) -> None:
     """Follow a new generation: c10d's own records of the default group get its size. They are private, and nothing else
     changes them while the group exists (torch 2.13, torch/distributed/distributed_c10d.py, _World)."""
-    _made.clear()
     group = dist.group.WORLD
+    if isinstance(group, FarandoleGroup) and group.members.worlds is not JOB:
+        return  # its members have nothing to do with the job
+    _made.clear()
     if entered is not None and isinstance(group, FarandoleGroup):
         _open_p2p(entered)
-        _forget_subgroups()
-        forget_meshes()
-        _world.pg_group_ranks[group] = {rank: rank for rank in range(entered.placement.size)}
+        _renew(group, entered)
+
+
+def _follow_handles(entered: world.World) -> None:
+    """Follow a reconfiguration of the default group as _follow() does."""
+    _made.clear()
+    group = dist.group.WORLD
+    if isinstance(group, FarandoleGroup):
+        _renew(group, entered)
+
+
+def _renew(group: FarandoleGroup, entered: world.World) -> None:
+    _forget_subgroups()
+    forget_meshes()
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(entered.placement.size)}
 
 
 def _forget_subgroups() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Protocol
@@ -79,12 +79,21 @@ class Done(Work):
 class Receiving(Work):
     """A message that may not have come yet; wait() writes it into the tensor.
 
-    `ranks` are the members of the group, by their ranks in `p2p`.
+    Args:
+        worlds: The worlds of the group.
+        ranks: The members of the group, by their ranks in `p2p`.
     """
 
-    def __init__(self, p2p: PointToPoint, expected: Expected, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        worlds: Worlds,
+        p2p: PointToPoint,
+        expected: Expected,
+        tensor: torch.Tensor,
+        ranks: Sequence[int],
+    ) -> None:
         super().__init__()
-        self._p2p, self._expected, self._tensor, self._ranks = p2p, expected, tensor, ranks
+        self._worlds, self._p2p, self._expected, self._tensor, self._ranks = worlds, p2p, expected, tensor, ranks
         self._message: P2PMessage | None = None
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
@@ -95,13 +104,15 @@ class Receiving(Work):
         """
         if self._message is not None:
             return True
-        if world.current().p2p is not self._p2p:
+        here = self._worlds.current()
+        if here.p2p is not self._p2p:
             raise GroupOutdated(
                 f"recv: a message of generation {self._p2p.generation} cannot arrive any more, this is generation "
-                f"{world.current().id}: call recv again in each generation"
+                f"{here.id}: call recv again in each generation"
             )
         try:
-            message = self._p2p.wait_for(self._expected)
+            with self._worlds.limit("recv", timeout):
+                message = self._p2p.wait_for(self._expected)
         except RecoverableError as error:
             remember_failure(error)
             raise
@@ -173,27 +184,74 @@ def failure() -> RecoverableError | None:
     return _seen[1]
 
 
+# The worlds of a group, one after the other ---------------------------------------------------------------------------
+
+
+class Worlds(Protocol):
+    """The generations in which the groups of one default group exist.
+
+    Attributes:
+        in_operation: Held by the thread that runs an operation of all ranks.
+    """
+
+    @property
+    def in_operation(self) -> threading.Lock: ...
+
+    def current(self) -> world.World:
+        """Return the world of the current generation."""
+        ...
+
+    def begin(self, op: str) -> world.World:
+        """Return the world for the operation `op`, which is about to begin. Raises the error that prevents it."""
+        ...
+
+    def limit(self, op: str, timeout: timedelta | None) -> AbstractContextManager[None]:
+        """Enclose an operation that may take `timeout`, or, where that is None or not positive, the group's timeout."""
+        ...
+
+
+class WorldsOfTheJob:
+    """The worlds of this worker's job.
+
+    Operations have no time limit: the coordinator decides which workers are alive.
+    """
+
+    def __init__(self) -> None:
+        self.in_operation = threading.Lock()
+
+    def current(self) -> world.World:
+        return world.current()
+
+    def begin(self, op: str) -> world.World:
+        world.raise_if_refused(op)
+        return world.current()
+
+    def limit(self, op: str, timeout: timedelta | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+JOB = WorldsOfTheJob()
+
+
 # The members of a group, and the connections between them. c10d_group.py uses them ------------------------------------
 
 _EVERYBODYS = bytes(8)
 
-_in_everybodys = threading.Lock()
-
 
 @contextmanager
-def alone_in(transport: Transport, op: str) -> Iterator[None]:
+def alone_in(transport: Transport, op: str, worlds: Worlds = JOB) -> Iterator[None]:
     """Enclose the execution of an operation.
 
     Raises StepError where two threads run operations of the transport of all ranks: their order would not be the same
     on all ranks.
     """
-    if transport is not world.current().transport:
+    if transport is not worlds.current().transport:
         yield  # a group with messages of its own
-    elif _in_everybodys.acquire(blocking=False):
+    elif worlds.in_operation.acquire(blocking=False):
         try:
             yield
         finally:
-            _in_everybodys.release()
+            worlds.in_operation.release()
     else:
         raise StepError(
             f"{op}: another thread is in a collective of all ranks. Create a group for this thread with "
@@ -210,6 +268,9 @@ class GroupMembers(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def worlds(self) -> Worlds: ...
+
     def transport(self, op: str) -> Transport:
         """Return the transport for the operation `op`, which is about to begin. Raises the error that prevents it."""
         ...
@@ -222,27 +283,32 @@ class GroupMembers(Protocol):
         """
         ...
 
+    def abort(self) -> None: ...
+
     def close(self) -> None: ...
 
 
 class Everybody:
     """All workers of the current generation, whichever it is."""
 
+    worlds: Worlds = JOB
+
     @property
     def rank(self) -> int:
-        return world.current().placement.rank
+        return self.worlds.current().placement.rank
 
     @property
     def size(self) -> int:
-        return world.current().placement.size
+        return self.worlds.current().placement.size
 
     def transport(self, op: str) -> Transport:
-        world.raise_if_refused(op)
-        return world.current().transport
+        return self.worlds.begin(op).transport
 
     def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
-        world.raise_if_refused(op)
-        return _p2p_of(world.current(), op), range(self.size), _EVERYBODYS
+        return _p2p_of(self.worlds.begin(op), op), range(self.size), _EVERYBODYS
+
+    def abort(self) -> None:
+        """Do nothing: operations run in their calls, and the coordinator ends those that cannot complete."""
 
     def close(self) -> None:
         """Do nothing: only fd.shutdown() leaves the world."""
@@ -256,10 +322,12 @@ class Some:
     Args:
         ranks: The members, in the order of the group.
         number: The number of earlier groups of the same members in this generation: alike on all of them.
+        worlds: Those of the default group.
     """
 
-    def __init__(self, ranks: Sequence[int], number: int) -> None:
-        here = world.current()
+    def __init__(self, ranks: Sequence[int], number: int, worlds: Worlds = JOB) -> None:
+        self.worlds = worlds
+        here = worlds.current()
         self._world, self._ranks, self._placement = weakref.ref(here), list(ranks), here.placement
         self._generation = here.id
         self._digest = blake2b(repr((self._ranks, number)).encode(), digest_size=16).digest()
@@ -283,6 +351,10 @@ class Some:
     def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
         return _p2p_of(self._require_own_world(op), op), self._ranks, self._digest[:8]
 
+    def abort(self) -> None:
+        """Close the group: nothing is in flight between calls."""
+        self.close()
+
     def close(self) -> None:
         self._is_closed = True
         self.forget()
@@ -300,8 +372,7 @@ class Some:
         return P2PTransport(_p2p_of(here, op), self._ranks, self._digest)
 
     def _require_own_world(self, op: str) -> world.World:
-        world.raise_if_refused(op)
-        here = world.current()
+        here = self.worlds.begin(op)
         if here is not self._world():
             raise GroupOutdated(
                 f"{op}: this group was created for ranks {self._ranks} in generation {self._generation}, and this is "

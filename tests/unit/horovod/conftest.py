@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from farandole.collectives import world
 from farandole.horovod import alias_path
 
 
 @pytest.fixture(autouse=True)
 def alias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(alias_path()))
+    monkeypatch.setattr(world, "_not_initialized", world._not_initialized)  # importing the alias changes it
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         del sys.modules[name]

@@ -26,3 +26,10 @@ def test_a_version_mismatch_is_an_import_error_with_the_versions() -> None:
     assert isinstance(error, ImportError)
     assert (error.name, error.version, error.installed_version) == ("torch", "2.1", "2.0")
     assert "2.1" in str(error)
+
+
+def test_a_call_before_init_is_refused_in_horovods_words() -> None:
+    hvd = importlib.import_module("horovod.torch")
+    for question in (hvd.rank, hvd.size, hvd.local_rank):
+        with pytest.raises(ValueError, match=r"Horovod has not been initialized; use hvd\.init\(\)"):
+            question()

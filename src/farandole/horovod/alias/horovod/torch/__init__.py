@@ -68,4 +68,8 @@ from farandole import (
     stop_timeline as stop_timeline,
     synchronize as synchronize,
 )
+from farandole.collectives.world import word_missing_init
 from horovod.torch import elastic as elastic, functions as functions, mpi_ops as mpi_ops
+
+# The words of Horovod 0.28 (horovod/common/basics.py); pytorch-ignite and others compare them.
+word_missing_init("Horovod has not been initialized; use hvd.init().")

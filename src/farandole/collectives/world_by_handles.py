@@ -1,0 +1,145 @@
+"""Worlds whose members name each other by handles: no coordinator decides who they are, and no agent gives them a key.
+
+process_group/ builds its groups outside of a job with them, and the groups that a script reconfigures by itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from farandole.collectives.point_to_point import Endpoint, PointToPoint
+from farandole.collectives.ring_builder import DataListener, RingBuilder
+from farandole.collectives.world import World
+from farandole.errors import ConfigError
+from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.wire.messages import Start
+
+_SECRET_BYTES = 16
+
+
+class Handle(msgspec.Struct, frozen=True, tag="farandole"):
+    """A process that may be a member of a world.
+
+    Whoever knows the handles of all members can take part: they are exchanged over a channel that only members read.
+
+    Attributes:
+        worker: Different for each process.
+        address: The address at which it accepts data connections.
+        machine: The name of its machine.
+        secret: Its part of the key of the data connections.
+    """
+
+    worker: str
+    address: Address
+    machine: str
+    secret: str
+
+    def __str__(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def parse_handle(text: str) -> Handle:
+    """Return the handle that `text` describes. Raises ConfigError for a text that no member has made."""
+    try:
+        return msgspec.json.decode(text, type=Handle)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f'{text!r} is no handle of the backend "farandole" ({error}): pass the results of '
+            f"torch.distributed._get_reconfigure_handle() of all members"
+        ) from error
+
+
+class HandleListener:
+    """The end of a process at which other members connect to it, for any number of worlds one after the other.
+
+    Args:
+        host: The numeric address of this machine at which the others reach this process.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._listener = DataListener(host)
+        self.handle = Handle(
+            secrets.token_hex(4), self._listener.address, socket.gethostname(), secrets.token_hex(_SECRET_BYTES)
+        )
+
+    def check(self, handles: Sequence[str]) -> None:
+        """Raise ConfigError as connect() does."""
+        self._place_among([parse_handle(each) for each in handles])
+
+    def connect(
+        self, number: int, handles: Sequence[str], timeout_s: float, check: Callable[[], None] | None = None
+    ) -> World:
+        """Return a world of the members that `handles` name, by rank; all of them call it at once.
+
+        Args:
+            number: The same for all members, and only for this world.
+            handles: The handles of all members, in the same order everywhere.
+            timeout_s: The time limit, in seconds.
+            check: Called at least once a second while a member waits for others, now and later; may raise.
+
+        Raises:
+            ConfigError: A handle is invalid, occurs twice or cannot be reached from here, or none is this process's.
+            PeerLost: A member did not connect in time.
+        """
+        members = [parse_handle(each) for each in handles]
+        rank = self._place_among(members)
+        start = _start(number, handles, members, rank)
+        builder = RingBuilder(self._listener, start, self.handle.worker, timeout_s, check=check)
+        ring = builder.build()
+        if len(members) == 1:
+            return World(start.id, start.placement, ring)
+        for_messages = DataListener(self._listener.address.host)
+        try:
+            own = msgspec.msgpack.encode(for_messages.address)
+            addresses = [msgspec.msgpack.decode(each, type=Address) for each in ring.all_gather(own)]
+            endpoints = [Endpoint(member.worker, at) for member, at in zip(members, addresses, strict=True)]
+            p2p = PointToPoint(for_messages, start.id, start.data_key, rank, endpoints, check=check)
+            p2p.open()
+        except BaseException:
+            ring.close()
+            for_messages.close()
+            raise
+        return World(start.id, start.placement, ring, p2p=p2p)
+
+    def close(self) -> None:
+        """Stop listening. Worlds that are connected already are not affected."""
+        self._listener.close()
+
+    def _place_among(self, members: Sequence[Handle]) -> int:
+        if self.handle not in members:
+            raise ConfigError(
+                f"none of the {len(members)} handles is this process's: it can only connect to members of a group "
+                f"that it is a member of"
+            )
+        if len(set(members)) < len(members):
+            raise ConfigError(f"one of the {len(members)} handles occurs twice: each member has one rank")
+        machines = sorted({member.machine for member in members})
+        for member in members:
+            if len(machines) > 1 and ipaddress.ip_address(member.address.host).is_loopback:
+                raise ConfigError(
+                    f"the members are on the machines {', '.join(machines)}, and one on {member.machine} can be "
+                    f"reached at {member.address.host} only: start the workers with `farandole run`, whose agents "
+                    f"tell each worker its address"
+                )
+        return members.index(self.handle)
+
+
+def _start(number: int, handles: Sequence[str], members: Sequence[Handle], rank: int) -> Start:
+    """Return what the coordinator of a job would tell this member. The key is made of the secrets of all members."""
+    digest = blake2b(msgspec.msgpack.encode((number, *handles)), digest_size=48).digest()
+    size = len(members)
+    peers = [Peer(member.worker, place, member.address) for place, member in enumerate(members)]
+    return Start(
+        id=GenerationId(run_id=1, coordinator_epoch=1, number=number, nonce=digest[:16].hex()),
+        placement=Placement(rank, size, rank, size, 0, 1),
+        previous=peers[rank - 1],
+        next=peers[(rank + 1) % size],
+        bootstrap=True,
+        data_key=digest[16:],
+    )
