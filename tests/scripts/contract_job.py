@@ -41,7 +41,7 @@ def total() -> float:
 def variables() -> str:
     assert int(os.environ["MASTER_PORT"]) > 0
     assert os.environ["TORCHELASTIC_RUN_ID"]
-    assert "TORCHELASTIC_ERROR_FILE" not in os.environ
+    assert os.environ["TORCHELASTIC_ERROR_FILE"].endswith("error.json")
     return " ".join(os.environ[name] for name in NAMES)
 
 
