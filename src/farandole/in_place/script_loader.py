@@ -1,0 +1,210 @@
+"""A script's DataLoader with a DistributedSampler as a loader of Farandole: the samples, order and batches of torch, for
+any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, IterableDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+from farandole.collectives import world
+from farandole.data.loader import DataLoader
+from farandole.data.sample_order import BatchLayout, Lookup
+from farandole.errors import ConfigError
+from farandole.state import step
+
+NUMBERED = "_farandole_numbered"
+"""Attribute of a sampler: the script has called its set_epoch()."""
+
+
+class SamplerOrder:
+    """The order of a DistributedSampler. Its permutation of an epoch depends on the number that the script gives to
+    set_epoch().
+
+    Where a global batch can be divided equally, each of the workers of the start gets the samples that its own sampler
+    would give it: every `workers`-th one.
+
+    Args:
+        sampler: The sampler; no other is made of it.
+        workers: The number of workers at the start.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], workers: int) -> None:
+        self._sampler, self._workers = sampler, workers
+        self._known = (0, int(sampler.epoch))  # an epoch, and its number
+        self._permutations: dict[int, NDArray[np.int64]] = {}
+
+    @property
+    def identity(self) -> str:
+        drops = ", drop_last" if self._sampler.drop_last else ""
+        return f"DistributedSampler, {self._workers} workers, shuffle={self._sampler.shuffle}{drops}"
+
+    def length(self, samples: int) -> int:
+        if len(self._sampler.dataset) != samples:  # type: ignore[arg-type]
+            raise ConfigError(
+                f"the DistributedSampler is for a data set of {len(self._sampler.dataset)} samples, "  # type: ignore[arg-type]
+                f"and that of its DataLoader has {samples}"
+            )
+        return samples - samples % self._workers if self._sampler.drop_last else samples
+
+    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
+        def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            return self._permutation(self.number_of(epoch))[self._positions(layout, positions)]
+
+        return look_up
+
+    def number_of(self, epoch: int) -> int:
+        """Return the number of an epoch; of a later one than is known, the expected number."""
+        known, number = self._known
+        return number + (epoch - known) * int(hasattr(self._sampler, NUMBERED))
+
+    def set_number(self, epoch: int, number: int) -> bool:
+        """Set the number of the epoch. Returns whether it is the expected one."""
+        is_expected = self.number_of(epoch) == number
+        self._known = (epoch, number)
+        return is_expected
+
+    def _positions(self, layout: BatchLayout, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return positions in torch's permutation, in which the samples of each rank lie `workers` apart."""
+        size, workers = layout.global_batch_size, self._workers
+        starts = positions // size * size
+        samples = np.minimum(starts + size, layout.size) - starts
+        of_each = np.maximum(samples // workers, 1)
+        rank, place = np.divmod(positions - starts, of_each)
+        return np.where(samples % workers == 0, starts + place * workers + rank, positions)
+
+    def _permutation(self, number: int) -> NDArray[np.int64]:
+        samples = len(self._sampler.dataset)  # type: ignore[arg-type]
+        key = number if self._sampler.shuffle else 0
+        if key not in self._permutations:
+            while len(self._permutations) > 1:  # this epoch and the next one
+                self._permutations.pop(next(iter(self._permutations)))
+            if self._sampler.shuffle:  # as DistributedSampler.__iter__ of torch 2.13, torch/utils/data/distributed.py
+                generator = torch.Generator()
+                generator.manual_seed(self._sampler.seed + number)
+                self._permutations[key] = torch.randperm(samples, generator=generator).numpy()
+            else:
+                self._permutations[key] = np.arange(samples)
+        return self._permutations[key]
+
+
+class ScriptLoader(DataLoader):
+    """The loader of a training whose epochs are the script's iterations over its own DataLoader.
+
+    Args:
+        theirs: The script's DataLoader.
+        workers: The number of workers at the start.
+
+    Attributes:
+        is_left: The code of the script after the batches of this epoch has run.
+
+    Raises:
+        ConfigError: It cannot be divided anew when workers change.
+    """
+
+    def __init__(self, theirs: TorchDataLoader[Any], workers: int) -> None:
+        refuse_unsuitable(theirs)
+        self._sampler: Any = theirs.sampler
+        self._their_order = SamplerOrder(self._sampler, workers)
+        size = self._their_order.length(len(theirs.dataset))  # type: ignore[arg-type]
+        assert theirs.batch_size is not None
+        super().__init__(
+            theirs.dataset,  # type: ignore[arg-type]
+            max(1, min(theirs.batch_size * workers, size)),
+            seed=int(self._sampler.seed) % 2**64,
+            order=self._their_order,
+            tail="drop" if theirs.drop_last else "short",
+            num_workers=theirs.num_workers,
+            collate_fn=None if theirs.collate_fn is default_collate else theirs.collate_fn,
+            pin_memory=theirs.pin_memory,
+            timeout=theirs.timeout,
+            prefetch_factor=theirs.prefetch_factor,
+            worker_init_fn=theirs.worker_init_fn,
+            multiprocessing_context=theirs.multiprocessing_context,
+        )
+        self.is_left = False
+        self._before_rehearsal: dict[str, Any] | None = None
+
+    # Epochs ----------------------------------------------------------------------------------------------
+
+    def is_numbered(self) -> bool:
+        """Return whether the script numbers its epochs with sampler.set_epoch()."""
+        return hasattr(self._sampler, NUMBERED)
+
+    def number(self) -> int:
+        """Return the number that the script has given to its sampler last."""
+        return int(self._sampler.epoch)
+
+    def has_number(self) -> bool:
+        """Return whether the current epoch is the one of that number."""
+        return self._their_order.number_of(self.epoch) == self.number()
+
+    def begin_epoch(self) -> None:
+        """Begin the current epoch, or go on in it, with the number that the script has given to its sampler."""
+        if not self._their_order.set_number(self.epoch, self.number()):
+            self._restart()
+
+    def end_epoch(self) -> None:
+        """End the iteration over the batches, also where `break` has left some."""
+        self._is_ended = self.is_left = True
+        self._has_to_leave = False
+        self.batch, self.indices, self._is_pending = None, [], False
+        step.close()
+
+    def advance(self) -> None:
+        """Move on to the next epoch."""
+        self.is_left = False
+        self._advance()
+
+    # Batches without effect --------------------------------------------------------------------------------
+
+    def rehearse(self) -> Any:
+        """Return a batch whose step is aborted. Call end_rehearsal() after the loop body."""
+        self.end_rehearsal()
+        self._before_rehearsal = self.state_dict()
+        here = world.current().placement
+        self.start_rehearsal(here.rank, here.size, is_at_tail=False)
+        return self._hand_out(is_rehearsal=True)
+
+    def end_rehearsal(self) -> None:
+        """Return to the position before rehearse(). Idempotent."""
+        before, self._before_rehearsal = self._before_rehearsal, None
+        if before is not None:
+            step.close()
+            self.end_rehearsals()
+            self.load_state_dict(before)
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        number = self._their_order.number_of(self.epoch)
+        return {**super().state_dict(), "number": number, **({"left": 1} if self.is_left else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._their_order.set_number(state.get("epoch", 0), state.get("number", 0))
+        self.is_left = bool(state.get("left"))
+        super().load_state_dict(state)
+
+
+def refuse_unsuitable(theirs: TorchDataLoader[Any]) -> None:
+    """Raise ConfigError, with the reason, for a DataLoader whose batches cannot be divided anew when workers change."""
+    sampler = theirs.sampler
+    if isinstance(theirs.dataset, IterableDataset):
+        raise ConfigError(
+            f"its DataLoader has {type(theirs.dataset).__name__}, an IterableDataset, whose samples cannot be read by "
+            f"index"
+        )
+    if not isinstance(sampler, DistributedSampler):
+        raise ConfigError(
+            f"its DataLoader has a {type(sampler).__name__}, and no DistributedSampler, which would tell how the samples "
+            f"are divided"
+        )
+    if type(sampler).__iter__ is not DistributedSampler.__iter__:
+        raise ConfigError(f"its sampler {type(sampler).__name__} has an order of its own (__iter__)")
+    if type(theirs.batch_sampler) is not BatchSampler or theirs.batch_size is None:
+        raise ConfigError(f"its DataLoader has batches of its own ({type(theirs.batch_sampler).__name__})")
