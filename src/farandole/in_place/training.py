@@ -33,6 +33,7 @@ from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase
 from farandole.process_group.works import set_transport_of_scripts
 from farandole.state import step
+from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
 from farandole.worker import context
 from farandole.worker.context import WorkerJob
@@ -131,6 +132,7 @@ class Training:
         self._loader: ScriptLoader | None = None
         self._theirs: TorchDataLoader[Any] | None = None
         self._begun = 0  # iterations of the script over its training loader
+        self._began_at = 0  # the cursor at which the last one began
         self._offset = 0  # from these to the epochs of the training
         self._has_to_join = False
         self._was_found = False  # a newcomer has passed over the current epoch, whose batches and later code are done
@@ -157,12 +159,13 @@ class Training:
         if self._static_because or self._is_over or not world.is_entered():
             return None
         if not isinstance(theirs.sampler, DistributedSampler):
-            self._last_other = theirs
             return None
         if self._is_evaluating() or (self._loader is not None and theirs is not self._theirs):
             return self._evaluation(theirs)
         if self._loader is None and not self._open(theirs):
             return None
+        if self._has_only_looked():
+            self._begun -= 1
         begun, self._begun = self._begun, self._begun + 1
         return self._epoch(begun)
 
@@ -270,9 +273,17 @@ class Training:
             self._stop_passing()
         loop.reach_epoch(begun + self._offset)
         loader.begin_epoch()
+        self._began_at = loader.cursor
         yield from loader
         if loader.is_left:  # the others had completed the code after this epoch before this worker came to it
             self._begin_passing()
+
+    def _has_only_looked(self) -> bool:
+        """Return whether the script has taken the first batch of its last iteration and no model has seen it, as in
+        `len(next(iter(loader))[0])`: the next iteration is the same one."""
+        is_first = self._loader is not None and self._loader.cursor == self._began_at
+        is_unused = step.batch() is not None and not step.is_noticed()
+        return bool(self._begun) and is_first and is_unused and step.status() in (StepStatus.OPEN, StepStatus.ABORTED)
 
     def _evaluation(self, theirs: TorchDataLoader[Any]) -> Iterator[Any]:
         """Return torch's iterator, over this worker's share in the current world; its first batch where this worker

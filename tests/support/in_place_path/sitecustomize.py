@@ -7,6 +7,9 @@ import farandole.env
 
 def _install() -> None:
     if os.environ.get("FARANDOLE_IN_PLACE"):
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE"):
+            os.environ[{"LOCAL_SIZE": "LOCAL_WORLD_SIZE"}.get(name, name)] = os.environ[f"HOROVOD_{name}"]
+        os.environ.update(WORLD_SIZE=os.environ["HOROVOD_SIZE"], MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         from farandole.in_place.torch_patches import install
 
         install()
