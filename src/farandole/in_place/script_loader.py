@@ -3,6 +3,7 @@ any number of workers."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 from farandole.collectives import world
 from farandole.data.loader import DataLoader
 from farandole.data.sample_order import BatchLayout, Lookup
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, StepError
 from farandole.state import step
+from farandole.state.step import GlobalBatch, StepStatus
 
 NUMBERED = "_farandole_numbered"
 """Attribute of a sampler: the script has called its set_epoch()."""
@@ -32,10 +34,12 @@ class SamplerOrder:
     Args:
         sampler: The sampler; no other is made of it.
         workers: The number of workers at the start.
+        multiple_of: The samples beyond the last multiple of this number are left out.
     """
 
-    def __init__(self, sampler: DistributedSampler[Any], workers: int) -> None:
-        self._sampler, self._workers = sampler, workers
+    def __init__(self, sampler: DistributedSampler[Any], workers: int, multiple_of: int = 1) -> None:
+        self._sampler, self._workers, self._multiple_of = sampler, workers, multiple_of
+        self.layout: BatchLayout | None = None  # the current one
         self._known = (0, int(sampler.epoch))  # an epoch, and its number
         self._permutations: dict[int, NDArray[np.int64]] = {}
 
@@ -50,11 +54,14 @@ class SamplerOrder:
                 f"the DistributedSampler is for a data set of {len(self._sampler.dataset)} samples, "  # type: ignore[arg-type]
                 f"and that of its DataLoader has {samples}"
             )
-        return samples - samples % self._workers if self._sampler.drop_last else samples
+        of_ranks = samples - samples % self._workers if self._sampler.drop_last else samples
+        return of_ranks - of_ranks % self._multiple_of
 
     def bind(self, layout: BatchLayout, seed: int) -> Lookup:
+        self.layout = layout
+
         def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            return self._permutation(self.number_of(epoch))[self._positions(layout, positions)]
+            return self._permutation(self.number_of(epoch))[self._positions(positions)]
 
         return look_up
 
@@ -69,8 +76,10 @@ class SamplerOrder:
         self._known = (epoch, number)
         return is_expected
 
-    def _positions(self, layout: BatchLayout, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _positions(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return positions in torch's permutation, in which the samples of each rank lie `workers` apart."""
+        layout = self.layout
+        assert layout is not None
         size, workers = layout.global_batch_size, self._workers
         starts = positions // size * size
         samples = np.minimum(starts + size, layout.size) - starts
@@ -102,6 +111,10 @@ class ScriptLoader(DataLoader):
 
     Attributes:
         is_left: The code of the script after the batches of this epoch has run.
+        batch_of_all: Samples of one batch of the script on each of the workers of the start.
+        batches_of_step: Batches that the script takes on each worker for one step; 0: not known yet. The first step of
+            the job shows it: where the script takes another batch without a step, the gradients of the first bodies
+            are dropped, and these batches come again when it has called step().
 
     Raises:
         ConfigError: It cannot be divided anew when workers change.
@@ -110,15 +123,17 @@ class ScriptLoader(DataLoader):
     def __init__(self, theirs: TorchDataLoader[Any], workers: int) -> None:
         refuse_unsuitable(theirs)
         self._sampler: Any = theirs.sampler
-        self._their_order = SamplerOrder(self._sampler, workers)
-        size = self._their_order.length(len(theirs.dataset))  # type: ignore[arg-type]
         assert theirs.batch_size is not None
+        self._batch_size, self.batch_of_all = theirs.batch_size, theirs.batch_size * workers
+        self._their_order = SamplerOrder(self._sampler, workers, self.batch_of_all if theirs.drop_last else 1)
+        size = self._their_order.length(len(theirs.dataset))  # type: ignore[arg-type]
+        if not size:
+            raise ConfigError(f"its data set of {len(theirs.dataset)} samples does not fill one batch of all workers")  # type: ignore[arg-type]
         super().__init__(
             theirs.dataset,  # type: ignore[arg-type]
-            max(1, min(theirs.batch_size * workers, size)),
+            min(self.batch_of_all, size),
             seed=int(self._sampler.seed) % 2**64,
             order=self._their_order,
-            tail="drop" if theirs.drop_last else "short",
             num_workers=theirs.num_workers,
             collate_fn=None if theirs.collate_fn is default_collate else theirs.collate_fn,
             pin_memory=theirs.pin_memory,
@@ -128,6 +143,8 @@ class ScriptLoader(DataLoader):
             multiprocessing_context=theirs.multiprocessing_context,
         )
         self.is_left = False
+        self.batches_of_step = 0
+        self._bodies = 0  # loop bodies since the first batch, while the batches of a step are counted
         self._before_rehearsal: dict[str, Any] | None = None
 
     # Epochs ----------------------------------------------------------------------------------------------
@@ -161,6 +178,54 @@ class ScriptLoader(DataLoader):
         self.is_left = False
         self._advance()
 
+    # Batches of a step -------------------------------------------------------------------------------------
+
+    def __next__(self) -> Any:
+        if self.batches_of_step or self.batch is None:
+            return super().__next__()
+        step.end_body()
+        if not self._bodies and not (step.is_noticed() and step.status() in (StepStatus.OPEN, StepStatus.REDUCED)):
+            return super().__next__()
+        if not self._bodies:
+            step.abort()
+            self.hooks.begin_counting()
+        self._bodies += 1
+        if not self.hooks.has_stepped():
+            return self._count_on()
+        bodies, self._bodies = self._bodies, 0
+        self.hooks.end_counting()
+        self.set_batches_of_step(bodies)
+        return super().__next__()
+
+    def _count_on(self) -> Any:
+        if self._bodies >= len(self):
+            raise StepError(
+                f"the script has taken {self._bodies} batches, those of a whole epoch, without optimizer.step(); a "
+                f"training loader must be iterated to train"
+            )
+        return self._hand_out(is_rehearsal=True)
+
+    def set_batches_of_step(self, batches: int) -> None:
+        """Set the number of batches of the script for one step. The current position must be that of a step."""
+        self.batches_of_step = batches
+        self._layout = dataclasses.replace(
+            self._layout,
+            global_batch_size=min(self.batch_of_all * batches, self._layout.size),
+            max_local_batch=self._batch_size if batches > 1 else None,
+        )
+        self._their_order.layout = self._layout
+        self._padding.is_allowed = batches > 1
+        self.__dict__.pop("_identity", None)
+        self._restart_aborted()
+
+    def _restart_aborted(self) -> None:
+        """Fetch again from the current position; the run loop still has to see the aborted step."""
+        self._index_stream.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
+
+    def commit(self, global_batch: GlobalBatch) -> None:
+        super().commit(global_batch)
+        self.batches_of_step = self.batches_of_step or 1
+
     # Batches without effect --------------------------------------------------------------------------------
 
     def rehearse(self) -> Any:
@@ -183,11 +248,19 @@ class ScriptLoader(DataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         number = self._their_order.number_of(self.epoch)
-        return {**super().state_dict(), "number": number, **({"left": 1} if self.is_left else {})}
+        left = {"left": 1} if self.is_left else {}
+        return {**super().state_dict(), "number": number, "batches": self.batches_of_step, **left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._their_order.set_number(state.get("epoch", 0), state.get("number", 0))
         self.is_left = bool(state.get("left"))
+        batches = state.get("batches", 0)
+        if not batches:  # it was saved before the number was known, which is not forgotten
+            ours = ("global_batch_size", "max_local_batch")
+            state = {name: value for name, value in state.items() if name not in ours}
+            state["global_batch_size"] = self._layout.global_batch_size
+        elif batches != self.batches_of_step:
+            self.set_batches_of_step(batches)
         super().load_state_dict(state)
 
 

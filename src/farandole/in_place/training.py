@@ -31,6 +31,7 @@ from farandole.in_place.script_collectives import EchoTransport, SurvivingTransp
 from farandole.in_place.script_loader import ScriptLoader
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase
+from farandole.optim.ddp.module import paths_of
 from farandole.process_group.works import set_transport_of_scripts
 from farandole.state import step
 from farandole.state.step import StepStatus
@@ -50,11 +51,14 @@ class InPlaceLoop(StepLoop):
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
         self._is_at_epoch_end = False
+        self._has_stepped = False
         self._stack = ExitStack()
 
     def install(self) -> None:
         """Receive requests. Raises ConfigError for objects that cannot be made elastic, with nothing changed."""
         self._stack.enter_context(self.installed())
+        for path in paths_of(self._state.modules()):
+            path.mean_over = self._script_loader.batch_of_all
         self._stack.enter_context(InPhase(Phase.USER))
 
     def enter(self) -> None:
@@ -106,6 +110,22 @@ class InPlaceLoop(StepLoop):
         """See StepLoop. A newcomer has not the script's count of batches: where collectives may depend on that count,
         newcomers join between epochs."""
         return 0 if self._calls_in_batches and not self._is_at_epoch_end else super().prepared()
+
+    # Batches of a step: calls of the loader ----------------------------------------------------------------
+
+    def begin_counting(self) -> None:
+        """Note from now on whether the script calls step()."""
+        self._has_stepped = False
+        self._state.on_step = self._note_step
+
+    def has_stepped(self) -> bool:
+        return self._has_stepped
+
+    def end_counting(self) -> None:
+        self._state.on_step = None
+
+    def _note_step(self) -> None:
+        self._has_stepped = True
 
     def _completes_calls(self) -> bool:
         return self._job is not None

@@ -152,6 +152,11 @@ def path_of(ddp: DistributedDataParallel) -> DdpPath | None:
     return ddp.__dict__.get(_PATH)
 
 
+def paths_of(modules: Iterable[torch.nn.Module]) -> list[DdpPath]:
+    """Return the paths of all elastic modules among these, or inside them."""
+    return [path for each in _parallel(modules) if (path := path_of(each)) is not None]
+
+
 def refuse_static_graph() -> None:
     raise ConfigError(
         "DistributedDataParallel(static_graph=True) learns the order of the gradients in its first steps and relies on "
