@@ -28,7 +28,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, FarandoleError, StepError
 from farandole.in_place.discovery import Objects, Registry, line_of_script, names_of_script
 from farandole.in_place.script_collectives import EchoTransport, SurvivingTransport
-from farandole.in_place.script_loader import ScriptLoader
+from farandole.in_place.script_loader import ScriptLoader, refuse_unsuitable
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase
 from farandole.optim.ddp.module import paths_of
@@ -151,6 +151,7 @@ class Training:
         self._objects: Objects | None = None
         self._loader: ScriptLoader | None = None
         self._theirs: TorchDataLoader[Any] | None = None
+        self._other: TorchDataLoader[Any] | None = None  # without a DistributedSampler, iterated last
         self._begun = 0  # iterations of the script over its training loader
         self._began_at = 0  # the cursor at which the last one began
         self._offset = 0  # from these to the epochs of the training
@@ -179,6 +180,8 @@ class Training:
         if self._static_because or self._is_over or not world.is_entered():
             return None
         if not isinstance(theirs.sampler, DistributedSampler):
+            if not self._is_evaluating():
+                self._other = theirs
             return None
         if self._is_evaluating() or (self._loader is not None and theirs is not self._theirs):
             return self._evaluation(theirs)
@@ -264,6 +267,11 @@ class Training:
             )
 
     def _reason_without_loader(self) -> str:
+        if self._other is not None:
+            try:
+                refuse_unsuitable(self._other)
+            except ConfigError as error:
+                return str(error)
         return "optimizer.step() trains samples of no DataLoader with a DistributedSampler"
 
     def _is_evaluating(self) -> bool:
