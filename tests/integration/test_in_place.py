@@ -1,5 +1,5 @@
-"""Scripts of torchrun, unchanged and elastic in place: equal to torchrun's results without a disturbance, and to their own
-whoever is killed or joins, wherever the script is."""
+"""Scripts of torchrun, unchanged and elastic in place: without a disturbance their results are those of torchrun, and
+whoever is killed or joins, wherever the script is, they stay the same."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def test_survivors_of_a_kill_stay_in_their_loop(tmp_path: Path, undisturbed: Pat
     with in_place(tmp_path / "job", 3, *WORDS, *pauses[place], flags="--restarts 0") as job:
         at, epoch = ("batch", 1) if place == "batches" else ("end", 1)
         logs = job.wait_until(
-            lambda logs: len([log for log in logs.values() if log and log[-1]["at"] == at and log[-1]["epoch"] == epoch]) == 3
+            lambda logs: (
+                len([log for log in logs.values() if log and log[-1]["at"] == at and log[-1]["epoch"] == epoch]) == 3
+            )
         )
         time.sleep(0.1)
         killed = sorted(logs)[victim]
@@ -223,7 +225,18 @@ def test_batches_that_are_added_up_to_a_step_survive_a_kill(tmp_path: Path) -> N
     ],
 )
 def test_a_script_that_does_not_qualify_stays_static_and_says_why(tmp_path: Path, kind: str, reason: str) -> None:
-    command = [sys.executable, "-m", "farandole", "run", "-np", "2", "--in-place", sys.executable, str(UNSUITABLE), kind]
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        "2",
+        "--in-place",
+        sys.executable,
+        str(UNSUITABLE),
+        kind,
+    ]
     with Job(tmp_path, command) as job:
         job.wait()
         output = job.output()

@@ -126,7 +126,7 @@ def line_of_script() -> str:
 
 
 def names_of_script() -> str:
-    """Return the names of the variables that the script keeps where it iterates over its batches, with simple values."""
+    """Return the names of the script's variables with simple values, where it iterates over its batches."""
     frame = _frame_of_script()
     if frame is None or frame.f_locals is frame.f_globals:
         return ""

@@ -1,5 +1,5 @@
-"""Transports for the collectives that a script calls itself, by way of torch.distributed: one that completes them when a
-worker is lost, and one that answers them locally. training.py chooses."""
+"""Transports for the collectives that a script calls itself, by way of torch.distributed: one completes them when a
+worker is lost, the other one answers them locally. training.py chooses."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class SurvivingTransport:
 
 
 class EchoTransport:
-    """The transport of a worker that passes over code: each collective ends at once, as if all workers of a world of this
-    size had contributed what this worker contributes."""
+    """The transport of a worker that passes over code: each collective ends at once, as if each of `size` workers had
+    contributed what this worker contributes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -1,11 +1,11 @@
-"""A script's DataLoader with a DistributedSampler as a loader of Farandole: the samples, order and batches of torch, for
-any number of workers."""
+"""A script's DataLoader with a DistributedSampler as a loader of Farandole: samples, order and batches are those of
+torch, for any number of workers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, Iterab
 from torch.utils.data.distributed import DistributedSampler
 
 from farandole.collectives import world
+from farandole.data.elastic_loader import LoaderHooks
 from farandole.data.loader import DataLoader
 from farandole.data.sample_order import BatchLayout, Lookup
 from farandole.errors import ConfigError, StepError
@@ -102,6 +103,22 @@ class SamplerOrder:
         return self._permutations[key]
 
 
+class ScriptHooks(LoaderHooks, Protocol):
+    """The calls of a ScriptLoader, besides those of every loader."""
+
+    def begin_counting(self) -> None:
+        """Note from now on whether the script calls step()."""
+        ...
+
+    def has_stepped(self) -> bool:
+        """Return whether the script has called step() since begin_counting()."""
+        ...
+
+    def end_counting(self) -> None:
+        """Note it no longer."""
+        ...
+
+
 class ScriptLoader(DataLoader):
     """The loader of a training whose epochs are the script's iterations over its own DataLoader.
 
@@ -120,19 +137,22 @@ class ScriptLoader(DataLoader):
         ConfigError: It cannot be divided anew when workers change.
     """
 
+    hooks: ScriptHooks  # installed before the first batch
+
     def __init__(self, theirs: TorchDataLoader[Any], workers: int) -> None:
         refuse_unsuitable(theirs)
-        self._sampler: Any = theirs.sampler
+        sampler: Any = theirs.sampler
+        self._sampler = sampler
         assert theirs.batch_size is not None
         self._batch_size, self.batch_of_all = theirs.batch_size, theirs.batch_size * workers
-        self._their_order = SamplerOrder(self._sampler, workers, self.batch_of_all if theirs.drop_last else 1)
+        self._their_order = SamplerOrder(sampler, workers, self.batch_of_all if theirs.drop_last else 1)
         size = self._their_order.length(len(theirs.dataset))  # type: ignore[arg-type]
         if not size:
             raise ConfigError(f"its data set of {len(theirs.dataset)} samples does not fill one batch of all workers")  # type: ignore[arg-type]
         super().__init__(
             theirs.dataset,  # type: ignore[arg-type]
             min(self.batch_of_all, size),
-            seed=int(self._sampler.seed) % 2**64,
+            seed=int(sampler.seed) % 2**64,
             order=self._their_order,
             num_workers=theirs.num_workers,
             collate_fn=None if theirs.collate_fn is default_collate else theirs.collate_fn,
@@ -274,8 +294,8 @@ def refuse_unsuitable(theirs: TorchDataLoader[Any]) -> None:
         )
     if not isinstance(sampler, DistributedSampler):
         raise ConfigError(
-            f"its DataLoader has a {type(sampler).__name__}, and no DistributedSampler, which would tell how the samples "
-            f"are divided"
+            f"its DataLoader has a {type(sampler).__name__}, and no DistributedSampler, which would tell how the "
+            f"samples are divided"
         )
     if type(sampler).__iter__ is not DistributedSampler.__iter__:
         raise ConfigError(f"its sampler {type(sampler).__name__} has an order of its own (__iter__)")

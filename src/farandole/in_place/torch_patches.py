@@ -1,7 +1,6 @@
 """The functions of torch that are replaced in a worker whose script is to be elastic in place.
 
-Each replacement names its source in torch 2.13. All are functions that scripts call or classes that they construct; none
-changes what torch does without a job.
+The headings name their sources in torch 2.13. All are functions that scripts call or classes that they construct.
 """
 
 from __future__ import annotations

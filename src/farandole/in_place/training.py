@@ -1,4 +1,4 @@
-"""The training of a script of torchrun, elastic in place: the step loop, driven by the iterator of the script's DataLoader.
+"""The training of a script of torchrun, elastic in place: the step loop, driven by the iterator of its DataLoader.
 
     first batch          the objects are checked, and the step loop is entered; or the job stays static
     each batch           a boundary, as with a loader of Farandole
@@ -46,8 +46,9 @@ logger = logging.getLogger("farandole")
 class InPlaceLoop(StepLoop):
     """The step loop of a script that is never called again: faults are absorbed wherever the script is."""
 
-    def __init__(self, job: WorkerJob | None, state: StepState, loader: ScriptLoader) -> None:
+    def __init__(self, job: WorkerJob | None, state: StepState, loader: ScriptLoader, is_first_rank: bool) -> None:
         super().__init__(job, state)
+        self._is_first_rank = is_first_rank  # the script was started as rank 0 of the job, or the loss of it was told
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
         self._is_at_epoch_end = False
@@ -130,6 +131,16 @@ class InPlaceLoop(StepLoop):
     def _completes_calls(self) -> bool:
         return self._job is not None
 
+    def _regroup(self) -> None:
+        super()._regroup()
+        if world.current().placement.rank == 0 and not self._is_first_rank:
+            self._is_first_rank = True
+            logger.warning(
+                "the worker that was started as rank 0 is lost, and this worker is rank 0 now. Code of the script that "
+                "only rank 0 runs is run by it where the script calls get_rank() each time; where it read the rank at "
+                "its start, such code (checkpoints, output) may not run any more"
+            )
+
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""
         return False
@@ -152,6 +163,7 @@ class Training:
         self._loader: ScriptLoader | None = None
         self._theirs: TorchDataLoader[Any] | None = None
         self._other: TorchDataLoader[Any] | None = None  # without a DistributedSampler, iterated last
+        self._is_first_rank = False  # the script was started as rank 0 of the job
         self._begun = 0  # iterations of the script over its training loader
         self._began_at = 0  # the cursor at which the last one began
         self._offset = 0  # from these to the epochs of the training
@@ -173,6 +185,7 @@ class Training:
         self._has_to_join = job is not None and job.is_newcomer()
         if self._has_to_join:
             world.enter(self._passing(world.current()))
+        self._is_first_rank = not self._has_to_join and world.current().placement.rank == 0
         set_transport_of_scripts(self._transport)
 
     def batches(self, theirs: TorchDataLoader[Any]) -> Iterator[Any] | None:
@@ -223,7 +236,9 @@ class Training:
             return
         if self._real is not None:
             if not self._loader.is_left:
-                logger.error("this newcomer's script has ended before epoch %d, in which the others are", self._loader.epoch)
+                logger.error(
+                    "this newcomer's script has ended before epoch %d, in which the others are", self._loader.epoch
+                )
                 self._loop.uninstall()
                 return
             self._stop_passing()
@@ -243,10 +258,10 @@ class Training:
             objects = self._registry.objects()
             state = StepState(
                 **{"model": None, "optimizer": None, **objects.modules, **objects.optimizers, **objects.others},
-                loader=loader,
+                loader=loader,  # type: ignore[arg-type]  # as TorchState(loader=...) of each DataLoader
                 rehearse=False,
             )
-            loop = InPlaceLoop(context.job(), state, loader)
+            loop = InPlaceLoop(context.job(), state, loader, self._is_first_rank)
             loop.install()
         except FarandoleError as error:
             self._stay_static(str(error))
@@ -291,6 +306,8 @@ class Training:
             has_yielded = True
             yield loader.rehearse()
             loader.end_rehearsal()
+            if self._is_done_already(loader, begun):
+                return
             self._join(loop, loader)
         if self._real is not None:
             if not self._arrives(loader, begun):
@@ -321,6 +338,14 @@ class Training:
         return islice(batches, 1) if self.passes_over else batches
 
     # Newcomers ---------------------------------------------------------------------------------------------
+
+    def _is_done_already(self, loader: ScriptLoader, begun: int) -> bool:
+        """Return whether the others had completed this epoch before this worker started, so that it can be passed over
+        before they wait for this worker. A script that begins in the middle, from its own checkpoint, counts its
+        iterations otherwise."""
+        job = context.job()
+        begins_anew = not loader.is_numbered() or loader.number() == begun
+        return job is not None and begins_anew and begun < job.link.step // len(loader)
 
     def _join(self, loop: InPlaceLoop, loader: ScriptLoader) -> None:
         """Ask to be admitted, and get the state of the others."""

@@ -194,8 +194,8 @@ def _failures(parser: argparse.ArgumentParser) -> None:
     add(
         "--in-place",
         action="store_true",
-        help="make an unchanged script of torchrun elastic in place: with init_process_group(), a DistributedSampler and "
-        "DistributedDataParallel; docs/scripts-of-torchrun.md says which scripts qualify",
+        help="make an unchanged script of torchrun elastic in place, if it has init_process_group(), a "
+        "DistributedSampler and DistributedDataParallel; docs/scripts-of-torchrun.md says which scripts qualify",
     )
     add(
         "--fork-server",

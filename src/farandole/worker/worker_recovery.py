@@ -361,6 +361,8 @@ class BodyCalls:
     def call(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """Return the sum of `mine` over all workers; over the remaining ones when a worker is lost in a loop body."""
 
+        total: torch.Tensor | None = None
+
         def first_try() -> bytes:
             nonlocal total
             total = self._add_up(what, mine)
@@ -369,7 +371,6 @@ class BodyCalls:
         def combine(parts: list[bytes]) -> bytes:
             return _to_bytes(torch.stack([_like(mine, each) for each in parts]).sum(0).to(mine.dtype))
 
-        total: torch.Tensor | None = None
         result = self.complete(what, first_try, lambda: _to_bytes(mine), combine)
         return _like(mine, result) if total is None else total
 
