@@ -33,14 +33,14 @@ class Table(Dataset):
         return self.x[index], self.y[index]
 
 
-def evaluate(model: DDP, loader: DataLoader, pause_s: float) -> float:
+def evaluate(model: DDP, loader: DataLoader, group: dist.ProcessGroup, pause_s: float) -> float:
     model.eval()
     counts = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for x, y in loader:
             time.sleep(pause_s)
             counts += torch.tensor([(model(x).argmax(1) == y).sum(), len(y)], dtype=torch.float64)
-    dist.all_reduce(counts)
+    dist.all_reduce(counts, group=group)
     model.train()
     return float(counts[0] / counts[1])
 
@@ -63,6 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
     torch.manual_seed(0)
     norm = torch.nn.BatchNorm1d(24) if options.norm else torch.nn.Identity()
     net = torch.nn.Sequential(torch.nn.Linear(16, 24), norm, torch.nn.Tanh(), torch.nn.Linear(24, 4)).double()
@@ -95,7 +96,7 @@ def main() -> None:
             time.sleep(options.pause)
         tell(at="end", epoch=epoch, loss=loss.item())
         time.sleep(options.pause_between)
-        accuracy = evaluate(model, test_loader, options.pause_validation)
+        accuracy = evaluate(model, test_loader, group, options.pause_validation)
         best = max(best, accuracy)
         scheduler.step()
         tell(at="epoch", epoch=epoch, accuracy=accuracy, lr=optimizer.param_groups[0]["lr"], rank=dist.get_rank())

@@ -26,6 +26,7 @@ from farandole.in_place.discovery import Noted, Registry
 from farandole.in_place.script_loader import NUMBERED
 from farandole.in_place.training import Training, torchs_iterator
 from farandole.process_group.c10d_group import BACKEND
+from farandole.process_group.registration import let_whole_groups_follow
 from farandole.worker import context
 
 _training: Training | None = None
@@ -53,6 +54,7 @@ def install() -> bool:
 
 
 def _replace_process_group(training: Training, registry: Registry) -> None:
+    let_whole_groups_follow()
     init, destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
     new_group, broadcast_objects = distributed_c10d.new_group, distributed_c10d.broadcast_object_list
 
@@ -79,9 +81,10 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
 
     @functools.wraps(new_group)
     def new_group_of(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the group of all workers where all are meant, whatever its backend."""
+        """Return a group of Farandole, whatever backend is requested: one that follows the world where it has all
+        workers."""
         if ranks is None or len(ranks) == dist.get_world_size():
-            return dist.group.WORLD
+            return new_group()
         registry.note_obstacle(f"the script has a process group of ranks {list(ranks)}, which do not stay the same")
         return new_group(ranks, *args, **{**kwargs, "backend": None})
 

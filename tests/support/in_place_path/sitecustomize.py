@@ -10,7 +10,9 @@ def _install() -> None:
         for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE"):
             os.environ[{"LOCAL_SIZE": "LOCAL_WORLD_SIZE"}.get(name, name)] = os.environ[f"HOROVOD_{name}"]
         os.environ.update(WORLD_SIZE=os.environ["HOROVOD_SIZE"], MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-        os.environ.update(GROUP_RANK="0", GROUP_WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT="0")
+        os.environ.update(
+            GROUP_RANK="0", GROUP_WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT="0"
+        )
         from farandole.in_place.torch_patches import install
 
         install()
