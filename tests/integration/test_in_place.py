@@ -244,3 +244,15 @@ def test_a_script_that_does_not_qualify_stays_static_and_says_why(tmp_path: Path
     assert output.count("this job is not elastic in place") == 1
     assert "unsuitable_script.py:" in output
     assert reason in output
+
+
+def test_a_worker_that_is_to_leave_does_so_between_two_steps(tmp_path: Path, undisturbed: Path) -> None:
+    with in_place(tmp_path / "job", 3, *WORDS, "--pause", "0.05", flags="--restarts 0") as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
+        left = max(logs)
+        os.kill(left, signal.SIGTERM)
+        logs = job.wait()
+        output = job.output()
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {left})
+    assert "Traceback" not in output
+    assert "Exception ignored" not in output

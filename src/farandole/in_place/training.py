@@ -53,6 +53,7 @@ class InPlaceLoop(StepLoop):
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
         self._is_at_epoch_end = False
         self._has_stepped = False
+        self._has_repeated = False  # a batch of this epoch came again
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -101,7 +102,15 @@ class InPlaceLoop(StepLoop):
         step.end_body()
         if step.is_aborted():
             self.reach_boundary()
-        self._script_loader.end_epoch()
+        loader = self._script_loader
+        if self._has_repeated and loader.fraction < 1.0 and world.current().placement.rank == 0:
+            logger.warning(
+                "the script has left the loop over its batches at %s, in which batches came again because workers were "
+                "lost: a loop that counts its batches ends too early then; write `for batch in loader`",
+                loader,
+            )
+        self._has_repeated = False
+        loader.end_epoch()
 
     def leave_batches(self) -> bool:
         self._state.capture()
@@ -132,6 +141,7 @@ class InPlaceLoop(StepLoop):
         return self._job is not None
 
     def _regroup(self) -> None:
+        self._has_repeated |= step.is_aborted()
         super()._regroup()
         if world.current().placement.rank == 0 and not self._is_first_rank:
             self._is_first_rank = True
@@ -229,6 +239,10 @@ class Training:
         self._is_over = True
         set_transport_of_scripts(None)
         if self._loop is None or self._loader is None:
+            return
+        job = context.job()
+        if job is not None and job.link.is_over:  # this worker has left the job, or the job is over
+            self._loop.uninstall()
             return
         if self._has_to_join:
             logger.warning("this worker has not joined: its script ended before it reached the others")
