@@ -170,6 +170,24 @@ def test_survivors_of_a_kill_stay_in_their_loop(tmp_path: Path, undisturbed: Pat
     assert epochs == [0, 1, 2, 3]  # the code after each epoch has run once
 
 
+def test_collectives_at_some_counts_of_batches_match_after_a_kill(tmp_path: Path, undisturbed: Path) -> None:
+    """One worker is slow: when another is killed, it has not begun the batch of the step that is aborted."""
+    words = ("--pause", "0.05", "--slow-rank", "1", "--reduce-every", "3")
+    with in_place(tmp_path / "job", 3, *WORDS, *words, flags="--restarts 0") as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
+        killed = next(pid for pid, log in logs.items() if log[0]["rank"] == 2)
+        time.sleep(0.3)
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {killed})
+    counts = {len([each for each in entries(log, "batch") if each["epoch"] == 1]) for log in without(logs, killed)}
+    assert len(counts) == 1
+
+
+def without(logs: Logs, killed: int) -> list[list[Entry]]:
+    return [log for pid, log in logs.items() if pid != killed]
+
+
 def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturbed: Path) -> None:
     with in_place(tmp_path / "job", 3, *WORDS, "--pause", "0.3") as job:
         logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)

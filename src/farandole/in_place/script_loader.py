@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, Iterab
 from torch.utils.data.distributed import DistributedSampler
 
 from farandole.collectives import world
-from farandole.data.elastic_loader import LoaderHooks
+from farandole.data.elastic_loader import LoaderHooks, NoLoaderHooks
 from farandole.data.loader import DataLoader
 from farandole.data.sample_order import BatchLayout, Lookup
 from farandole.errors import ConfigError, StepError
@@ -118,6 +118,40 @@ class ScriptHooks(LoaderHooks, Protocol):
         """Note it no longer."""
         ...
 
+    def missing_bodies(self) -> int:
+        """Return how many loop bodies other workers have run more often than this one in the epoch, since a fault."""
+        ...
+
+    def begin_missing_body(self) -> None:
+        """Run a loop body without effect from now on."""
+        ...
+
+    def end_missing_body(self) -> None:
+        """Restore what it has changed."""
+        ...
+
+
+class NoScriptHooks(NoLoaderHooks):
+    """The hooks of a ScriptLoader without a run loop."""
+
+    def begin_counting(self) -> None:
+        pass
+
+    def has_stepped(self) -> bool:
+        return False
+
+    def end_counting(self) -> None:
+        pass
+
+    def missing_bodies(self) -> int:
+        return 0
+
+    def begin_missing_body(self) -> None:
+        pass
+
+    def end_missing_body(self) -> None:
+        pass
+
 
 class ScriptLoader(DataLoader):
     """The loader of a training whose epochs are the script's iterations over its own DataLoader.
@@ -128,6 +162,7 @@ class ScriptLoader(DataLoader):
 
     Attributes:
         is_left: The code of the script after the batches of this epoch has run.
+        bodies: Loop bodies in this iteration of the script.
         batch_of_all: Samples of one batch of the script on each of the workers of the start.
         batches_of_step: Batches that the script takes on each worker for one step; 0: not known yet. The first step of
             the job shows it: where the script takes another batch without a step, the gradients of the first bodies
@@ -137,7 +172,7 @@ class ScriptLoader(DataLoader):
         ConfigError: It cannot be divided anew when workers change.
     """
 
-    hooks: ScriptHooks  # installed before the first batch
+    hooks: ScriptHooks
 
     def __init__(self, theirs: TorchDataLoader[Any], workers: int) -> None:
         refuse_unsuitable(theirs)
@@ -162,7 +197,9 @@ class ScriptLoader(DataLoader):
             worker_init_fn=theirs.worker_init_fn,
             multiprocessing_context=theirs.multiprocessing_context,
         )
-        self.is_left = False
+        self.hooks = NoScriptHooks()
+        self.is_left = self._is_making_up = False
+        self.bodies = 0
         self.batches_of_step = 0
         self._bodies = 0  # loop bodies since the first batch, while the batches of a step are counted
         self._before_rehearsal: dict[str, Any] | None = None
@@ -183,6 +220,7 @@ class ScriptLoader(DataLoader):
 
     def begin_epoch(self) -> None:
         """Begin the current epoch, or go on in it, with the number that the script has given to its sampler."""
+        self.bodies, self._is_making_up = 0, False
         if not self._their_order.set_number(self.epoch, self.number()):
             self._restart()
 
@@ -201,6 +239,29 @@ class ScriptLoader(DataLoader):
     # Batches of a step -------------------------------------------------------------------------------------
 
     def __next__(self) -> Any:
+        if self._is_making_up:
+            step.close()
+            self.hooks.end_missing_body()
+            self._is_making_up = False
+            data = self._hand_out(is_rehearsal=False)
+        else:
+            data = self._next_batch()
+        if self.hooks.missing_bodies():
+            data = self._make_up()
+        self.bodies += 1
+        return data
+
+    def _make_up(self) -> Any:
+        """Hand out the batch without effect at first, so that the script's count of its batches, on which its
+        collectives may depend, is the same on all workers: others have run the body of an aborted step, which this
+        worker had not begun."""
+        step.close()
+        self._restart()
+        self.hooks.begin_missing_body()
+        self._is_making_up = True
+        return self._hand_out(is_rehearsal=True)
+
+    def _next_batch(self) -> Any:
         if self.batches_of_step or self.batch is None:
             return super().__next__()
         step.end_body()

@@ -12,6 +12,7 @@ A newcomer passes over the epochs that are done; docs/decisions/0035-elastic-in-
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
-from farandole.errors import ConfigError, FarandoleError, StepError
+from farandole.errors import ConfigError, FarandoleError, RecoverableError, StepError
 from farandole.in_place.discovery import Objects, Registry, line_of_script, names_of_script
 from farandole.in_place.script_collectives import EchoTransport, SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader, refuse_unsuitable
@@ -38,22 +39,29 @@ from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
 from farandole.worker import context
 from farandole.worker.context import WorkerJob
-from farandole.worker.step_loop import StepLoop
+from farandole.worker.step_loop import StepLoop, reseed
 
 logger = logging.getLogger("farandole")
+
+_BODIES = struct.Struct("<q")
 
 
 class InPlaceLoop(StepLoop):
     """The step loop of a script that is never called again: faults are absorbed wherever the script is."""
 
-    def __init__(self, job: WorkerJob | None, state: StepState, loader: ScriptLoader, is_first_rank: bool) -> None:
+    def __init__(self, job: WorkerJob | None, state: StepState, loader: ScriptLoader, training: Training) -> None:
         super().__init__(job, state)
-        self._is_first_rank = is_first_rank  # the script was started as rank 0 of the job, or the loss of it was told
+        self._begin_passing, self._stop_passing = training.begin_passing, training.stop_passing
+        self._is_first_rank = (
+            training.is_first_rank
+        )  # the script was started as rank 0 of the job, or the loss of it was told
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
         self._is_at_epoch_end = False
         self._has_stepped = False
         self._has_repeated = False  # a batch of this epoch came again
+        self._has_other_count = job is not None and job.is_newcomer()  # of the batches of this epoch
+        self._missing_bodies = 0
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -66,6 +74,7 @@ class InPlaceLoop(StepLoop):
     def enter(self) -> None:
         """Enter the loop with all workers, or join them."""
         self._enter(lambda: None)
+        self._has_other_count &= self._script_loader.cursor > 0
 
     def leave(self) -> None:
         """Wait until the script has ended on all workers, and leave the loop."""
@@ -95,6 +104,7 @@ class InPlaceLoop(StepLoop):
             if self.reach_epoch_end() and loader.epoch < epoch:
                 loader.advance()
                 self.begin_epoch()
+                self._has_other_count = False
         self._is_at_epoch_end = False
 
     def _end_batches(self) -> None:
@@ -113,8 +123,22 @@ class InPlaceLoop(StepLoop):
         loader.end_epoch()
 
     def leave_batches(self) -> bool:
+        self._missing_bodies = 0
         self._state.capture()
         return True
+
+    # Loop bodies of an aborted step that this worker had not begun: calls of the loader --------------------------
+
+    def missing_bodies(self) -> int:
+        return self._missing_bodies
+
+    def begin_missing_body(self) -> None:
+        self._missing_bodies -= 1
+        self._begin_passing()
+
+    def end_missing_body(self) -> None:
+        self._stop_passing()
+        reseed(self._script_loader.seed, self._state.step, world.current().placement.rank)
 
     def prepared(self) -> int:
         """See StepLoop. A newcomer has not the script's count of batches: where collectives may depend on that count,
@@ -142,7 +166,17 @@ class InPlaceLoop(StepLoop):
 
     def _regroup(self) -> None:
         self._has_repeated |= step.is_aborted()
-        super()._regroup()
+        is_counted = not (self._is_at_epoch_end or self._has_other_count)
+        while True:
+            super()._regroup()
+            try:
+                bodies = self._script_loader.bodies if is_counted else -1
+                by_rank = world.current().transport.all_gather(_BODIES.pack(bodies))
+            except RecoverableError:
+                continue
+            break
+        most = max(_BODIES.unpack(each)[0] for each in by_rank)
+        self._missing_bodies = max(0, most - bodies) if is_counted else 0
         if world.current().placement.rank == 0 and not self._is_first_rank:
             self._is_first_rank = True
             logger.warning(
@@ -173,7 +207,7 @@ class Training:
         self._loader: ScriptLoader | None = None
         self._theirs: TorchDataLoader[Any] | None = None
         self._other: TorchDataLoader[Any] | None = None  # without a DistributedSampler, iterated last
-        self._is_first_rank = False  # the script was started as rank 0 of the job
+        self.is_first_rank = False  # the script was started as rank 0 of the job
         self._begun = 0  # iterations of the script over its training loader
         self._began_at = 0  # the cursor at which the last one began
         self._offset = 0  # from these to the epochs of the training
@@ -195,7 +229,7 @@ class Training:
         self._has_to_join = job is not None and job.is_newcomer()
         if self._has_to_join:
             world.enter(self._passing(world.current()))
-        self._is_first_rank = not self._has_to_join and world.current().placement.rank == 0
+        self.is_first_rank = not self._has_to_join and world.current().placement.rank == 0
         set_transport_of_scripts(self._transport)
 
     def batches(self, theirs: TorchDataLoader[Any]) -> Iterator[Any] | None:
@@ -255,7 +289,7 @@ class Training:
                 )
                 self._loop.uninstall()
                 return
-            self._stop_passing()
+            self.stop_passing()
         self._loop.leave()
 
     def abandon(self) -> None:
@@ -275,7 +309,7 @@ class Training:
                 loader=loader,  # type: ignore[arg-type]  # as TorchState(loader=...) of each DataLoader
                 rehearse=False,
             )
-            loop = InPlaceLoop(context.job(), state, loader, self._is_first_rank)
+            loop = InPlaceLoop(context.job(), state, loader, self)
             loop.install()
         except FarandoleError as error:
             self._stay_static(str(error))
@@ -329,13 +363,13 @@ class Training:
                     yield loader.rehearse()
                     loader.end_rehearsal()
                 return
-            self._stop_passing()
+            self.stop_passing()
         loop.reach_epoch(begun + self._offset)
         loader.begin_epoch()
         self._began_at = loader.cursor
         yield from loader
         if loader.is_left:  # the others had completed the code after this epoch before this worker came to it
-            self._begin_passing()
+            self.begin_passing()
 
     def _has_only_looked(self) -> bool:
         """Return whether the script has taken the first batch of its last iteration and no model has seen it, as in
@@ -375,7 +409,7 @@ class Training:
             self._objects,
             f" ({names})" if names else "",
         )
-        self._begin_passing()
+        self.begin_passing()
 
     def _arrives(self, loader: ScriptLoader, begun: int) -> bool:
         """Return whether this iteration of the script is the one in which the others are, or will be next."""
@@ -388,14 +422,14 @@ class Training:
             return not loader.is_left
         return True
 
-    def _begin_passing(self) -> None:
-        """Run code without effect from now on, until _stop_passing()."""
+    def begin_passing(self) -> None:
+        """Run code without effect from now on, until stop_passing()."""
         assert self._state is not None
         self._state.capture(is_whole=True)
         self._real = world.current()
         world.enter(self._passing(self._real))
 
-    def _stop_passing(self) -> None:
+    def stop_passing(self) -> None:
         """Restore what the code without effect has changed."""
         assert self._state is not None
         assert self._loader is not None
