@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, FarandoleError, RecoverableError, StepError
-from farandole.in_place.discovery import Objects, Registry, line_of_script, names_of_script
+from farandole.in_place.script_objects import Objects, Registry, line_of_script, names_of_script
 from farandole.in_place.script_collectives import EchoTransport, SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader, refuse_unsuitable
 from farandole.liveness.status_reporting import InPhase
