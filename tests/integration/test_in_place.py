@@ -19,7 +19,6 @@ import torch
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "script_of_torchrun.py"
 UNSUITABLE = ROOT / "tests" / "scripts" / "unsuitable_script.py"
-HOOK = ROOT / "tests" / "support" / "in_place_path"
 DEADLINE_S = 120.0
 
 Entry = dict[str, Any]
@@ -31,7 +30,7 @@ class Job:
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder = folder
-        path = os.pathsep.join([str(HOOK), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self._output = (folder / "output").open("wb")
         self._process = subprocess.Popen(

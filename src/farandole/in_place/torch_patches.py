@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farandole.env import read_job_env, read_worker_env
-from farandole.in_place.script_objects import Noted, Registry
 from farandole.in_place.script_loader import NUMBERED
+from farandole.in_place.script_objects import Noted, Registry
 from farandole.in_place.training import Training, torchs_iterator
-from farandole.process_group.c10d_group import BACKEND
+from farandole.process_group.autoload import BACKEND
 from farandole.process_group.registration import let_whole_groups_follow
 from farandole.worker import context
 

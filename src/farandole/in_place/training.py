@@ -27,9 +27,9 @@ from torch.utils.data.distributed import DistributedSampler
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, FarandoleError, RecoverableError, StepError
-from farandole.in_place.script_objects import Objects, Registry, line_of_script, names_of_script
 from farandole.in_place.script_collectives import EchoTransport, SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader, refuse_unsuitable
+from farandole.in_place.script_objects import Objects, Registry, line_of_script, names_of_script
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase
 from farandole.optim.ddp.module import paths_of
