@@ -260,6 +260,11 @@ def torchrun_environment(
     )
 
 
+def set_torchrun_world_size(size: int) -> None:
+    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it."""
+    os.environ.update({name: str(size) for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE") if name in os.environ})
+
+
 def read_torchrun_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
     """Return RANK and WORLD_SIZE of a worker of ours; None in any other process, or where they are no numbers."""
     environ = os.environ if environ is None else environ

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from farandole.env import read_job_env, read_worker_env
+from farandole.env import read_job_env, read_worker_env, set_torchrun_world_size
 from farandole.in_place.script_loader import NUMBERED
 from farandole.in_place.script_objects import Noted, Registry
 from farandole.in_place.training import Training, torchs_iterator
@@ -42,6 +42,7 @@ def install() -> bool:
     workers = read_job_env().in_place
     if _training is not None or not workers or read_worker_env() is None:
         return _training is not None
+    set_torchrun_world_size(workers)
     registry = Registry()
     _training = Training(workers, registry)
     _note_constructions(registry)
