@@ -6,7 +6,7 @@
     next iteration       the end of the epoch
     end of the script    the end of the elastic function, which is the rest of the script
 
-A newcomer passes over the epochs that are done; docs/decisions/0035-elastic-in-place.md.
+A newcomer passes over the epochs that are done; docs/decisions/0038-elastic-in-place.md.
 """
 
 from __future__ import annotations
@@ -324,7 +324,8 @@ class Training:
         set_transport_of_scripts(None)
         if world.current().placement.rank == 0:
             logger.warning(
-                "%s: this job is not elastic in place, since %s; when a worker is lost, the job ends",
+                "%s: this job is not elastic in place, since %s; when a worker is lost, the job ends, or starts again as a whole "
+                "with --max-restarts",
                 line_of_script(),
                 reason,
             )
