@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "sharding": {"collectives", "process_group", "state"},
     "worker": {"collectives", "process_group", "state", "optim", "data", "ledger", "checkpoint"},
     "elastic": {"collectives", "process_group", "state", "optim", "data", "worker"},
+    "in_place": {"collectives", "process_group", "state", "optim", "data", "worker"},
     "frameworks": {"collectives", "state", "optim", "data", "worker", "elastic"},
     "coordinator": set(),
     "agent": set(),

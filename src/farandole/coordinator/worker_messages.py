@@ -94,7 +94,8 @@ def _hello(transition: Transition, worker: Worker, address: Address, pid: int) -
     transition.change_worker(worker.name, address=address, pid=pid)
     worker_met(transition, worker, has_met=True)
     if transition.job.generation is not None:
-        transition.send_to_workers([worker.name], Newcomer(len(transition.job.generation.members)))
+        news = Newcomer(len(transition.job.generation.members), transition.job.steps_seen)
+        transition.send_to_workers([worker.name], news)
 
 
 def worker_met(transition: Transition, worker: Worker, has_met: bool) -> None:

@@ -20,6 +20,7 @@ from farandole.env.agent_env import (
     read_torchrun_rank_and_size,
     read_transport,
     read_worker_env,
+    set_torchrun_world_size,
     torchrun_environment,
 )
 from farandole.env.inheritance import (
@@ -74,6 +75,7 @@ __all__ = [
     "read_worker_env",
     "replace_environment",
     "restart_count",
+    "set_torchrun_world_size",
     "torchrun_environment",
     "uses_agent_store",
 ]

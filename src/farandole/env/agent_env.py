@@ -54,10 +54,12 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
     Attributes:
         transport: The way in which tensors travel between workers: one of transport_choice.CHOICES, or an invalid word.
         sample_ledger: The folder in which workers record the samples that they train; empty: it was not requested.
+        in_place: The number of workers at the start, where scripts of torchrun are elastic in place; 0: they are not.
     """
 
     transport: str = field(name="FARANDOLE_TRANSPORT", default="auto")
     sample_ledger: str = field(name="FARANDOLE_SAMPLE_LEDGER", default="")
+    in_place: Amount = field(name="FARANDOLE_IN_PLACE", default=0)
 
 
 def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None:
@@ -256,6 +258,11 @@ def torchrun_environment(
             torchelastic_error_file=error_file,
         )
     )
+
+
+def set_torchrun_world_size(size: int) -> None:
+    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it."""
+    os.environ.update({name: str(size) for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE") if name in os.environ})
 
 
 def read_torchrun_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:

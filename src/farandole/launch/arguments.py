@@ -121,6 +121,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
     job_env = JobEnv(
         transport=options.transport or read_transport(),
         sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
+        in_place=config.num_proc if options.in_place else 0,
     )
     environment |= environment_of(job_env)
     if options.fork_server == "on":

@@ -192,6 +192,12 @@ def _failures(parser: argparse.ArgumentParser) -> None:
         "%(default)s)",
     )
     add(
+        "--in-place",
+        action="store_true",
+        help="make an unchanged script of torchrun elastic in place, if it has init_process_group(), a "
+        "DistributedSampler and DistributedDataParallel; docs/scripts-of-torchrun.md says which scripts qualify",
+    )
+    add(
         "--fork-server",
         choices=("auto", "on", "off"),
         default="auto",

@@ -1,8 +1,8 @@
 """What each `import torch` runs where Farandole is installed: torch's entry point `torch.backends` calls `load()`.
 
 It makes the backend "farandole" known to torch.distributed; the rest of Farandole is imported when a script requests
-that backend. In a worker of `farandole run` it also prepares torch for the job's store, and watches whether the worker
-trains without having met the others. Anywhere else it does nothing more.
+that backend. In a worker of `farandole run` it also prepares torch for the job's store, watches whether the worker
+trains without having met the others, and with --in-place makes the script elastic. Anywhere else it does nothing more.
 
 It imports only what torch has imported, and reads the environment itself: every program that imports torch waits for
 it, and importing farandole.env takes longer than all that is done here.
@@ -10,6 +10,7 @@ it, and importing farandole.env takes longer than all that is done here.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -103,6 +104,9 @@ def _prepare_worker() -> None:
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         _lone = LoneTraining(int(rank), int(size))
         _lone.watch()
+    if os.environ.get("FARANDOLE_IN_PLACE"):
+        # By its name: the package lies above this one, and installs itself in the script of the worker.
+        importlib.import_module("farandole.in_place.torch_patches").install()
 
 
 def _use_store(address: str) -> None:

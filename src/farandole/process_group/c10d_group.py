@@ -237,6 +237,10 @@ class FarandoleGroup(ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done:  # type: ignore[override]
         return self._do("barrier", [], lambda transport: transport.barrier(), _limit(opts, timeout))
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return once every rank has called it. Libraries call this method of Gloo's groups."""
+        self.barrier()
+
     # Point to point ------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Done:

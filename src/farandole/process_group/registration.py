@@ -132,9 +132,21 @@ def _subgroup(ranks: list[int], timeout: timedelta) -> FarandoleGroup:
             f'new_group(backend="farandole"): the default group has the backend {dist.get_backend()}, whose ranks '
             f'may differ; call init_process_group("farandole")'
         )
+    if _do_whole_groups_follow and len(ranks) == world.current().placement.size:
+        return FarandoleGroup(Everybody())
     key = tuple(ranks)
     number = _made[key] = _made.get(key, -1) + 1
     return FarandoleGroup(Some(ranks, number, everybody.members.worlds), timeout)
+
+
+_do_whole_groups_follow = False
+
+
+def let_whole_groups_follow() -> None:
+    """Make groups of all ranks from now on groups of all workers of each generation, as the default group is. Otherwise
+    they end with their generation."""
+    global _do_whole_groups_follow
+    _do_whole_groups_follow = True
 
 
 def _enter_world() -> None:
@@ -165,7 +177,9 @@ def _follow_handles(entered: world.World) -> None:
 def _renew(group: FarandoleGroup, entered: world.World) -> None:
     _forget_subgroups()
     forget_meshes()
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(entered.placement.size)}
+    for each in _world.pg_map:  # with let_whole_groups_follow() there are others
+        if each is group or (isinstance(each, FarandoleGroup) and type(each.members) is Everybody):
+            _world.pg_group_ranks[each] = {rank: rank for rank in range(entered.placement.size)}
 
 
 def _forget_subgroups() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from hashlib import blake2b
@@ -302,6 +302,8 @@ class Everybody:
         return self.worlds.current().placement.size
 
     def transport(self, op: str) -> Transport:
+        if _of_scripts is not None and not _is_plain and self.worlds is JOB:
+            return _of_scripts(op)
         return self.worlds.begin(op).transport
 
     def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
@@ -312,6 +314,30 @@ class Everybody:
 
     def close(self) -> None:
         """Do nothing: only fd.shutdown() leaves the world."""
+
+
+# The transport of collectives that the script calls itself: in_place/ replaces it, so that they are completed after a
+# loss. Collectives of a DistributedDataParallel are handled with its step instead.
+
+_of_scripts: Callable[[str], Transport] | None = None
+_is_plain = False
+
+
+def set_transport_of_scripts(transport: Callable[[str], Transport] | None) -> None:
+    """Set the function that returns the transport for a collective of the script, by its name; None: the world's."""
+    global _of_scripts
+    _of_scripts = transport
+
+
+@contextmanager
+def plain_collectives() -> Iterator[None]:
+    """Use the world's transport within this context."""
+    global _is_plain
+    before, _is_plain = _is_plain, True
+    try:
+        yield
+    finally:
+        _is_plain = before
 
 
 class Some:

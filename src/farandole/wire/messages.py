@@ -193,10 +193,11 @@ WorkerMessage: TypeAlias = (
 class Newcomer(Message, frozen=True):
     """Answer to a Hello while the job already runs: this worker is a world of one until it is admitted.
 
-    `members` is the number of workers of the running generation.
+    `members` is the number of workers of the running generation, `step` that of the steps it has decided at least.
     """
 
     members: int
+    step: int = 0
 
 
 class Abort(Message, frozen=True):

@@ -69,6 +69,7 @@ class Link:
         self.aborted_s = 0.0  # when the newest ABORT came
         self.is_newcomer = False
         self.members = 0  # of the generation that this worker has joined as a newcomer
+        self.step = 0  # steps that it had decided at least
         self._start: Start | None = None
         self._released = 0
         self._has_left = False
@@ -240,7 +241,7 @@ class Link:
             elif isinstance(message, Released):
                 self._released = message.number
             elif isinstance(message, Newcomer):
-                self.is_newcomer, self.members = True, message.members
+                self.is_newcomer, self.members, self.step = True, message.members, message.step
             elif isinstance(message, Left):
                 self._has_left = self.is_over = True
             elif isinstance(message, Stop):

@@ -6,7 +6,8 @@ import hashlib
 import logging
 import random
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -70,13 +71,19 @@ class StepLoop:
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._calls = BodyCalls(
             boundary_number=lambda: state.boundary_number,
-            is_in_body=lambda: job is not None and step.batch() is not None,
+            is_in_body=self._completes_calls,
             is_connected=lambda: self._connection is not None,
             connect=self._connect_in_body,
             transport=lambda: world.current().transport,
         )
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
+        with self.installed(), InPhase(Phase.USER):
+            return self._run(call)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Receive the requests of loader, optimizers and collectives, and make the modules of the state elastic."""
         state = self._state
         if adopt(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
@@ -88,8 +95,7 @@ class StepLoop:
         try:
             with leaving_on_sigterm(self._job, self._may_end_here):
                 try:
-                    with InPhase(Phase.USER):
-                        return self._run(call)
+                    yield
                 except (JobEnded, SystemExit):
                     self._save_in_emergency()
                     raise
@@ -123,11 +129,17 @@ class StepLoop:
                     error.add_note(_SECOND_CALL)
                 raise
             else:
-                if all_have_finished(self._job, self._shortfall()):
-                    if self._checkpoints is not None:
-                        self._checkpoints.at_end()
+                if self._has_finished():
                     return result
             self._regroup()
+
+    def _has_finished(self) -> bool:
+        """Wait for the other workers at the end of the function. False: a regroup is due."""
+        if not all_have_finished(self._job, self._shortfall()):
+            return False
+        if self._checkpoints is not None:
+            self._checkpoints.at_end()
+        return True
 
     def _shortfall(self) -> Shortfall | None:
         return self._state.loader.shortfall() if self._state.loader is not None else None
@@ -177,8 +189,12 @@ class StepLoop:
         if self._state.loader is not None:
             self._state.loader.warm_up()
         self._is_busy = False
-        self._is_second_call = warm_up(job, self._state, call)
+        self._is_second_call = self._warm_up(job, call)
         self._is_busy = True
+
+    def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
+        """Run the loop body without effect. Returns whether `call` was called."""
+        return warm_up(job, self._state, call)
 
     # Requests of the loader (data/elastic_loader.py) -----------------------------------------------------------
 
@@ -319,6 +335,10 @@ class StepLoop:
 
     def _has_to_regroup(self) -> bool:
         return self._connection is not None or (self._job is not None and self._job.has_to_regroup())
+
+    def _completes_calls(self) -> bool:
+        """Return whether the remaining workers complete a call here after the loss of a worker."""
+        return self._job is not None and step.batch() is not None
 
     def _raise_if_connected(self, op: str) -> None:
         """Raise GenerationEnded where a call in the loop body has connected to a generation whose states still

@@ -360,15 +360,50 @@ class BodyCalls:
 
     def call(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """Return the sum of `mine` over all workers; over the remaining ones when a worker is lost in a loop body."""
+
+        total: torch.Tensor | None = None
+
+        def first_try() -> bytes:
+            nonlocal total
+            total = self._add_up(what, mine)
+            return _to_bytes(total)
+
+        def combine(parts: list[bytes]) -> bytes:
+            return _to_bytes(torch.stack([_like(mine, each) for each in parts]).sum(0).to(mine.dtype))
+
+        result = self.complete(what, first_try, lambda: _to_bytes(mine), combine)
+        return _like(mine, result) if total is None else total
+
+    def complete(
+        self,
+        what: str,
+        first_try: Callable[[], bytes],
+        mine: Callable[[], bytes],
+        combine: Callable[[list[bytes]], bytes],
+    ) -> bytes:
+        """Carry out a collective that the remaining workers complete when a worker is lost in a loop body.
+
+        Args:
+            what: The kind of the call: calls of different kinds are counted apart.
+            first_try: Carries it out among all workers, and returns the result.
+            mine: Returns the contribution of this worker.
+            combine: Returns the result from the contributions of the workers in this call, in the order of their ranks.
+
+        Returns:
+            The result.
+
+        Raises:
+            RecoverableError: A worker was lost, and calls are not completed here.
+        """
         key = self._key(what)
-        total = self._first_try(what, mine)
-        while total is None:
+        result = self._first_try(first_try)
+        while result is None:
             try:
-                total = self._complete(self._transport(), key, mine)
+                result = self._complete(self._transport(), key, mine(), combine)
             except RecoverableError:
                 self._connect()
-        self._last, self._result = key, _to_bytes(total)
-        return total
+        self._last, self._result = key, result
+        return result
 
     def wait_for_bodies(self, transport: Transport) -> None:
         """Take part in the rounds, at a boundary, until every worker has reached its own."""
@@ -376,30 +411,29 @@ class BodyCalls:
         while any(each.waits_in is not None for each in _all_gather(transport, mine)):
             pass
 
-    def _first_try(self, what: str, mine: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum over all workers; None where the call has to be completed in rounds."""
+    def _first_try(self, first_try: Callable[[], bytes]) -> bytes | None:
+        """Return the result among all workers; None where the call has to be completed in rounds."""
         if self._is_connected():
             return None
         try:
-            return self._add_up(what, mine)
+            return first_try()
         except RecoverableError:
             if not self._is_in_body():
                 raise
         self._connect()
         return None
 
-    def _complete(self, transport: Transport, key: CallKey, mine: torch.Tensor) -> torch.Tensor | None:
+    def _complete(
+        self, transport: Transport, key: CallKey, mine: bytes, combine: Callable[[list[bytes]], bytes]
+    ) -> bytes | None:
         """Return the result of one round; None: other workers needed a result first, another round follows."""
-        rounds = _all_gather(
-            transport, msgspec.msgpack.encode(CallRound(key, _to_bytes(mine), self._last, self._result))
-        )
+        rounds = _all_gather(transport, msgspec.msgpack.encode(CallRound(key, mine, self._last, self._result)))
         results = {each.last: each.result for each in rounds if each.last is not None}
         if key in results:
-            return _like(mine, results[key])
+            return results[key]
         if any(each.waits_in in results for each in rounds):
             return None
-        parts = [_like(mine, each.value) for each in rounds if each.waits_in == key]
-        return torch.stack(parts).sum(0).to(mine.dtype)
+        return combine([each.value for each in rounds if each.waits_in == key])
 
     def _key(self, what: str) -> CallKey:
         number, kind = self._boundary_number(), hashlib.blake2b(what.encode(), digest_size=8).digest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from farandole import env
@@ -76,3 +78,11 @@ def test_checkpoint_settings_come_back_and_bad_ones_are_refused_by_name(name: st
     with pytest.raises(ConfigError) as caught:
         env.read_checkpoint_env({**env.environment_of(told), name: value})
     assert str(caught.value) == expected
+
+
+def test_the_number_of_workers_in_torchruns_variables_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("ROLE_WORLD_SIZE", raising=False)
+    env.set_torchrun_world_size(3)
+    assert os.environ["WORLD_SIZE"] == "3"
+    assert "ROLE_WORLD_SIZE" not in os.environ

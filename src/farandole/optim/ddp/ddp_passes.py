@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole.collectives import world
 from farandole.errors import ConfigError, RecoverableError
 from farandole.optim.step_agreement import StepHeader, absorb, conclude
-from farandole.process_group.works import failure
+from farandole.process_group.works import failure, plain_collectives
 from farandole.state import step
 from farandole.state.step import Batch
 
@@ -234,13 +234,15 @@ class UserHook:
             setattr(self._state, name, value)
 
     def start(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        return self._hook(self._state, bucket)
+        with plain_collectives():
+            return self._hook(self._state, bucket)
 
     def wait(self, future: Future[torch.Tensor]) -> torch.Tensor:
         """Wait for the result of the hook. Raises RecoverableError when a worker was lost, even if another error
         arrives here."""
         try:
-            return future.wait()
+            with plain_collectives():
+                return future.wait()
         except Exception as error:
             lost = failure()
             if lost is None:

@@ -42,6 +42,7 @@ class DdpPath:
         self._has_stale = False  # `.grad` may hold gradients of an aborted step
         self._taken: list[torch.Tensor] = []  # parameters whose gradients of this pass are accumulated
         self._zeroed: list[torch.Tensor] = []  # parameters whose `.grad` is zeros for that reason
+        self.mean_over = 0  # samples over which losses are means, where they are added up; 0: the global batch
         self._is_watching = False  # gradients are also seen when they arrive
         self._weights = Weights("mean")
         self._accumulated = Accumulated()
@@ -130,9 +131,14 @@ class DdpPath:
                 "a second backward pass for the same batch before optimizer.step(), with micro-batches: its gradients "
                 "are reduced already. Add the losses and call backward() once"
             )
-        factor = self._weights.record(batch)
+        factor = self._factor(batch)
         header = header_of(batch, self._digest, self._weights.header_weight())
         return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed)
+
+    def _factor(self, batch: Batch) -> float:
+        """Return the factor of this batch's gradients."""
+        factor = self._weights.record(batch)
+        return factor * -(-batch.global_batch.global_samples // self.mean_over) if self.mean_over else factor
 
     # Micro-batches before the last one, and loop bodies that do not count -----------------------------------
 
@@ -159,7 +165,7 @@ class DdpPath:
             if not self._taken:
                 torch.autograd.Variable._execution_engine.queue_callback(self._show_zeros)
             self._taken.append(parameter)
-            self._accumulated.take(parameter, self._weights.record(batch), may_be_dropped=step.is_shared())
+            self._accumulated.take(parameter, self._factor(batch), may_be_dropped=step.is_shared())
 
     def _show_zeros(self) -> None:
         """Set `.grad` to zeros where gradients were accumulated, so that code which inspects gradients, clips them or
@@ -172,7 +178,7 @@ class DdpPath:
 
     def _weigh(self, parameter: torch.Tensor, batch: Batch) -> None:
         """Multiply a gradient before the reducer copies it into its bucket, while it is in the cache."""
-        factor = self._weights.record(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
+        factor = self._factor(batch) * (1.0 if self.hook is None else float(world.current().transport.size))
         gradient = parameter.grad
         if gradient is not None and factor:  # a dummy batch's inf times 0 would be NaN: its buckets are zeroed
             self._weighed.add(id(parameter))

@@ -32,7 +32,7 @@ from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.step_agreement import absorb, check_devices
 from farandole.process_group.autoload import BACKEND
 from farandole.process_group.c10d_group import FarandoleGroup
-from farandole.process_group.works import Done, Everybody
+from farandole.process_group.works import Done, Everybody, plain_collectives
 from farandole.state import step
 
 ModuleT = TypeVar("ModuleT", bound=DistributedDataParallel)
@@ -90,10 +90,16 @@ class ElasticModule(DistributedDataParallel):
         """Broadcast buffers, in forward(). A fault aborts the step, as in backward()."""
         if step.is_aborted():
             return
-        try:
+        if not step.is_undecided():
             super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
                 tensors, buffer_size, authoritative_rank
             )
+            return
+        try:
+            with plain_collectives():
+                super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
+                    tensors, buffer_size, authoritative_rank
+                )
         except RecoverableError:
             if not absorb():
                 raise
@@ -144,6 +150,11 @@ def follow_world(ddp: DistributedDataParallel, path: DdpPath) -> None:
 def path_of(ddp: DistributedDataParallel) -> DdpPath | None:
     """Return the path that was given to follow_world()."""
     return ddp.__dict__.get(_PATH)
+
+
+def paths_of(modules: Iterable[torch.nn.Module]) -> list[DdpPath]:
+    """Return the paths of all elastic modules among these, or inside them."""
+    return [path for each in _parallel(modules) if (path := path_of(each)) is not None]
 
 
 def refuse_static_graph() -> None:
@@ -216,7 +227,8 @@ class ReducerGroup(FarandoleGroup):
         for place in self._used_before():
             tensors[0][place] = 1
         try:
-            return super().allreduce(tensors, opts, timeout)
+            with plain_collectives():
+                return super().allreduce(tensors, opts, timeout)
         except RecoverableError:
             if not absorb():
                 raise

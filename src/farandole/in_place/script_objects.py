@@ -1,0 +1,141 @@
+"""The objects of a script that belong to its training: noted when they are constructed, by weak references.
+torch_patches.py notes them, training.py asks for them.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from farandole.errors import ConfigError
+
+T = TypeVar("T")
+
+_PACKAGES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["farandole"]))
+_SIMPLE = (bool, int, float, list, dict, set, tuple)
+_MOST_NAMES = 8
+
+
+class Noted(Generic[T]):
+    """Objects that still exist, in the order of their construction, with the lines that constructed them."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[weakref.ref[T], str]] = []
+
+    def add(self, value: T) -> None:
+        self._entries.append((weakref.ref(value), line_of_script()))
+
+    def __iter__(self) -> Iterator[T]:
+        return (value for reference, _ in self._entries if (value := reference()) is not None)
+
+    def line_of(self, value: T) -> str:
+        """Return the line of the script that has constructed the object; empty for an unknown one."""
+        return next((line for reference, line in self._entries if reference() is value), "")
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects of a training, by the names that they have in its state."""
+
+    modules: dict[str, torch.nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    others: dict[str, Any]
+
+    def __str__(self) -> str:
+        named = {**self.modules, **self.optimizers, **self.others}
+        return ", ".join(f"{name} ({_kind(value)})" for name, value in named.items())
+
+
+class Registry:
+    """The objects that the script has constructed so far.
+
+    obstacle  the first construct of the script that cannot follow the membership, with its line; empty: none
+    """
+
+    def __init__(self) -> None:
+        self.parallel: Noted[DistributedDataParallel] = Noted()
+        self.averages: Noted[torch.nn.Module] = Noted()
+        self.optimizers: Noted[torch.optim.Optimizer] = Noted()
+        self.others: Noted[Any] = Noted()  # schedulers and GradScalers
+        self.obstacle = ""
+
+    def note_obstacle(self, what: str) -> None:
+        """Note that the script does something that cannot follow the membership."""
+        self.obstacle = self.obstacle or f"{what} ({line_of_script()})"
+
+    def objects(self) -> Objects:
+        """Return the objects of the training.
+
+        Raises:
+            ConfigError: They cannot be trained elastically.
+        """
+        if self.obstacle:
+            raise ConfigError(self.obstacle)
+        parallel = list(self.parallel)
+        if not parallel:
+            raise ConfigError("there is no DistributedDataParallel, so nothing tells which gradients are reduced")
+        reduced = {id(parameter) for each in parallel for parameter in each.parameters()}
+        optimizers = []
+        for each in self.optimizers:
+            parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+            if reduced.isdisjoint(map(id, parameters)):
+                raise ConfigError(
+                    f"the {type(each).__name__} of {self.optimizers.line_of(each)} has parameters of no "
+                    f"DistributedDataParallel: its gradients would differ between workers"
+                )
+            optimizers.append(each)
+        if not optimizers:
+            raise ConfigError("there is no optimizer of the parameters of a DistributedDataParallel")
+        return Objects(
+            _named("model", [*parallel, *self.averages]),
+            _named("optimizer", optimizers),
+            _named("value", [each for each in self.others if _belongs_to(each, optimizers)]),
+        )
+
+
+def _belongs_to(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether a scheduler is one of these optimizers, or the object is no scheduler."""
+    optimizer = getattr(value, "optimizer", None)
+    return optimizer is None or any(each is optimizer for each in optimizers)
+
+
+def _named(name: str, values: list[T]) -> dict[str, T]:
+    return {name if not number else f"{name}_{number + 1}": each for number, each in enumerate(values)}
+
+
+def _kind(value: Any) -> str:
+    inner = f" of {type(value.module).__name__}" if isinstance(getattr(value, "module", None), torch.nn.Module) else ""
+    return f"{type(value).__name__}{inner}"
+
+
+# The script's own frames ----------------------------------------------------------------------------------------------
+
+
+def line_of_script() -> str:
+    """Return file and line of the innermost frame that belongs neither to torch nor to Farandole."""
+    frame = _frame_of_script()
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "unknown line"
+
+
+def names_of_script() -> str:
+    """Return the names of the script's variables with simple values, where it iterates over its batches."""
+    frame = _frame_of_script()
+    if frame is None or frame.f_locals is frame.f_globals:
+        return ""
+    names = [name for name, value in frame.f_locals.items() if isinstance(value, _SIMPLE) and not name.startswith("_")]
+    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+
+
+def _frame_of_script() -> FrameType | None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
+        frame = frame.f_back
+    return frame

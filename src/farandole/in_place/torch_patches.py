@@ -1,0 +1,175 @@
+"""The functions of torch that are replaced in a worker whose script is to be elastic in place.
+
+The headings name their sources in torch 2.13. All are functions that scripts call or classes that they construct.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from farandole.env import read_job_env, read_worker_env, set_torchrun_world_size
+from farandole.in_place.script_loader import NUMBERED
+from farandole.in_place.script_objects import Noted, Registry
+from farandole.in_place.training import Training, torchs_iterator
+from farandole.process_group.autoload import BACKEND
+from farandole.process_group.registration import let_whole_groups_follow
+from farandole.worker import context
+
+_training: Training | None = None
+
+
+def install() -> bool:
+    """Make the script of this process elastic in place, if its job was started so. Idempotent.
+
+    Returns:
+        Whether it is a worker of such a job.
+    """
+    global _training
+    workers = read_job_env().in_place
+    if _training is not None or not workers or read_worker_env() is None:
+        return _training is not None
+    set_torchrun_world_size(workers)
+    registry = Registry()
+    _training = Training(workers, registry)
+    _note_constructions(registry)
+    _replace_process_group(_training, registry)
+    _replace_iteration(_training)
+    return True
+
+
+# torch/distributed/distributed_c10d.py --------------------------------------------------------------------------------
+
+
+def _replace_process_group(training: Training, registry: Registry) -> None:
+    let_whole_groups_follow()
+    init, destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
+    new_group, broadcast_objects = distributed_c10d.new_group, distributed_c10d.broadcast_object_list
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        """Open the group of Farandole. Rank and size are those of the job, which may change: arguments that state them
+        are ignored."""
+        if dist.is_initialized():
+            init(*args, **kwargs)  # torch's own error
+            return
+        context.init()
+        training.begin_world()
+        hook = sys.excepthook
+        init(BACKEND)
+        # See open_default_group() in process_group/registration.py.
+        sys.excepthook = hook
+        _end_with_script(training)
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            training.end()
+        destroy(group)
+
+    @functools.wraps(new_group)
+    def new_group_of(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return a group of Farandole, whatever backend is requested: one that follows the world where it has all
+        workers."""
+        if ranks is None or len(ranks) == dist.get_world_size():
+            return new_group()
+        registry.note_obstacle(f"the script has a process group of ranks {list(ranks)}, which do not stay the same")
+        return new_group(ranks, *args, **{**kwargs, "backend": None})
+
+    @functools.wraps(broadcast_objects)
+    def broadcast_object_list(object_list: Any, *args: Any, **kwargs: Any) -> None:
+        """Keep the objects where a worker passes over code: it cannot know those of the source."""
+        if not training.passes_over:
+            broadcast_objects(object_list, *args, **kwargs)
+
+    for replacement in (init_process_group, destroy_process_group, broadcast_object_list):
+        _replace_function(replacement)
+    new_group_of.__name__ = "new_group"
+    _replace_function(new_group_of)
+
+
+def _replace_function(replacement: Callable[..., Any]) -> None:
+    """Replace a function of torch.distributed, whose names are those of distributed_c10d."""
+    setattr(distributed_c10d, replacement.__name__, replacement)
+    setattr(dist, replacement.__name__, replacement)
+
+
+def _end_with_script(training: Training) -> None:
+    """End the training with the script; not when it has failed: then the other workers continue without this one."""
+    show = sys.excepthook
+
+    def hook(*error: Any) -> None:
+        training.abandon()
+        show(*error)
+
+    sys.excepthook = hook
+    atexit.register(training.end)
+
+
+# torch/utils/data/dataloader.py and torch/utils/data/distributed.py ---------------------------------------------------
+
+
+def _replace_iteration(training: Training) -> None:
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        ours = training.batches(self)
+        return torchs_iterator(self) if ours is None else ours
+
+    def set_epoch(self: DistributedSampler[Any], epoch: int) -> None:
+        setattr(self, NUMBERED, True)
+        theirs(self, epoch)
+
+    theirs = DistributedSampler.set_epoch
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
+    DistributedSampler.set_epoch = set_epoch  # type: ignore[method-assign]
+
+    save = torch.save
+
+    @functools.wraps(save)
+    def save_unless_passing(*args: Any, **kwargs: Any) -> None:
+        """Write nothing while a worker passes over code, which it does with a state that is not the job's."""
+        if not training.passes_over:
+            save(*args, **kwargs)
+
+    torch.save = save_unless_passing
+
+
+# Constructors: torch/nn/parallel/distributed.py, torch/optim, torch/amp/grad_scaler.py --------------------------------
+
+
+def _note_constructions(registry: Registry) -> None:
+    _note(DistributedDataParallel, registry.parallel)
+    _note(AveragedModel, registry.averages)
+    _note(torch.optim.Optimizer, registry.optimizers)
+    for kind in (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler):
+        _note(kind, registry.others)
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _note(kind: type[Any], noted: Noted[Any]) -> None:
+    """Note each object of a class when it is constructed."""
+    construct = kind.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        construct(self, *args, **kwargs)
+        noted.add(self)
+
+    kind.__init__ = __init__
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _training is not None:
+        _training.before_step(optimizer)

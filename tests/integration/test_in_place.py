@@ -1,0 +1,275 @@
+"""Scripts of torchrun, unchanged and elastic in place: without a disturbance their results are those of torchrun, and
+whoever is killed or joins, wherever the script is, they stay the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "script_of_torchrun.py"
+UNSUITABLE = ROOT / "tests" / "scripts" / "unsuitable_script.py"
+DEADLINE_S = 120.0
+
+Entry = dict[str, Any]
+Logs = dict[int, list[Entry]]
+
+
+class Job:
+    """A job whose workers write logs into `folder`."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self.folder = folder
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self._output = (folder / "output").open("wb")
+        self._process = subprocess.Popen(
+            command, stdout=self._output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        self._deadline_s = time.monotonic() + DEADLINE_S
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._output.close()
+
+    def logs(self) -> Logs:
+        """Return the entries of each worker, by process id."""
+        return {
+            int(path.stem.removeprefix("log-")): [
+                json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
+            ]
+            for path in sorted(self.folder.glob("log-*.jsonl"))
+        }
+
+    def wait_until(self, is_so: Callable[[Logs], bool]) -> Logs:
+        while not is_so(logs := self.logs()):
+            assert self._process.poll() is None, self.output()
+            assert time.monotonic() < self._deadline_s, self.output()
+            time.sleep(0.005)
+        return logs
+
+    def wait(self) -> Logs:
+        """Wait for the end of the job, which must be a success."""
+        assert self._process.wait(max(1.0, self._deadline_s - time.monotonic())) == 0, self.output()
+        return self.logs()
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+
+def in_place(folder: Path, workers: int, *words: str, flags: str = "") -> Job:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "farandole", "run", "-np", str(workers), "--in-place", *flags.split()]
+    ledger = ["--sample-ledger", str(folder / "ledger")]
+    return Job(folder, [*command, *ledger, sys.executable, str(SCRIPT), "--folder", str(folder), *words])
+
+
+def torchrun(folder: Path, workers: int, *words: str) -> Job:
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    return Job(folder, [*command, str(SCRIPT), "--folder", str(folder), *words])
+
+
+def entries(log: list[Entry], at: str) -> list[Entry]:
+    return [each for each in log if each["at"] == at]
+
+
+def ends(logs: Logs) -> dict[int, Entry]:
+    """Return the last entry of each worker that has come to its end."""
+    return {pid: log[-1] for pid, log in logs.items() if log and log[-1]["at"] == "over"}
+
+
+def check_ledger(folder: Path) -> None:
+    command = [sys.executable, "-m", "farandole", "ledger", "check", str(folder / "ledger")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert checked.stdout.endswith("exactly once: yes\n"), checked.stdout + checked.stderr
+
+
+def difference(one: Path, other: Path) -> float:
+    ours, theirs = torch.load(one / "final.pt"), torch.load(other / "final.pt")
+    return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
+
+
+def check_disturbed(folder: Path, logs: Logs, undisturbed: Path, survivors: set[int]) -> None:
+    """Check that survivors came to the end in their own processes, with the parameters of a job without disturbance."""
+    finished = ends(logs)
+    assert survivors <= finished.keys()
+    assert len({end["digest"] for end in finished.values()}) == 1
+    assert len({end["lr"] for end in finished.values()}) == 1
+    assert difference(folder, undisturbed) < 1e-10
+    check_ledger(folder)
+
+
+WORDS = ("--samples", "312", "--epochs", "4")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job with global batches of 24 samples."""
+    folder: Path = tmp_path_factory.mktemp("undisturbed")
+    with in_place(folder, 2, *WORDS, "--batch-size", "12") as job:
+        job.wait()
+    return folder
+
+
+@pytest.mark.parametrize("words", ["--norm", "--accumulate 2 --amp --workers 1"])
+def test_without_a_disturbance_losses_and_parameters_are_those_of_torchrun(tmp_path: Path, words: str) -> None:
+    losses, digests = [], []
+    for launch in (torchrun, in_place):
+        with launch(tmp_path / launch.__name__, 2, *words.split()) as job:
+            logs = job.wait()
+        digests.append({end["digest"] for end in ends(logs).values()})
+        of_rank_0 = next(log for log in logs.values() if log[0]["rank"] == 0)
+        losses.append([each["loss"] for each in entries(of_rank_0, "end")])
+    assert digests[0] == digests[1]
+    assert losses[0] == losses[1]
+    check_ledger(tmp_path / "in_place")
+
+
+@pytest.mark.parametrize("place", ["batches", "validation", "between epochs"])
+@pytest.mark.parametrize("victim", [0, -1])
+def test_survivors_of_a_kill_stay_in_their_loop(tmp_path: Path, undisturbed: Path, place: str, victim: int) -> None:
+    pauses = {
+        "batches": ("--pause", "0.02"),
+        "validation": ("--pause-validation", "0.3"),
+        "between epochs": ("--pause-between", "0.5"),
+    }
+    with in_place(tmp_path / "job", 3, *WORDS, *pauses[place], flags="--restarts 0") as job:
+        at, epoch = ("batch", 1) if place == "batches" else ("end", 1)
+        logs = job.wait_until(
+            lambda logs: (
+                len([log for log in logs.values() if log and log[-1]["at"] == at and log[-1]["epoch"] == epoch]) == 3
+            )
+        )
+        time.sleep(0.1)
+        killed = sorted(logs)[victim]
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {killed})
+    assert {end["size"] for end in ends(logs).values()} == {2}
+    epochs = [each["epoch"] for each in entries(logs[max(logs.keys() - {killed})], "epoch")]
+    assert epochs == [0, 1, 2, 3]  # the code after each epoch has run once
+
+
+def test_collectives_at_some_counts_of_batches_match_after_a_kill(tmp_path: Path, undisturbed: Path) -> None:
+    """One worker is slow: when another is killed, it has not begun the batch of the step that is aborted."""
+    words = ("--pause", "0.05", "--slow-rank", "1", "--reduce-every", "3")
+    with in_place(tmp_path / "job", 3, *WORDS, *words, flags="--restarts 0") as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
+        killed = next(pid for pid, log in logs.items() if log[0]["rank"] == 2)
+        time.sleep(0.3)
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {killed})
+    counts = {len([each for each in entries(log, "batch") if each["epoch"] == 1]) for log in without(logs, killed)}
+    assert len(counts) == 1
+
+
+def without(logs: Logs, killed: int) -> list[list[Entry]]:
+    return [log for pid, log in logs.items() if pid != killed]
+
+
+def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturbed: Path) -> None:
+    with in_place(tmp_path / "job", 3, *WORDS, "--pause", "0.3") as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
+        killed = sorted(logs)[1]
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+        output = job.output()
+    newcomer = max(logs)
+    assert len(logs) == 4, output
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {killed})
+    assert {end["size"] for end in ends(logs).values()} == {3}
+    assert "carried over: model (DistributedDataParallel of Sequential), optimizer (SGD), value (StepLR)" in output
+    assert "best" in output
+    assert entries(logs[newcomer], "batch")[0]["rank"] != 0
+
+
+def test_a_newcomer_that_is_killed_while_it_passes_over_is_replaced(tmp_path: Path, undisturbed: Path) -> None:
+    with in_place(tmp_path / "job", 2, *WORDS, "--batch-size", "12", "--pause", "0.5") as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 2)
+        killed = [sorted(logs)[1]]
+        os.kill(killed[0], signal.SIGKILL)
+        for count in (3, 4):
+            logs = job.wait_until(lambda logs, count=count: sum(map(bool, logs.values())) == count)
+            if count == 3:
+                killed.append(max(logs.keys() - set(killed), key=lambda pid: logs[pid][0]["time"]))
+                os.kill(killed[1], signal.SIGKILL)
+        logs = job.wait()
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - set(killed))
+
+
+def test_batches_that_are_added_up_to_a_step_survive_a_kill(tmp_path: Path) -> None:
+    words = ("--samples", "320", "--epochs", "3", "--accumulate", "2")
+    with in_place(tmp_path / "undisturbed", 2, *words, "--batch-size", "12") as job:
+        job.wait()
+    with in_place(tmp_path / "job", 3, *words, "--batch-size", "8", "--pause", "0.05", flags="--restarts 0") as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
+        killed = max(logs)
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+    check_disturbed(tmp_path / "job", logs, tmp_path / "undisturbed", logs.keys() - {killed})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("iterable", "its DataLoader has Stream, an IterableDataset"),
+        ("sampler", "its sampler Backwards has an order of its own"),
+        ("undivided", "its DataLoader has a RandomSampler, and no DistributedSampler"),
+        ("drawn", "optimizer.step() trains samples of no DataLoader"),
+        ("subgroup", "the script has a process group of ranks [0], which do not stay the same (unsuitable_script.py:"),
+        ("alone", "has parameters of no DistributedDataParallel"),
+        ("static graph", "DistributedDataParallel(static_graph=True)"),
+    ],
+)
+def test_a_script_that_does_not_qualify_stays_static_and_says_why(tmp_path: Path, kind: str, reason: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        "2",
+        "--in-place",
+        sys.executable,
+        str(UNSUITABLE),
+        kind,
+    ]
+    with Job(tmp_path, command) as job:
+        job.wait()
+        output = job.output()
+    assert "rank 1 has finished" in output
+    assert output.count("this job is not elastic in place") == 1
+    assert "unsuitable_script.py:" in output
+    assert reason in output
+
+
+def test_a_worker_that_is_to_leave_does_so_between_two_steps(tmp_path: Path, undisturbed: Path) -> None:
+    with in_place(tmp_path / "job", 3, *WORDS, "--pause", "0.05", flags="--restarts 0") as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
+        left = max(logs)
+        os.kill(left, signal.SIGTERM)
+        logs = job.wait()
+        output = job.output()
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {left})
+    assert "Traceback" not in output
+    assert "Exception ignored" not in output

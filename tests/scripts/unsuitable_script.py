@@ -1,0 +1,66 @@
+"""Scripts for torchrun that cannot be elastic in place, each for one reason."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817 (as people write it)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return iter(TensorDataset(torch.randn(32, 4)))
+
+
+class Backwards(DistributedSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter([*super().__iter__()][::-1])
+
+
+def batches(kind: str) -> DataLoader | list[list[torch.Tensor]]:
+    table = TensorDataset(torch.randn(32, 4))
+    if kind == "iterable":
+        return DataLoader(Stream(), batch_size=4)
+    if kind == "sampler":
+        return DataLoader(table, batch_size=4, sampler=Backwards(table))
+    if kind == "undivided":
+        return DataLoader(table, batch_size=4, shuffle=True)
+    if kind == "drawn":
+        return [[torch.randn(4, 4)] for _ in range(8)]
+    return DataLoader(table, batch_size=4, sampler=DistributedSampler(table))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    kind = parser.parse_args().kind
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if kind == "subgroup":
+        dist.new_group([0])
+    model = DDP(torch.nn.Linear(4, 1), static_graph=kind == "static graph")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if kind == "alone":
+        other = torch.nn.Linear(4, 1)
+        aside = torch.optim.SGD(other.parameters(), lr=0.01)
+    for _ in range(2):
+        for (x,) in batches(kind):
+            loss = model(x).square().mean()
+            if kind == "alone":
+                loss = loss + other(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if kind == "alone":
+                aside.step()
+    print(f"rank {dist.get_rank()} has finished", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

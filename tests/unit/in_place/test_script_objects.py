@@ -1,0 +1,42 @@
+"""The objects of a script, as they are noted and chosen for its training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.errors import ConfigError
+from farandole.in_place.script_objects import Noted, Registry, line_of_script, names_of_script
+
+
+def test_an_object_is_noted_as_long_as_it_exists_with_the_line_that_constructed_it() -> None:
+    noted: Noted[Any] = Noted()
+    kept, dropped = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    noted.add(kept)
+    noted.add(dropped)
+    del dropped
+    assert list(noted) == [kept]
+    assert noted.line_of(kept).startswith("test_script_objects.py:")
+    assert noted.line_of(object()) == ""
+
+
+def test_the_first_obstacle_is_the_reason() -> None:
+    registry = Registry()
+    registry.note_obstacle("a group of ranks [0]")
+    registry.note_obstacle("a group of ranks [1]")
+    with pytest.raises(ConfigError, match=r"a group of ranks \[0\] \(test_script_objects.py:\d+\)"):
+        registry.objects()
+
+
+def test_without_a_parallel_module_nothing_is_reduced() -> None:
+    with pytest.raises(ConfigError, match="there is no DistributedDataParallel"):
+        Registry().objects()
+
+
+def test_names_are_those_of_the_scripts_simple_values() -> None:
+    best, losses, module, _hidden = 0.5, [1.0], torch.nn.Linear(1, 1), 3
+    assert names_of_script() == "best, losses"
+    assert line_of_script().startswith("test_script_objects.py:")
+    assert [best, losses, module, _hidden]
