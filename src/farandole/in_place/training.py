@@ -324,8 +324,8 @@ class Training:
         set_transport_of_scripts(None)
         if world.current().placement.rank == 0:
             logger.warning(
-                "%s: this job is not elastic in place, since %s; when a worker is lost, the job ends, or starts again as "
-                "a whole with --max-restarts",
+                "%s: this job is not elastic in place, since %s; when a worker is lost, the job ends, or starts again "
+                "as a whole with --max-restarts",
                 line_of_script(),
                 reason,
             )
