@@ -20,13 +20,13 @@ from farandole.env import read_fixed_env, read_torchrun_rank_and_size, read_work
 from farandole.errors import ConfigError
 from farandole.process_group.autoload import BACKEND, make_backend_known
 from farandole.process_group.c10d_group import FarandoleGroup
-from farandole.process_group.old_torch import (
+from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles, meet_at
+from farandole.process_group.torch_versions import (
     clear_planner_cache,
     clear_sharding_cache,
     have_no_flight_recorder,
     have_shutdown_called,
 )
-from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles, meet_at
 from farandole.process_group.works import JOB, Everybody, Some
 
 _init: Callable[[], None] | None = None

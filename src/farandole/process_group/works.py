@@ -22,7 +22,7 @@ from farandole.collectives.point_to_point import Expected, P2PMessage, PointToPo
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError, StepError
 from farandole.process_group.c10d_collectives import in_place
-from farandole.process_group.old_torch import FORGETS_WORKS, ended_work
+from farandole.process_group.torch_versions import FORGETS_WORKS, ended_work
 
 
 class Done(Work):
