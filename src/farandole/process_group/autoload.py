@@ -143,6 +143,12 @@ def _use_store(address: str) -> None:
     module._create_c10d_store = create
 
 
+def note_meeting() -> None:
+    """Note that this worker has entered the world of the job."""
+    if _lone is not None:
+        _lone.end()
+
+
 class LoneTraining:
     """The watch whether this worker trains without having met the others.
 
@@ -152,7 +158,7 @@ class LoneTraining:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._has_warned = False
+        self._has_warned = self._is_over = False
         self._hook: Any = None
 
     def watch(self) -> None:
@@ -162,24 +168,30 @@ class LoneTraining:
         self._hook = register_optimizer_step_post_hook(self._look)
 
     def _look(self, *_: object) -> None:
-        # torch.compile() traces hooks, and a compiled step must not change for this.
-        if torch.compiler.is_compiling():
+        # torch.compile() traces hooks, and a compiled step must not change for this. The hook is not removed here:
+        # torch iterates over the hooks (torch 2.13, torch/optim/optimizer.py, profile_hook_step), and others may follow.
+        if self._is_over or torch.compiler.is_compiling():
             return
         if has_met():
-            self.end()
+            self._report_meeting()
         elif not self._has_warned:
             self._has_warned = True
             _report(has_met=False)
             print(self._warning(), file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Report that the worker has met the others, or is about to. Idempotent."""
+        """Report that the worker has met the others, or is about to. Idempotent. Not called within a step."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            _report(has_met=True)
-            if self._has_warned:
-                print(f"farandole: rank {self._rank} of {self._size} meets the others now", file=sys.stderr, flush=True)
+        if not self._is_over:
+            self._report_meeting()
+
+    def _report_meeting(self) -> None:
+        self._is_over = True
+        _report(has_met=True)
+        if self._has_warned:
+            print(f"farandole: rank {self._rank} of {self._size} meets the others now", file=sys.stderr, flush=True)
 
     def _warning(self) -> str:
         return (

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import _query_to_dict
 from farandole.collectives import world
 from farandole.env import read_fixed_env, read_torchrun_rank_and_size, read_worker_env
 from farandole.errors import ConfigError
-from farandole.process_group.autoload import BACKEND, make_backend_known
+from farandole.process_group.autoload import BACKEND, make_backend_known, note_meeting
 from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles, meet_at
 from farandole.process_group.torch_versions import (
@@ -157,6 +157,8 @@ def _enter_world() -> None:
 def _follow(entered: world.World | None) -> None:
     """Follow a new generation: c10d's own records of the default group get its size. They are private, and nothing else
     changes them while the group exists (torch 2.13, torch/distributed/distributed_c10d.py, _World)."""
+    if entered is not None:
+        note_meeting()
     group = dist.group.WORLD
     if isinstance(group, FarandoleGroup) and group.members.worlds is not JOB:
         return  # its members have nothing to do with the job

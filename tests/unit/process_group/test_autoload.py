@@ -1,0 +1,38 @@
+"""The watch for training alone, in the hooks of torch's optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from farandole.collectives import world
+from farandole.collectives.alone import AloneTransport
+from farandole.membership import GenerationId, Placement
+from farandole.process_group import autoload
+from farandole.process_group.autoload import LoneTraining
+
+
+def test_a_worker_that_has_met_the_others_unnoticed_is_left_in_peace_and_so_are_other_hooks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports: list[bool] = []
+    monkeypatch.setattr(autoload, "_report", lambda has_met: reports.append(has_met))
+    lone, steps = LoneTraining(0, 2), list[object]()
+    lone.watch()
+    behind = register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        optimizer.step()
+        assert reports == [False]
+        world.enter(world.World(GenerationId(1, 1, 1, ""), Placement(0, 1, 0, 1, 0, 1), AloneTransport()))
+        optimizer.step()
+        optimizer.step()
+        assert (reports, len(steps)) == ([False, True], 3)
+        assert capsys.readouterr().err.count("meets the others now") == 1
+    finally:
+        world.enter(None)
+        behind.remove()
+        lone.end()
+    optimizer.step()
+    assert (reports, len(steps)) == ([False, True], 3)
