@@ -169,7 +169,7 @@ class LoneTraining:
 
     def _look(self, *_: object) -> None:
         # torch.compile() traces hooks, and a compiled step must not change for this. The hook is not removed here:
-        # torch iterates over the hooks (torch 2.13, torch/optim/optimizer.py, profile_hook_step), and others may follow.
+        # torch iterates over the hooks (torch 2.13, torch/optim/optimizer.py, profile_hook_step).
         if self._is_over or torch.compiler.is_compiling():
             return
         if has_met():
