@@ -3,10 +3,13 @@ process torch computes with one thread."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +45,16 @@ def _no_step_left_over() -> Iterator[None]:
         loop_hooks.install(None)
         loop_hooks.install_recorder(None)
         loop_hooks.install_sampler_recorder(None)
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let no other test run beside one that is marked `alone`, also in other lanes (`make test`). It is for networks
+    and deadlines that a busy machine would decide. The lock ends with its process."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    lock = Path(tmp_path_factory.getbasetemp().parent) / "alone.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        yield

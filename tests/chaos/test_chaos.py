@@ -51,6 +51,7 @@ def test_a_job_survives_what_its_seed_holds_for_it(seed: int) -> None:
     check(case_of(seed))
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.timeout(240)
 def test_a_job_on_three_hosts_survives_a_bad_day() -> None:

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
+import pytest
+
 from farandole.agent.agent import HeartbeatSocket
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
@@ -29,6 +31,8 @@ from farandole.wire.messages import (
     WorkerPrinted,
 )
 from tests.support.waiting import DEADLINE_S, EventLog, run
+
+pytestmark = pytest.mark.alone
 
 TOKEN = new_token()
 BUDGET_S = 0.6
