@@ -200,6 +200,8 @@ def misuse() -> str:
 
 
 if __name__ == "__main__":
-    print("RESULT", RANK, globals()[sys.argv[1]](), flush=True)
+    # In one write: under torchrun all ranks have one output, and lines of several writes would be mixed.
+    sys.stdout.write(f"RESULT {RANK} {globals()[sys.argv[1]]()}\n")
+    sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

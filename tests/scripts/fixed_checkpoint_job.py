@@ -40,7 +40,7 @@ def main() -> None:
     train(state)
     bounds = [(epoch, 4 * k) for epoch in range(2) for k in range(1, 76)]
     assert state.cursors == bounds, f"not every batch was trained once: {state.cursors}"
-    print(f"RESULT rank={fd.rank()} steps={state.step}", flush=True)
+    print(f"RESULT rank={fd.rank()} steps={state.step}\n", end="", flush=True)  # in one write
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def main(folder: Path, plans: list[str]) -> None:
     unfinished = folder / f".{attempt}.{rank}"
     unfinished.write_text(json.dumps(seen))
     unfinished.rename(folder / f"attempt{attempt}.rank{rank}")
-    print(f"rank {rank} of {size}, attempt {attempt}", flush=True)
+    print(f"rank {rank} of {size}, attempt {attempt}\n", end="", flush=True)  # in one write
     _wait_for(folder, [f"attempt{attempt}.rank{each}" for each in range(size)])
     now = [plan.split(":") for plan in plans]
     now = [(action, of) for action, of, when in now if when in ("*", str(attempt))]
