@@ -238,6 +238,8 @@ def test_batches_that_are_added_up_to_a_step_survive_a_kill(tmp_path: Path) -> N
         ("drawn", "optimizer.step() trains samples of no DataLoader"),
         ("subgroup", "the script has a process group of ranks [0], which do not stay the same (unsuitable_script.py:"),
         ("alone", "has parameters of no DistributedDataParallel"),
+        ("mixed", "has parameters of no DistributedDataParallel"),
+        ("lightning", "Lightning's Trainer counts its batches itself"),
         ("static graph", "DistributedDataParallel(static_graph=True)"),
     ],
 )

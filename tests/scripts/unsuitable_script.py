@@ -35,23 +35,54 @@ def batches(kind: str) -> DataLoader | list[list[torch.Tensor]]:
     return DataLoader(table, batch_size=4, sampler=DistributedSampler(table))
 
 
+def train_with_lightning() -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4))
+    print(f"rank {trainer.global_rank} has finished", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind")
     kind = parser.parse_args().kind
     torch.set_num_threads(1)
+    if kind == "lightning":
+        train_with_lightning()
+        return
     dist.init_process_group("gloo")
     if kind == "subgroup":
         dist.new_group([0])
     model = DDP(torch.nn.Linear(4, 1), static_graph=kind == "static graph")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    other = torch.nn.Linear(4, 1)
+    trained = [*model.parameters(), *(other.parameters() if kind == "mixed" else ())]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
     if kind == "alone":
-        other = torch.nn.Linear(4, 1)
         aside = torch.optim.SGD(other.parameters(), lr=0.01)
     for _ in range(2):
         for (x,) in batches(kind):
             loss = model(x).square().mean()
-            if kind == "alone":
+            if kind in ("alone", "mixed"):
                 loss = loss + other(x).square().mean()
             loss.backward()
             optimizer.step()

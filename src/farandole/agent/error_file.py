@@ -10,6 +10,8 @@ import contextlib
 import json
 from pathlib import Path
 
+import msgspec
+
 from farandole.wire.messages import RecordedError
 
 LONGEST_BYTES = 1 << 20
@@ -51,7 +53,8 @@ class ErrorFiles:
     def take(self, worker: str) -> RecordedError | None:
         """Return the error that a worker has left, now that it has ended; None if there is none."""
         path = self._paths.pop(worker, None)
-        return None if path is None else read_error_file(path)
+        error = None if path is None else read_error_file(path)
+        return error if error is None or self._lasts else msgspec.structs.replace(error, file="")
 
 
 def read_error_file(path: Path) -> RecordedError | None:

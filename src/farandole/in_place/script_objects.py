@@ -20,6 +20,7 @@ from farandole.errors import ConfigError
 T = TypeVar("T")
 
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["farandole"]))
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 _SIMPLE = (bool, int, float, list, dict, set, tuple)
 _MOST_NAMES = 8
 
@@ -86,7 +87,7 @@ class Registry:
         optimizers = []
         for each in self.optimizers:
             parameters = [parameter for group in each.param_groups for parameter in group["params"]]
-            if reduced.isdisjoint(map(id, parameters)):
+            if any(parameter.requires_grad and id(parameter) not in reduced for parameter in parameters):
                 raise ConfigError(
                     f"the {type(each).__name__} of {self.optimizers.line_of(each)} has parameters of no "
                     f"DistributedDataParallel: its gradients would differ between workers"
@@ -120,7 +121,7 @@ def _kind(value: Any) -> str:
 
 
 def line_of_script() -> str:
-    """Return file and line of the innermost frame that belongs neither to torch nor to Farandole."""
+    """Return file and line of the innermost frame that belongs to none of torch, Lightning and Farandole."""
     frame = _frame_of_script()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "unknown line"
 
@@ -134,8 +135,26 @@ def names_of_script() -> str:
     return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
+def runs_in_lightning() -> bool:
+    """Return whether a loop of Lightning's Trainer is running.
+
+    The Trainer counts its batches, and ends an epoch too early when one came again (lightning 2.6,
+    _TrainingEpochLoop.done).
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _module_of(frame).startswith(_LIGHTNING):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def _frame_of_script() -> FrameType | None:
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith((*_PACKAGES, "<")) or _module_of(frame).startswith(_LIGHTNING)
+    ):
         frame = frame.f_back
     return frame

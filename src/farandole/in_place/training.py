@@ -29,7 +29,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, FarandoleError, RecoverableError, StepError
 from farandole.in_place.script_collectives import EchoTransport, SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader, refuse_unsuitable
-from farandole.in_place.script_objects import Objects, Registry, line_of_script, names_of_script
+from farandole.in_place.script_objects import Objects, Registry, line_of_script, names_of_script, runs_in_lightning
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase
 from farandole.optim.ddp.module import paths_of
@@ -52,9 +52,7 @@ class InPlaceLoop(StepLoop):
     def __init__(self, job: WorkerJob | None, state: StepState, loader: ScriptLoader, training: Training) -> None:
         super().__init__(job, state)
         self._begin_passing, self._stop_passing = training.begin_passing, training.stop_passing
-        self._is_first_rank = (
-            training.is_first_rank
-        )  # the script was started as rank 0 of the job, or the loss of it was told
+        self._is_first_rank = training.is_first_rank  # or the loss of that worker was reported
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
         self._is_at_epoch_end = False
@@ -235,6 +233,11 @@ class Training:
     def batches(self, theirs: TorchDataLoader[Any]) -> Iterator[Any] | None:
         """Return an iterator over the batches of a DataLoader of the script; None: torch's own iterator is right."""
         if self._static_because or self._is_over or not world.is_entered():
+            return None
+        if self._loader is None and runs_in_lightning():
+            self._stay_static(
+                "Lightning's Trainer counts its batches itself: use the Trainer of farandole.frameworks.lightning"
+            )
             return None
         if not isinstance(theirs.sampler, DistributedSampler):
             if not self._is_evaluating():

@@ -309,7 +309,7 @@ class RecordedError(msgspec.Struct, frozen=True):
         message: The last line of the exception.
         traceback: The whole text; empty: there is none.
         time_s: When it was written, in seconds since 1970; 0: unknown.
-        file: The path of the file, on the host of the worker.
+        file: The path of the file, on the host of the worker; empty: it is removed with the job.
     """
 
     message: str

@@ -74,6 +74,17 @@ def test_files_that_last_lie_where_torchrun_puts_them_and_an_old_one_is_removed(
     assert files.take("w4") is None
 
 
+def test_an_error_names_its_file_only_where_the_file_lasts(tmp_path: Path) -> None:
+    for lasts in (True, False):
+        files = ErrorFiles(tmp_path, lasts)
+        path = files.prepare("w3", attempt=0, rank=0)
+        assert path is not None
+        written(path.parent, {"message": "out of memory"})
+        error = files.take("w3")
+        assert error is not None
+        assert (error.message, error.file) == ("out of memory", str(path) if lasts else "")
+
+
 def test_two_living_workers_never_share_a_file(tmp_path: Path) -> None:
     files = ErrorFiles(tmp_path, lasts=True)
     assert files.prepare("w2", attempt=0, rank=2) != files.prepare("w3", attempt=0, rank=2)
