@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+    # A shell without job control starts `make test &` with this signal ignored (POSIX, "Asynchronous Lists"), which
+    # children inherit; the tests send it to them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
