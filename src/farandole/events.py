@@ -208,6 +208,31 @@ class HostDiscoveryFailed(Event):
 
 
 @dataclass(frozen=True)
+class AgentNotStarted(Event):
+    """The agent of a host could not be started, or has ended too early. It is started again after `again_s`."""
+
+    host: str
+    reason: str
+    again_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host} has no agent: {self.reason}; another attempt follows in {self.again_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class AgentPrinted(Event):
+    """The agent of a host has printed a line."""
+
+    host: str
+    text: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host}: {self.text}"
+
+
+@dataclass(frozen=True)
 class HostBlacklisted(Event):
     """A worker was lost on the host: no further workers are started there, for `cooldown_s` or for ever (None).
     `workers` were stopped because of it."""

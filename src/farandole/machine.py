@@ -12,7 +12,9 @@ import functools
 import math
 import os
 import socket
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from weakref import WeakSet
 
@@ -151,3 +153,27 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(after_in_child=_close_in_child)
+
+
+# The software that all workers of a job must share --------------------------------------------------------------------
+
+
+@functools.cache
+def installed_software() -> dict[str, str]:
+    """Return the versions of this Python, torch and Farandole, without importing them. A build's suffix, as in
+    2.13.0+cpu, is left out."""
+    from importlib import metadata  # here: it takes 10 ms, and few processes need it
+
+    versions = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name, distribution in (("torch", "torch"), ("Farandole", "farandole")):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(distribution).partition("+")[0]
+    return versions
+
+
+def different_software(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Return which version differs, for a message to the user; empty: none does, as far as both are known."""
+    for name, version in theirs.items():
+        if ours.get(name, version) != version:
+            return f"it has {name} {version}, and this job runs with {name} {ours[name]}"
+    return ""

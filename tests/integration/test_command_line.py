@@ -41,7 +41,7 @@ def test_help_loads_nothing_heavy_and_a_job_no_torch() -> None:
         "parse_run(['-np', '2', 'sh'])\n"
         "from farandole.launch.torchrun_command import parse_torchrun; parse_torchrun(['--no-python', 'sh'])\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
-        "import farandole.launch.local, farandole.launch.report\n"
+        "import farandole.launch.job_runner, farandole.launch.report\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)

@@ -65,7 +65,7 @@ def main() -> None:
 def _import_all() -> None:
     from farandole.agent.fork_server_process import PRELOADED
 
-    launcher = ("asyncio", "farandole.launch.local", "farandole.launch.control_commands", "farandole.horovod")
+    launcher = ("asyncio", "farandole.launch.job_runner", "farandole.launch.control_commands", "farandole.horovod")
     for name in (*PRELOADED, *launcher, "torch.optim.swa_utils", "torch.nn.parallel", "torch.utils.data"):
         module = importlib.import_module(name)
         if name in PRELOADED and name.startswith("farandole"):

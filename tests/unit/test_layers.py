@@ -30,10 +30,21 @@ MAY_IMPORT = {
     "frameworks": {"collectives", "state", "optim", "data", "worker", "elastic"},
     "coordinator": set(),
     "agent": set(),
-    "launch": {"agent", "coordinator", "horovod", "ledger", "checkpoint"},
-    "horovod": {"collectives", "state", "optim", "data", "worker", "elastic", "coordinator", "launch"},  # other names
+    "engines": {"agent"},
+    "launch": {"agent", "coordinator", "engines", "horovod", "ledger", "checkpoint"},
+    "horovod": {  # other names
+        "collectives",
+        "state",
+        "optim",
+        "data",
+        "worker",
+        "elastic",
+        "coordinator",
+        "engines",
+        "launch",
+    },
 }
-WITHOUT_TORCH = {BASE, "agent", "coordinator", "launch", "ledger"}
+WITHOUT_TORCH = {BASE, "agent", "coordinator", "engines", "launch", "ledger"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 # The folder, and the file that runs in each `import torch`, for which that folder takes too long to import.

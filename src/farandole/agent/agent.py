@@ -37,12 +37,14 @@ from farandole.wire.authentication import Role, derive_data_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
+    AgentDied,
     AgentHello,
     AgentLeaving,
     CoordinatorHeartbeat,
     Dismissed,
     ForwardToWorkers,
     FromWorker,
+    GuardHello,
     Heartbeat,
     Hello,
     JobOver,
@@ -83,6 +85,7 @@ class AgentConfig:
     store_port          of the job's store, at the address of the coordinator; 0: there is none
     max_restarts        how often all workers may be started again, for scripts that read it
     error_folder        the folder for the workers' error files, which stay after the job; empty: they are removed
+    process             the identifier of this process in AgentHello; it matters for an agent apart only
     """
 
     name: str
@@ -103,6 +106,7 @@ class AgentConfig:
     store_port: int = 0
     max_restarts: int = 0
     error_folder: str = ""
+    process: str = ""
 
 
 class EndOfService(enum.Enum):
@@ -163,7 +167,8 @@ class Agent:
         config = self._config
         self._channel = await self._dial() if self._joined is None else self._joined
         self._server.start()
-        self._processes.start()
+        self._guards_channel = await self._dial_for_guard() if config.is_apart else None
+        self._processes.start(None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied()))
         error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
         self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
         self._pages.start()
@@ -198,6 +203,8 @@ class Agent:
                 self._server.stop()
                 self._pages.stop()
                 self._channel.close()
+                if self._guards_channel is not None:
+                    self._guards_channel.close()
                 if self._datagrams is not None:
                     self._datagrams.close()
 
@@ -205,6 +212,17 @@ class Agent:
         config, address = self._config, self._config.coordinator
         channel = await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
         channel.send(AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION))
+        return channel
+
+    async def _dial_for_guard(self) -> Channel[ToAgent] | None:
+        """Return a second connection, on which the guard will report the end of this process. None: it cannot be
+        opened; the coordinator will notice that end by the agent's silence."""
+        config, address = self._config, self._config.coordinator
+        try:
+            channel = await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
+        except (ConnectionError, AuthenticationError, ProtocolError):
+            return None
+        channel.send(GuardHello(config.name, config.process, PROTOCOL_VERSION))
         return channel
 
     def kill_workers(self) -> None:
@@ -471,11 +489,12 @@ class WorkerProcesses:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the error when this class itself failed; its workers may be unwatched then."""
 
-    def start(self) -> None:
-        """Prepare to spawn. Raises OSError when no folder, or no further process, can be created."""
+    def start(self, last_message: tuple[int, bytes] | None = None) -> None:
+        """Prepare to spawn. `last_message`: as in Guard. Raises OSError when no folder, or no further process, can be
+        created."""
         self.scratch = Path(tempfile.mkdtemp(prefix="farandole-"))
         """Folder for the files that killed workers would otherwise leave in the temp folder; removed with the job."""
-        self._guard = Guard(self.scratch, self._silence_limit_s)
+        self._guard = Guard(self.scratch, self._silence_limit_s, last_message)
         try:
             self._guard.start()
         except OSError:

@@ -1,9 +1,11 @@
 """The program of the guard process, a separate script: only the standard library, no package around it.
 
-Its arguments: the folder of the job's scratch files, and how many seconds of silence mean that the parent is stopped
-(none: it may be silent). Its parent holds the other end of stdin and writes "watch GROUP", "release GROUP", "heartbeat"
-or "stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
-groups are killed, and the files that they may leave on disk are removed. Started by process.py.
+Its arguments: the folder of the job's scratch files; how many seconds of silence mean that the parent is stopped (0: it
+may be silent); optionally the descriptor of a connection, and the bytes, in hexadecimal, that are written to it when
+the parent is gone. Its parent holds the other end of stdin and writes "watch GROUP", "release GROUP", "heartbeat" or
+"stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
+groups are killed, the bytes are written, and the files that the groups may leave on disk are removed. Started by
+process.py.
 """
 
 from __future__ import annotations
@@ -101,14 +103,18 @@ def _is_dead(pid: int) -> bool:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    watch = follow(sys.stdin.fileno(), float(sys.argv[2]) if len(sys.argv) > 2 else None)
+    scratch, silence_limit, *connection = sys.argv[1:]
+    watch = follow(sys.stdin.fileno(), float(silence_limit) or None)
     if watch.is_over:
         return
     pids = members_of(watch.groups)
     kill(watch.groups)
+    if connection:
+        with contextlib.suppress(OSError):  # the coordinator is gone, too
+            os.write(int(connection[0]), bytes.fromhex(connection[1]))
     select.select([], [], [], _KILLED_S)
     remove_shared_memory(pids)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -448,10 +448,14 @@ class Guard:
 
     scratch          a folder that it removes as well when the agent is gone
     silence_limit_s  it also kills the groups when it received nothing for this time: the agent is stopped
+    last_message     what it sends when it has killed the groups: the descriptor of a connection, and the bytes
     """
 
-    def __init__(self, scratch: Path, silence_limit_s: float | None = None) -> None:
+    def __init__(
+        self, scratch: Path, silence_limit_s: float | None = None, last_message: tuple[int, bytes] | None = None
+    ) -> None:
         self._scratch, self._silence_limit_s = scratch, silence_limit_s
+        self._last_message = last_message
         self._process: subprocess.Popen[bytes] | None = None
         self._watched: set[int] = set()
 
@@ -461,14 +465,19 @@ class Guard:
         Python keeps the other end of its stdin out of all other children of this process: the end of this
         process, and nothing else, ends the stream.
         """
-        limit = [] if self._silence_limit_s is None else [str(self._silence_limit_s)]
+        arguments, descriptors = [str(self._scratch), str(self._silence_limit_s or 0)], []
+        if self._last_message is not None:
+            descriptor, data = self._last_message
+            arguments += [str(descriptor), data.hex()]
+            descriptors.append(descriptor)
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SCRIPT), str(self._scratch), *limit],
+            [sys.executable, "-I", "-S", str(_SCRIPT), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd="/",
+            pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C at the agent's terminal must not reach the guard
         )
 

@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
@@ -17,7 +17,7 @@ from farandole.agent.host_resources import share_cores
 from farandole.env import inherited_environment
 from farandole.errors import AuthenticationError, ConfigError, FarandoleError, ProtocolError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits, Event
-from farandole.machine import now_s
+from farandole.machine import installed_software, now_s
 from farandole.membership import Address
 from farandole.wire.channel import HANDSHAKE_DEADLINE_S, TO_AGENT, Channel, TokenRefused, connect
 from farandole.wire.messages import (
@@ -34,6 +34,7 @@ from farandole.wire.messages import (
 )
 
 _AGAIN_S = 0.5  # between two attempts to join
+_NEXT_ADDRESS_S = 0.2  # between two addresses of the coordinator; most answer sooner
 
 
 class CannotJoin(FarandoleError):
@@ -44,12 +45,13 @@ class CannotJoin(FarandoleError):
 class JoinOptions:
     """The options of a joining agent; the coordinator sends all others.
 
-    retry_s  seconds for which it tries to join, at the beginning and after it was lost
-    folder   the workers' working directory; None: the job's
-    grace_s  seconds from the request to end until workers are killed; None: the job's
+    coordinators  the addresses at which the coordinator may be reached; the first one that answers is used
+    retry_s       seconds for which it tries to join, at the beginning and after it was lost
+    folder        the workers' working directory; None: the job's
+    grace_s       seconds from the request to end until workers are killed; None: the job's
     """
 
-    coordinator: Address
+    coordinators: tuple[Address, ...]
     token: bytes = field(repr=False)
     host: str
     slots: int
@@ -68,7 +70,8 @@ class JoiningAgent:
         self._agent: Agent | None = None
         self._run: asyncio.Task[Service] | None = None
         self._is_leaving = False
-        self._was_disconnected = False  # at the last attempt, when the token had been proved
+        self._coordinator = options.coordinators[0]  # the address of the connection
+        self._disconnected: set[Address] = set()  # addresses that did so at the last attempt, once the token was proved
 
     async def run(self) -> Service:
         """Serve until the job has ended or this host is left. Raises CannotJoin, and ConfigError for errors that
@@ -93,6 +96,14 @@ class JoiningAgent:
         elif is_first:
             self._agent.leave(reason)
 
+    def abandon(self) -> None:
+        """End the workers at once, and leave."""
+        self._is_leaving = True
+        if self._agent is not None:
+            self._agent.kill_workers()
+        if self._run is not None:
+            self._run.cancel()
+
     async def _serve_again_and_again(self) -> Service:
         while True:
             channel, welcome = await self._join()
@@ -114,7 +125,7 @@ class JoiningAgent:
                 self._agent = None
             if service.end is not EndOfService.LOST or self._is_leaving:
                 return service
-            self._on_event(AgentRejoins(str(self._options.coordinator), service.reason))
+            self._on_event(AgentRejoins(str(self._coordinator), service.reason))
 
     async def _join(self) -> tuple[Channel[ToAgent], Welcome]:
         """Try to join until the agent is welcomed, or the time is over."""
@@ -122,8 +133,8 @@ class JoiningAgent:
         while True:
             try:
                 return await self._attempt()
-            except (TimeoutError, OSError, _NotNow) as error:
-                why = _format_error(error, self._options.coordinator)
+            except _NotNow as error:
+                why = str(error)
             if now_s() + _AGAIN_S > deadline_s:
                 raise CannotJoin(f"{why} (tried for {self._options.retry_s:g} s, see --retry)")
             if why != last:
@@ -132,22 +143,8 @@ class JoiningAgent:
             await asyncio.sleep(_AGAIN_S)
 
     async def _attempt(self) -> tuple[Channel[ToAgent], Welcome]:
-        options = self._options
-        try:
-            channel = await connect(options.coordinator.host, options.coordinator.port, options.token, None, TO_AGENT)
-        except (TokenRefused, AuthenticationError) as error:
-            if isinstance(error, TokenRefused) and not self._was_disconnected:  # or it has ended at this very moment
-                self._was_disconnected = True
-                raise _NotNow("the coordinator closed the connection after this agent had proved the token") from None
-            raise ConfigError(
-                f"{options.coordinator} does not accept the token: use a copy of the job's --token-file"
-            ) from None
-        except ConnectionError:
-            self._was_disconnected = False
-            raise
-        except ProtocolError as error:
-            raise ConfigError(f"{options.coordinator}: {error}") from None
-        self._was_disconnected = False
+        channel, self._coordinator = await self._dial_all()
+        options, coordinator = self._options, self._coordinator
         try:
             channel.send(
                 AgentHello(
@@ -157,20 +154,67 @@ class JoiningAgent:
                     PROTOCOL_VERSION,
                     process=self._process,
                     is_apart=True,
+                    software=installed_software(),
                 )
             )
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 answer = await channel.receive()
             if isinstance(answer, Refused) and not answer.is_final:
-                raise _NotNow(answer.reason)
+                raise _NotNow(f"{coordinator} does not accept this agent now: {answer.reason}")
             if isinstance(answer, Refused):
-                raise ConfigError(f"{options.coordinator} refuses this agent: {answer.reason}")
+                raise ConfigError(f"{coordinator} refuses this agent: {answer.reason}")
             if not isinstance(answer, Welcome):
-                raise ConfigError(f"{options.coordinator} sent {type(answer).__name__} before Welcome")
+                raise ConfigError(f"{coordinator} sent {type(answer).__name__} before Welcome")
+        except (TimeoutError, OSError) as error:
+            channel.abort()
+            raise _NotNow(_format_error(error, coordinator)) from None
         except BaseException:
             channel.abort()
             raise
         return channel, answer
+
+    async def _dial_all(self) -> tuple[Channel[ToAgent], Address]:
+        """Dial all addresses of the coordinator, each a little later than the one before, and return the first
+        connection. Raises ConfigError when none of them will accept this agent later either."""
+        dials = {
+            asyncio.create_task(self._dial(each, delay_s=index * _NEXT_ADDRESS_S)): each
+            for index, each in enumerate(self._options.coordinators)
+        }
+        failures: list[Exception] = []
+        waiting = set(dials)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    try:
+                        return each.result(), dials.pop(each)
+                    except (_NotNow, ConfigError) as error:
+                        failures.append(error)
+        finally:
+            await _abort(dials)
+        if all(isinstance(error, ConfigError) for error in failures):
+            raise failures[0]
+        raise _NotNow("; ".join(str(error) for error in failures if isinstance(error, _NotNow)))
+
+    async def _dial(self, address: Address, delay_s: float) -> Channel[ToAgent]:
+        await asyncio.sleep(delay_s)
+        try:
+            channel = await connect(address.host, address.port, self._options.token, None, TO_AGENT)
+        except (TokenRefused, AuthenticationError) as error:
+            if isinstance(error, TokenRefused) and address not in self._disconnected:  # or it has ended at this moment
+                self._disconnected.add(address)
+                raise _NotNow(
+                    f"{address} does not accept this agent now: the coordinator closed the connection after this agent "
+                    "had proved the token"
+                ) from None
+            raise ConfigError(f"{address} does not accept the token: use a copy of the job's --token-file") from None
+        except ProtocolError as error:
+            raise ConfigError(f"{address}: {error}") from None
+        except OSError as error:
+            self._disconnected.discard(address)
+            raise _NotNow(_format_error(error, address)) from None
+        self._disconnected.discard(address)
+        return channel
 
     def _config(self, welcome: Welcome) -> AgentConfig:
         """Return the configuration, and enter the job's folder: workers inherit it. Raises OSError when that fails."""
@@ -180,7 +224,7 @@ class JoiningAgent:
             name=options.host,
             host=options.host,
             slots=options.slots,
-            coordinator=options.coordinator,
+            coordinator=self._coordinator,
             job_id=welcome.job_id,
             token=options.token,
             command=welcome.command,
@@ -194,19 +238,26 @@ class JoiningAgent:
             fork_server=welcome.fork_server,
             store_port=welcome.store_port,
             max_restarts=welcome.max_restarts,
+            process=self._process,
         )
 
 
+async def _abort(dials: Mapping[asyncio.Task[Channel[ToAgent]], Address]) -> None:
+    for each in dials:
+        each.cancel()
+    for result in await asyncio.gather(*dials, return_exceptions=True):
+        if isinstance(result, Channel):
+            result.abort()
+
+
 class _NotNow(Exception):
-    """The agent was refused for a reason that may pass."""
+    """The agent was not accepted for a reason that may pass."""
 
 
-def _format_error(error: Exception, address: Address) -> str:
-    if isinstance(error, _NotNow):
-        return f"{address} does not accept this agent now: {error}"
+def _format_error(error: OSError, address: Address) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"no process listens at {address}"
-    if isinstance(error, asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return f"{address} did not answer within {HANDSHAKE_DEADLINE_S:g} s"
     return f"{address} cannot be reached: {error}"
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentReported,
+    DrainRequested,
     HostsOffered,
     Input,
     ScaleRequested,
@@ -34,16 +35,18 @@ from farandole.coordinator.store_server import StoreServer
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
 from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, SLOW_BUDGET_S, Heartbeats, HeartbeatSeal, heartbeat_id_of
-from farandole.machine import now_s
+from farandole.machine import different_software, installed_software, now_s
 from farandole.membership import Address, Origin
 from farandole.wire.authentication import Role
 from farandole.wire.channel import (
     AGENT_MESSAGES,
     CLIENT_MESSAGES,
     DIALERS_MESSAGES,
+    GUARD_MESSAGES,
     HANDSHAKE_DEADLINE_S,
     Channel,
     accept,
+    listening_sockets,
 )
 from farandole.wire.control import (
     AskDrain,
@@ -57,9 +60,11 @@ from farandole.wire.control import (
 )
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
+    AgentDied,
     AgentHello,
     AgentMessage,
     CoordinatorHeartbeat,
+    GuardHello,
     Heartbeat,
     OutputMessage,
     Refused,
@@ -105,7 +110,7 @@ class Coordinator:
         token: bytes,
         *,
         job_id: str,
-        host: str = "127.0.0.1",
+        hosts: Sequence[str] = ("127.0.0.1",),
         port: int = 0,
         on_event: Callable[[Event], None],
         clock: Callable[[], float] = now_s,
@@ -114,7 +119,8 @@ class Coordinator:
         on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
     ) -> None:
         self._config, self._token, self._job_id = config, token, job_id
-        self._host, self._port = host, port
+        self._hosts, self._port = tuple(hosts), port
+        self._servers: list[asyncio.Server] = []
         self._on_event = on_event
         self._job = new_job(config, job_id, origin=origin)
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
@@ -140,25 +146,38 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
         try:
-            self._server = await asyncio.start_server(self._on_connection, self._host, self._port)
+            await self.listen(self._hosts)
+        except ConfigError:
+            self._close_listeners()
+            raise
+        self._look()
+
+    async def listen(self, hosts: Sequence[str]) -> None:
+        """Listen on further addresses of this machine, on the same port. Raises ConfigError when that fails."""
+        port = self.address.port if self._servers else self._port
+        try:
+            sockets = listening_sockets(hosts, port)
         except OSError as error:
             raise ConfigError(
-                f"the coordinator cannot listen on {self._host} port {self._port}: {error.strerror}; "
+                f"the coordinator cannot listen on {' and '.join(hosts)} port {port}: {error.strerror}; "
                 "choose another --port, or leave it out to get a free one"
             ) from error
-        try:
-            await self._store.open(self._host)
-        except ConfigError:
-            self._server.close()
-            raise
+        added = [await asyncio.start_server(self._on_connection, sock=each) for each in sockets]
+        self._servers += added
+        await self._store.open(*hosts)
         if self._welcome is not None:
-            await self._heartbeats.open(self.address)
-        self._look()
+            for each in added:
+                await self._heartbeats.open(_address_of(each))
 
     @property
     def address(self) -> Address:
-        """The address to which agents connect."""
-        return Address(*self._server.sockets[0].getsockname()[:2])
+        """The first address to which agents connect."""
+        return _address_of(self._servers[0])
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """All addresses to which agents may connect."""
+        return tuple(map(_address_of, self._servers))
 
     @property
     def store_port(self) -> int:
@@ -170,7 +189,7 @@ class Coordinator:
         detection budget for that). Cancellation closes all connections."""
         try:
             outcome = await self._outcome
-            self._server.close()
+            self._close_listeners()
             for command in self._serving:
                 command.cancel()  # the end of the connection tells it that the job has ended
             if self._conversations:
@@ -193,6 +212,15 @@ class Coordinator:
         """Set the hosts, with their slots, that the job may use from now on; the workers of other hosts leave. Before
         the first call the job uses all slots that its agents offer. `may_change`: other hosts may be offered later."""
         self._decide(HostsOffered(slots, may_change))
+
+    def drain(self, host: str, reason: str) -> None:
+        """Let the workers of a host leave at the next boundary: it will be taken away."""
+        self._decide(DrainRequested(host, reason))
+
+    def agent_gone(self, agent: str, reason: str) -> None:
+        """Handle that an agent and all its workers are gone, as the engine that started it has seen."""
+        if agent in self._silence and not self.has_ended:
+            self._lose(agent, reason)
 
     def scale(self, size: int) -> None:
         """Ask for `size` workers."""
@@ -304,6 +332,8 @@ class Coordinator:
                 hello = await _receive_hello(channel)
                 if isinstance(hello, ClientHello):
                     await self._serve_command(channel.expecting(CLIENT_MESSAGES), hello)
+                elif isinstance(hello, GuardHello):
+                    await self._serve_guard(channel.expecting(GUARD_MESSAGES), hello)
                 else:
                     await self._serve(channel.expecting(AGENT_MESSAGES), hello)
             finally:
@@ -311,12 +341,20 @@ class Coordinator:
         except (AuthenticationError, ProtocolError) as error:
             self._on_event(ConnectionRefused(who, str(error)))
         except ConnectionError as error:
-            if asyncio.current_task() in self._strangers:  # an agent is judged by its silence; a command is done
+            # An agent is judged by its silence; a guard ends with its agent; a command is done.
+            if asyncio.current_task() in self._strangers:
                 self._on_event(ConnectionRefused(who, str(error)))
 
     async def _serve_command(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
         self._introduced(self._serving)
         await self._commands.serve(channel, hello)
+
+    async def _serve_guard(self, channel: Channel[AgentDied], hello: GuardHello) -> None:
+        """Wait for the report that the guard's agent has died: its workers are killed, and need not be waited for."""
+        self._introduced(self._serving)
+        await channel.receive()
+        if self._processes.get(hello.agent) == hello.process:
+            self._lose(hello.agent, "its process has ended; its guard has killed its workers")
 
     def _introduced(self, group: set[asyncio.Task[None]]) -> None:
         """Move the current task to the group of its peer, which is known now."""
@@ -362,6 +400,8 @@ class Coordinator:
             )
         if hello.slots < 1:
             return Refused(f"it offers {hello.slots} slots", is_final=True)
+        if different := different_software(hello.software, installed_software()):
+            return Refused(different, is_final=True)
         if hello.agent in self._silence and self._processes.get(hello.agent) != hello.process:
             return Refused(f"host {hello.agent} already has an agent", is_final=False)
         return None
@@ -384,8 +424,12 @@ class Coordinator:
                 self._report_steps()
             self._decide(AgentReported(agent, message))
 
+    def _close_listeners(self) -> None:
+        for server in self._servers:
+            server.close()
+
     async def _close(self) -> None:
-        self._server.close()
+        self._close_listeners()
         self._store.close()
         self._heartbeats.close()
         for timer in (self._look_timer, self._tick_timer):
@@ -397,13 +441,19 @@ class Coordinator:
         await asyncio.gather(*conversing, return_exceptions=True)
 
 
-async def _receive_hello(channel: Channel[AgentMessage | ClientMessage]) -> AgentHello | ClientHello:
+def _address_of(server: asyncio.Server) -> Address:
+    return Address(*server.sockets[0].getsockname()[:2])
+
+
+async def _receive_hello(
+    channel: Channel[AgentMessage | GuardHello | ClientMessage],
+) -> AgentHello | GuardHello | ClientHello:
     try:
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
             message = await channel.receive()
     except TimeoutError:
         raise ConnectionError(f"it sent no AgentHello within {HANDSHAKE_DEADLINE_S:g} s") from None
-    if not isinstance(message, AgentHello | ClientHello):
+    if not isinstance(message, AgentHello | GuardHello | ClientHello):
         raise ProtocolError(f"it sent {type(message).__name__} before AgentHello")
     return message
 
@@ -487,7 +537,8 @@ class AgentHeartbeats:
             await self._port.open(address.host, address.port)
             self.udp_port = address.port
         except OSError:
-            self._port = None
+            if not self.udp_port:
+                self._port = None
 
     def __contains__(self, agent: str) -> bool:
         return agent in self._heartbeats
@@ -538,27 +589,30 @@ class AgentHeartbeats:
 
 class _Ends:
     """The two ends of one agent's connection. Address translation may change the agent's address; the newest heartbeat
-    tells it."""
+    tells it, and to which of our addresses it was sent."""
 
     def __init__(self, agent: str, seal: HeartbeatSeal) -> None:
         self.agent, self.seal = agent, seal
         self.address: Any = None
+        self.transport: asyncio.DatagramTransport | None = None
         self.sequence = 0
 
 
-class HeartbeatPort(asyncio.DatagramProtocol):
-    """Calls `on_heartbeat(agent, sequence, received)` for each valid heartbeat. Open from `open` to `close`."""
+class HeartbeatPort:
+    """Calls `on_heartbeat(agent, sequence, received)` for each valid heartbeat. Open from the first `open` to
+    `close`."""
 
     def __init__(self, token: bytes, on_heartbeat: Callable[[str, int, int], None]) -> None:
         self._token, self._on_heartbeat = token, on_heartbeat
-        self._transport: asyncio.DatagramTransport | None = None
+        self._transports: list[asyncio.DatagramTransport] = []
         self._by_id: dict[bytes, _Ends] = {}
         self._by_agent: dict[str, bytes] = {}
 
     async def open(self, host: str, port: int) -> None:
-        """Open the port. Raises OSError when another process has this UDP port."""
+        """Open the port at one more address. Raises OSError when another process has this UDP port."""
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=(host, port))
+        transport, _ = await loop.create_datagram_endpoint(lambda: _HeartbeatEndpoint(self), local_addr=(host, port))
+        self._transports.append(transport)
 
     def expect(self, agent: str) -> bytes:
         """Return a new id for the connection of `agent`."""
@@ -576,24 +630,39 @@ class HeartbeatPort(asyncio.DatagramProtocol):
     def send(self, agent: str, sequence: int, received: int) -> None:
         """Send a heartbeat to the agent if its address is known. The datagram may be lost."""
         ends = self._by_id.get(self._by_agent.get(agent, b""))
-        if ends is not None and ends.address is not None and self._transport is not None:
+        if ends is not None and ends.transport is not None:
             with contextlib.suppress(OSError):
-                self._transport.sendto(ends.seal.seal(sequence, received), ends.address)
+                ends.transport.sendto(ends.seal.seal(sequence, received), ends.address)
 
     def close(self) -> None:
         """Close the port. Idempotent."""
-        if self._transport is not None:
-            self._transport.close()
+        for transport in self._transports:
+            transport.close()
 
-    def datagram_received(self, data: bytes, addr: Any) -> None:
+    def received(self, data: bytes, sender: Any, transport: asyncio.DatagramTransport) -> None:
+        """Handle a datagram that has arrived at one of the addresses."""
         ends = self._by_id.get(heartbeat_id_of(data) or b"")
         heartbeat = None if ends is None else ends.seal.open(data)
         if ends is None or heartbeat is None:
             return
         sequence, received = heartbeat
         if sequence > ends.sequence:
-            ends.sequence, ends.address = sequence, addr
+            ends.sequence, ends.address, ends.transport = sequence, sender, transport
             self._on_heartbeat(ends.agent, sequence, received)
+
+
+class _HeartbeatEndpoint(asyncio.DatagramProtocol):
+    """The port at one address."""
+
+    def __init__(self, port: HeartbeatPort) -> None:
+        self._port = port
+        self._transport: asyncio.DatagramTransport
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        self._port.received(data, addr, self._transport)
 
     def error_received(self, exc: Exception) -> None:
         """Ignore the error: an unreachable agent is silent, and silence is judged elsewhere."""

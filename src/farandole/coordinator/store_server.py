@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable
 from farandole.errors import ConfigError
 from farandole.events import ConnectionRefused, Event
 from farandole.membership import Address
+from farandole.wire.channel import listening_sockets
 
 MAGIC = 0x3C85F7CE
 """The number with which each client begins (validationMagicNumber in TCPStoreBackend.hpp)."""
@@ -86,27 +87,30 @@ class StoreServer:
 
     def __init__(self, on_event: Callable[[Event], None], admits: Callable[[str], bool] = lambda _host: False) -> None:
         self._on_event, self._admits = on_event, admits
-        self._server: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._table = _Table()
         self._connections: set[_Connection] = set()
         self._strangers: set[_Connection] = set()
 
-    async def open(self, host: str, port: int = 0) -> None:
-        """Listen on this address; port 0 lets the system choose. Raises ConfigError when that fails."""
+    async def open(self, *hosts: str, port: int = 0) -> None:
+        """Listen on one port of these addresses; port 0 lets the system choose. Raises ConfigError when that fails. A
+        later call adds addresses."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: _Connection(self), host, port, backlog=1024)
+            sockets = listening_sockets(hosts, self.address.port if self._listeners else port)
         except OSError as error:
             raise ConfigError(
-                f"the store of torch.distributed cannot listen on {host} port {port}: {error.strerror}; choose another "
-                "port, or let the system choose a free one"
+                f"the store of torch.distributed cannot listen on {' and '.join(hosts)} port {port}: {error.strerror}; "
+                "choose another port, or let the system choose a free one"
             ) from error
+        for each in sockets:
+            self._listeners.append(await loop.create_server(lambda: _Connection(self), sock=each, backlog=1024))
 
     @property
     def address(self) -> Address:
-        """The address at which it listens."""
-        assert self._server is not None, "call open() first"
-        return Address(*self._server.sockets[0].getsockname()[:2])
+        """The first address at which it listens."""
+        assert self._listeners, "call open() first"
+        return Address(*self._listeners[0].sockets[0].getsockname()[:2])
 
     @property
     def connections(self) -> int:
@@ -121,8 +125,8 @@ class StoreServer:
 
     def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
-        if self._server is not None:
-            self._server.close()
+        for listener in self._listeners:
+            listener.close()
         self.clear()
 
     # From the connections ---------------------------------------------------------------------------------

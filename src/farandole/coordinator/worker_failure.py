@@ -85,7 +85,8 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
     transition.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
     for worker in workers:
         whole_restart.report_failure(transition, worker, None)
-    how, noticed = f"was lost with agent {agent.name}", f"the silence of agent {agent.name}"
+    how = f"was lost with agent {agent.name}"
+    noticed = f"the silence of agent {agent.name}" if input.silent_s else f"the end of agent {agent.name}"
     _gone(transition, [ExitRecord(worker, how, noticed=noticed, silent_s=input.silent_s) for worker in workers])
     if not (transition.job.may_get_slots() or any(agent.is_connected for agent in transition.job.agents.values())):
         transition.end(1, f"Agent {agent.name} was the last one and is lost: {input.reason}.")

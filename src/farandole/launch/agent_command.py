@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from farandole.agent.host_resources import reserve_descriptors
 from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
+from farandole.engines.host_list import HostSlots
 from farandole.env import read_token
 from farandole.errors import ConfigError
-from farandole.launch.host_list import HostSlots
 from farandole.launch.joining import checked_token, read_token_file
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 from farandole.membership import Address
 
 CANNOT_JOIN = 1
+
+_STANDARD_INPUT = Path("-")
+_LONGEST_LINE = 4096
 
 
 def agent_command(arguments: Sequence[str]) -> int:
@@ -32,7 +35,7 @@ def agent_command(arguments: Sequence[str]) -> int:
     report = Report(sys.stderr, Loudness[given.loudness])
     try:
         reserve_descriptors(options.slots)
-        return serve(options, report)
+        return serve(options, report, ends_with_input=given.token_file == _STANDARD_INPUT)
     except ConfigError as error:
         report.error(str(error))
         return USAGE_ERROR
@@ -54,14 +57,20 @@ def agent_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--join", metavar="HOST:PORT", required=True, help="address at which the job's coordinator listens")
+    add(
+        "--join",
+        metavar="HOST:PORT,...",
+        required=True,
+        help="address at which the job's coordinator listens; of several, the first one that answers is used",
+    )
     add("--slots", type=int, default=1, metavar="N", help="number of workers that this machine can run (default: 1)")
     add("--host", metavar="NAME", help="name of this machine in the job (default: its host name)")
     add(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="a copy of the job's token file, see `farandole run --token-file` (default: the token in FARANDOLE_TOKEN)",
+        help="a copy of the job's token file, see `farandole run --token-file`; -: the first line of standard input, "
+        "whose end then ends this agent (default: the token in FARANDOLE_TOKEN)",
     )
     add(
         "--retry",
@@ -96,9 +105,11 @@ def _options(given: argparse.Namespace) -> JoinOptions:
             raise ConfigError(f"{flag} must be a number of seconds >= 0, got {value}")
     if given.slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {given.slots}")
-    address = _address(given.join)
+    addresses = tuple(_address(each) for each in given.join.split(","))
     host = HostSlots(given.host or os.uname().nodename, given.slots)
-    if given.token_file is not None:
+    if given.token_file == _STANDARD_INPUT:
+        token = checked_token(_read_line(sys.stdin.fileno()), "the first line of standard input")
+    elif given.token_file is not None:
         token = read_token_file(given.token_file)
     elif (text := read_token()) is not None:
         token = checked_token(text.encode(), "FARANDOLE_TOKEN")
@@ -112,7 +123,15 @@ def _options(given: argparse.Namespace) -> JoinOptions:
         raise ConfigError(
             f"--folder {given.folder}: the folder does not exist on this machine, or it cannot be entered"
         )
-    return JoinOptions(address, token, host.name, host.slots, given.retry, folder, given.grace)
+    return JoinOptions(addresses, token, host.name, host.slots, given.retry, folder, given.grace)
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Return a line, without taking more than it from the stream."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and (byte := os.read(descriptor, 1)):
+        line += byte
+    return line
 
 
 def _address(text: str) -> Address:
@@ -123,9 +142,13 @@ def _address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def serve(options: JoinOptions, report: Report) -> int:
+def serve(options: JoinOptions, report: Report, ends_with_input: bool = False) -> int:
     """Serve as an agent, and return the exit code of the job; 0 when the job continues without this host. Raises what
-    JoiningAgent.run() raises."""
+    JoiningAgent.run() raises.
+
+    Args:
+        ends_with_input: The end of standard input means that the process is gone that has started this one.
+    """
     import asyncio
     import signal
 
@@ -137,9 +160,28 @@ def serve(options: JoinOptions, report: Report) -> int:
         def end(number: signal.Signals, is_urgent: bool) -> None:
             agent.leave(f"{number.name} was received", now=is_urgent)
 
+        if ends_with_input:
+            _on_end_of_input(agent.abandon)
         with ending_signals(end):
             service = await agent.run()
-        report.note(f"{service.end.value}: {service.reason}")
+        report.detail(f"{service.end.value}: {service.reason}")
         return service.exit_code
 
     return asyncio.run(run())
+
+
+def _on_end_of_input(call: Callable[[], None]) -> None:
+    """Call it when standard input ends. Raises ConfigError when it is neither a pipe, a socket nor a terminal."""
+    import asyncio
+
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def on_readable() -> None:
+        if not os.read(descriptor, _LONGEST_LINE):
+            loop.remove_reader(descriptor)
+            call()
+
+    try:
+        loop.add_reader(descriptor, on_readable)
+    except OSError:
+        raise ConfigError("--token-file - needs a pipe as standard input, whose end ends this agent") from None

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.config import ForkServerUse, JobConfig
+from farandole.engines.host_list import HostSlots, parse_hostfile, parse_hosts
+from farandole.engines.ssh_engine import SshSettings
 from farandole.env import CheckpointEnv, JobEnv, environment_of, read_start_timeout_s, read_transport
 from farandole.errors import ConfigError
 from farandole.launch.command import alias_environment, checked
@@ -24,7 +26,6 @@ from farandole.launch.horovod_settings import (
     variables,
     without_effect,
 )
-from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.joining import Joining, check_address, joining, local_hosts
 from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
 
@@ -58,6 +59,9 @@ class RunOptions:
     notes             the given options that have no effect, one sentence each
     loudness          the name of a report.Loudness
     fork_server       whether workers may be forked by a process that has imported torch
+    ssh               how hosts are reached that are other machines
+    remote_folder     the working directory of the workers there; empty: the path of this process's own
+    interfaces        the network interfaces between the hosts; empty: those that lead to them
     """
 
     config: JobConfig
@@ -76,6 +80,9 @@ class RunOptions:
     joining: Joining | None = None
     notes: tuple[str, ...] = ()
     fork_server: ForkServerUse = "auto"
+    ssh: SshSettings = field(default_factory=SshSettings)
+    remote_folder: str = ""
+    interfaces: tuple[str, ...] = ()
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
@@ -143,7 +150,18 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         joining=joining(options.token_file, options.host_discovery_script),
         notes=tuple(notes),
         fork_server=options.fork_server,
+        ssh=_ssh(options),
+        remote_folder=options.remote_folder or "",
+        interfaces=tuple(name for each in options.nics or () for name in each.split(",") if name),
     )
+
+
+def _ssh(options: argparse.Namespace) -> SshSettings:
+    if options.ssh_port is not None and not 0 < options.ssh_port <= 65535:
+        raise ConfigError(f"--ssh-port must be between 1 and 65535, got {options.ssh_port}")
+    if options.ssh_identity_file is not None and not Path(options.ssh_identity_file).is_file():
+        raise ConfigError(f"--ssh-identity-file {options.ssh_identity_file}: no such file")
+    return SshSettings(options.ssh_port, options.ssh_identity_file or "", options.remote_python or "")
 
 
 def _in_vain(options: argparse.Namespace) -> list[str]:

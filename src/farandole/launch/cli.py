@@ -16,8 +16,8 @@ from farandole.launch.control_parser import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
-    from farandole.launch.discovery import HostDiscovery
-    from farandole.launch.host_list import HostSlots
+    from farandole.engines.discovery import HostDiscovery
+    from farandole.engines.host_list import HostSlots
     from farandole.launch.job_files import EventFile
     from farandole.launch.report import Report
 
@@ -86,7 +86,8 @@ def _main_parser() -> argparse.ArgumentParser:
 def _run(options: RunOptions) -> int:
     import asyncio
 
-    from farandole.launch.local import beginning, in_turn, run_local
+    from farandole.engines.ssh_engine import SshEngine
+    from farandole.launch.job_runner import beginning, in_turn, run_job
     from farandole.launch.output import output_options
     from farandole.launch.report import Loudness, Report
 
@@ -100,16 +101,19 @@ def _run(options: RunOptions) -> int:
         with _event_file(options, report) as events, beginning(options.checkpoint) as begun:
             for note in begun.notes:
                 report.note(note)
-
+            on_event = in_turn(report.on_event, None if events is None else events.on_event, begun.watch)
             outcome = asyncio.run(
-                run_local(
+                run_job(
                     config,
                     options.command,
                     hosts=_hosts(options),
+                    engine=None if options.joining is not None else SshEngine(options.ssh, on_event),
+                    interfaces=options.interfaces,
+                    remote_folder=options.remote_folder,
                     host=options.host,
                     port=options.port,
                     output=output,
-                    on_event=in_turn(report.on_event, None if events is None else events.on_event, begun.watch),
+                    on_event=on_event,
                     extra_environment={**options.environment, **begun.environment},
                     origin=begun.origin,
                     joining=options.joining,
@@ -134,6 +138,6 @@ def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[E
 def _hosts(options: RunOptions) -> tuple[HostSlots, ...] | HostDiscovery | None:
     if options.discovery_script is None:
         return options.hosts
-    from farandole.launch.discovery import ScriptDiscovery
+    from farandole.engines.discovery import ScriptDiscovery
 
     return ScriptDiscovery(options.discovery_script, options.slots_per_host)

@@ -1,4 +1,4 @@
-"""The signals that end a launcher: Ctrl-C, SIGTERM, and the hang-up of its terminal. Used by local.py and
+"""The signals that end a launcher: Ctrl-C, SIGTERM, and the hang-up of its terminal. Used by job_runner.py and
 agent_command.py."""
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from farandole.engines.host_list import HostSlots
 from farandole.errors import ConfigError
-from farandole.launch.host_list import HostSlots
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
 
 
 def check_address(host: str, port: int, takes_agents: bool) -> None:
-    """Check the address on which the coordinator will listen. Raises ConfigError for an address that cannot be used, or
-    was not clearly requested."""
+    """Check the address on which the coordinator will listen; empty: it is chosen. Raises ConfigError for an address
+    that cannot be used, or was not clearly requested."""
     import ipaddress  # here, as below: `--help` answers at once
 
     try:
-        address = None if host == "localhost" else ipaddress.ip_address(host)
+        address = None if host in ("", "localhost") else ipaddress.ip_address(host)
     except ValueError:
         raise ConfigError(f"--host needs a numeric address of this machine, got {host}") from None
     if address is not None and address.is_unspecified:

@@ -128,6 +128,11 @@ class Report:
         """Show a note to the user; also when quiet."""
         self._print(text)
 
+    def detail(self, text: str) -> None:
+        """Show a note to the user, unless quiet."""
+        if self._loudness >= Loudness.NORMAL:
+            self._print(text)
+
     def error(self, text: str) -> None:
         """Report that the job could not be run."""
         self._print(text)

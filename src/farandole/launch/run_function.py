@@ -19,13 +19,13 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
+from farandole.engines.discovery import HostDiscovery, ScriptDiscovery
+from farandole.engines.host_list import HostSlots, parse_hostfile, parse_hosts
 from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
-from farandole.launch.discovery import HostDiscovery, ScriptDiscovery
-from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
-from farandole.launch.local import Beginning, beginning, run_local
+from farandole.launch.job_runner import Beginning, beginning, run_job
 from farandole.launch.output import OutputOptions, output_options
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import WITHOUT_EFFECT
@@ -140,13 +140,9 @@ def run(
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
     )
     for name, value, option in (
-        ("ssh_port", ssh_port, "ssh_port"),
-        ("ssh_identity_file", ssh_identity_file, "ssh_identity_file"),
         ("disable_cache", disable_cache, "disable_cache"),
         ("use_mpi", use_mpi, "use_mpi"),
         ("mpi_args", mpi_args, "mpi_args"),
-        ("network_interface", network_interface, "nics"),
-        ("network_interfaces", network_interfaces, "nics"),
     ):
         if value:
             warnings.warn(f"farandole.run: {name} has no effect: {WITHOUT_EFFECT[option]}", stacklevel=2)
@@ -179,7 +175,7 @@ def run_function(
         folder = Path(name)
         (folder / "call").write_bytes(_pickled(call))
         (folder / "search_path").write_text(json.dumps([entry or str(Path.cwd()) for entry in sys.path]))
-        outcome = run_job(
+        outcome = run_and_wait(
             config,
             [executable or sys.executable, "-m", _TASK, name],
             hosts=hosts,
@@ -246,7 +242,7 @@ def _first_traceback(folder: Path) -> str:
 _LOOK_S = 0.5  # Python passes a Ctrl-C on between two waits, at the latest
 
 
-def run_job(
+def run_and_wait(
     config: JobConfig,
     command: Sequence[str],
     *,
@@ -259,7 +255,7 @@ def run_job(
     """Run `command` as the workers of a job, and wait until it has ended. The workers' output goes to sys.stdout and
     sys.stderr; the launcher's own, only when `is_verbose` or when it is a warning.
 
-    Raises what run_local and, with a `checkpoint`, beginning() raise. A KeyboardInterrupt ends the job first, with the
+    Raises what run_job and, with a `checkpoint`, beginning() raise. A KeyboardInterrupt ends the job first, with the
     workers' grace period.
     """
     report = Report(sys.stderr, Loudness.VERBOSE if is_verbose else Loudness.QUIET)
@@ -269,12 +265,10 @@ def run_job(
             report.on_event(event)
             begun.watch(event)
 
-        return run_local(
+        return run_job(
             config,
             command,
             hosts=hosts,
-            host="127.0.0.1",
-            port=0,
             output=output or OutputOptions(),
             on_event=on_event,
             extra_environment={**(environment or {}), **begun.environment},

@@ -27,27 +27,8 @@ CHECKPOINT_DEFAULTS: tuple[str, int] = ("10m", 2)
 _UNKNOWN_FLAGS = "unrecognized arguments: "
 _UNKNOWN_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
-# Options of horovodrun that are accepted without effect: flags, the option's name, the name of its value, the reason. A
-# value "," may be given several times, and is a list with commas.
+# Options of horovodrun that are accepted without effect: flags, the option's name, the name of its value, the reason.
 _LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (
-        ("--ssh-port", "-p"),
-        "ssh_port",
-        "PORT",
-        "other machines join with 'farandole agent --join'; ssh is not used",
-    ),
-    (
-        ("--ssh-identity-file", "-i"),
-        "ssh_identity_file",
-        "FILE",
-        "other machines join with 'farandole agent --join'; ssh is not used",
-    ),
-    (
-        ("--network-interfaces", "--network-interface"),
-        "nics",
-        ",",
-        "workers of one machine use its loopback interface; for other machines see --host",
-    ),
     (("--mpi",), "use_mpi", "", "Farandole does not use MPI"),
     (("--jsrun",), "use_jsrun", "", "Farandole does not use jsrun"),
     (("--mpi-args",), "mpi_args", "ARGS", "Farandole does not use MPI"),
@@ -76,6 +57,7 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
     for add_options in (
         _sizes,
         _hosts,
+        _remote,
         _failures,
         _times,
         _checkpoints,
@@ -164,6 +146,27 @@ def _hosts(parser: argparse.ArgumentParser) -> None:
         dest="slots",
         metavar="N",
         help="number of slots of a host that is given without :SLOTS",
+    )
+
+
+def _remote(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("hosts that are other machines, on which agents are started by ssh").add_argument
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="port of their ssh servers (default: that of ssh_config)")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: those of ssh_config)")
+    add("--remote-python", metavar="PATH", help="the interpreter with Farandole there (default: the path of this one)")
+    add(
+        "--remote-folder",
+        metavar="DIR",
+        help="working directory of the workers there (default: the path of the current one)",
+    )
+    add(
+        "--network-interfaces",
+        "--network-interface",
+        dest="nics",
+        action="append",
+        metavar="NAME,...",
+        help="network interfaces between the hosts, for the coordinator and for tensors (default: those that lead to "
+        "the other hosts)",
     )
 
 
@@ -330,8 +333,9 @@ def _address(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("address of the coordinator").add_argument
     add(
         "--host",
-        default="127.0.0.1",
-        help="with --token-file: the address at which other machines reach this one (default: %(default)s)",
+        default="",
+        help="address at which other machines reach this one (default: loopback; with hosts that are other machines "
+        "every address at which they may reach it)",
     )
     add("--port", type=int, default=0, help="default: a free port")
     add(
@@ -369,10 +373,6 @@ def _unused(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of horovodrun that are accepted without effect")
     for flags, name, value, reason in _LAUNCHER_FLAGS:
         kwargs: dict[str, Any] = {"action": "store_true"} if not value else {"metavar": value}
-        if value == ",":
-            kwargs = {"action": "append", "metavar": "NAME,..."}
-        if value == "PORT":
-            kwargs["type"] = int
         group.add_argument(*flags, dest=name, help=reason, **kwargs)
     for setting in SETTINGS:
         if setting.no_effect:

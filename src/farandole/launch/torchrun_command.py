@@ -81,9 +81,9 @@ def job_config(options: TorchrunOptions) -> JobConfig:
 def _run(options: TorchrunOptions, report: Report) -> int:
     import asyncio
 
-    from farandole.launch.host_list import HostSlots
+    from farandole.engines.host_list import HostSlots
     from farandole.launch.job_files import EventFile
-    from farandole.launch.local import in_turn, run_local
+    from farandole.launch.job_runner import in_turn, run_job
     from farandole.launch.output import OutputOptions
     from farandole.launch.torchrun_output import FailureReport, TorchrunOutput, run_folder
 
@@ -96,7 +96,7 @@ def _run(options: TorchrunOptions, report: Report) -> int:
 
     async def run() -> Outcome:
         sink = TorchrunOutput(options, folder)
-        return await run_local(
+        return await run_job(
             config,
             options.command,
             hosts=(HostSlots("localhost", options.workers),),
@@ -183,7 +183,7 @@ def _join(options: TorchrunOptions, node: Node, report: Report) -> int:
 
     name = f"{os.uname().nodename}.{os.getpid()}" if node.rank is None else _name_of_node(node.rank)
     join = JoinOptions(
-        coordinator=Address(_numeric(node.host), node.port),
+        coordinators=(Address(_numeric(node.host), node.port),),
         token=_token(node),
         host=name,
         slots=options.workers,

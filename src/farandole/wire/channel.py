@@ -6,9 +6,11 @@ wire/authentication.py computes the proofs and is pure; this module moves its fr
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -16,7 +18,7 @@ import msgspec
 from farandole.errors import ProtocolError
 from farandole.wire.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
 from farandole.wire.control import ClientMessage, ToClient
-from farandole.wire.messages import AgentMessage, Message, ToAgent, ToWorker, WorkerMessage
+from farandole.wire.messages import AgentDied, AgentMessage, GuardHello, Message, ToAgent, ToWorker, WorkerMessage
 
 # Frames on a byte stream and the messages inside them. Worker link, agent and coordinator use it.
 #
@@ -35,10 +37,11 @@ TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 AGENT_MESSAGES: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
 CLIENT_MESSAGES: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
 TO_CLIENT: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
-DIALERS_MESSAGES: msgspec.msgpack.Decoder[AgentMessage | ClientMessage] = msgspec.msgpack.Decoder(
-    AgentMessage | ClientMessage
+GUARD_MESSAGES: msgspec.msgpack.Decoder[AgentDied] = msgspec.msgpack.Decoder(AgentDied)
+DIALERS_MESSAGES: msgspec.msgpack.Decoder[AgentMessage | GuardHello | ClientMessage] = msgspec.msgpack.Decoder(
+    AgentMessage | GuardHello | ClientMessage
 )
-"""Decodes the first message, which tells whether an agent or a command has dialed."""
+"""Decodes the first message, which tells whether an agent, its guard or a command has dialed."""
 TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 LENGTH = struct.Struct(">I")
@@ -134,6 +137,12 @@ class Channel(Generic[T]):
         self._writer.write(frame(self._session.seal(encode(message))))
         if self._writer.transport.get_write_buffer_size() > UNREAD_LIMIT:
             self._writer.transport.abort()
+
+    def hand_over(self, message: Message) -> tuple[int, bytes]:
+        """Return the descriptor of the connection, and `message` as a frame for a process that has the descriptor, too,
+        but not the token. This side must send nothing more."""
+        descriptor: int = self._writer.get_extra_info("socket").fileno()
+        return descriptor, frame(self._session.seal(encode(message)))
 
     @property
     def own_host(self) -> str:
@@ -285,6 +294,50 @@ def keep_alive(sock: socket.socket) -> None:
     ):
         if hasattr(socket, name):  # otherwise the system's own values, mostly hours
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# Listening on several addresses of this machine -----------------------------------------------------------------------
+
+_PORTS_TRIED = 16
+
+
+def listening_sockets(hosts: Sequence[str], port: int = 0) -> list[socket.socket]:
+    """Return sockets that are bound to these numeric addresses, or to "localhost", and all to one port.
+
+    Args:
+        hosts: At least one.
+        port: 0: one that is free at all of them.
+
+    Raises:
+        OSError: An address cannot be used.
+    """
+    for attempt in range(_PORTS_TRIED):
+        sockets: list[socket.socket] = []
+        try:
+            for host in hosts:
+                sockets.append(_bound(host, sockets[0].getsockname()[1] if sockets else port))
+        except OSError as error:
+            for each in sockets:
+                each.close()
+            if not sockets or port or error.errno != errno.EADDRINUSE or attempt == _PORTS_TRIED - 1:
+                raise
+        else:
+            return sockets
+    raise AssertionError("unreachable")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 # Waiting for one descriptor -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import msgspec
 from farandole.config import ForkServerUse
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -284,6 +284,7 @@ class AgentHello(Message, frozen=True):
     Attributes:
         process: Random, the same for the life of the agent's process: another one must not take its place.
         is_apart: It is not a part of the coordinator's process. Answer: Welcome or Refused.
+        software: The versions there; those of the coordinator must be equal. Empty: unknown.
     """
 
     agent: str
@@ -292,6 +293,23 @@ class AgentHello(Message, frozen=True):
     version: int
     process: str = ""
     is_apart: bool = False
+    software: dict[str, str] = {}
+
+
+class GuardHello(Message, frozen=True):
+    """The first message on the connection that an agent opens for its guard. The only other one is AgentDied."""
+
+    agent: str
+    process: str  # as in AgentHello
+    version: int
+
+
+class AgentDied(Message, frozen=True):
+    """The agent's process has ended without a farewell, and its workers are killed.
+
+    The agent seals this message when it starts, and hands it to its guard together with the connection: a guard knows
+    no token.
+    """
 
 
 class FromWorker(Message, frozen=True):

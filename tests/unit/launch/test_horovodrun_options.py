@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from farandole.config import JobConfig
+from farandole.engines.host_list import HostSlots
 from farandole.horovod import alias_path
 from farandole.launch.arguments import HOROVODRUN, parse_run
-from farandole.launch.host_list import HostSlots
 
 # Everything that `horovodrun --help` of Horovod 0.28 tells of, and some that it hides.
 SWITCHES = """

@@ -14,7 +14,7 @@ from farandole.launch.command import checked
 from farandole.launch.horovod_settings import SETTINGS, Given, check
 from farandole.launch.horovodrun import main as _horovodrun
 from farandole.launch.output import output_options
-from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_function, run_job
+from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_and_wait, run_function
 from farandole.launch.run_parser import run_parser
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser
@@ -142,7 +142,7 @@ def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None =
             return run_function(args.run_func, config, executable=args.executable, **asked)
         except FunctionFailed as error:
             raise RuntimeError(_failed(str(error))) from error
-    outcome = run_job(config, checked(args.command), **asked)
+    outcome = run_and_wait(config, checked(args.command), **asked)
     if outcome.exit_code != 0:
         raise RuntimeError(_failed(outcome.reason))
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farandole.launch.host_list import is_this_machine
+from farandole.engines.host_list import is_this_machine
 
 
 def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:

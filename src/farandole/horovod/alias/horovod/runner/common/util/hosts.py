@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farandole.launch import host_list
+from farandole.engines import host_list
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Hosts and their slots, as written by users. Used by the command line, host discovery and local.py."""
+"""Hosts and their slots, as written by users. Used by the command line, host discovery and job_runner.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The discovery of a job's hosts, repeated because they come and go. local.py runs it, the coordinator follows."""
+"""The hosts of a job: a fixed list, or a discovery that is repeated because they come and go. job_runner.py runs it;
+the coordinator and the fleet follow."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from farandole.agent.completion import to_its_end
+from farandole.config import JobConfig
+from farandole.engines.host_list import HostSlots, is_this_machine, parse_host
 from farandole.errors import ConfigError, FarandoleError
-from farandole.launch.host_list import HostSlots, parse_host
+from farandole.events import Event, HostDiscoveryFailed, HostRefused
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0
@@ -112,3 +115,94 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     # (CPython 3.11, Lib/asyncio/base_subprocess.py, BaseSubprocessTransport._try_finish).
     process._transport.close()  # type: ignore[attr-defined]
     await process.wait()
+
+
+# The hosts of one job, fixed or discovered ----------------------------------------------------------------------------
+
+
+class HostsSource:
+    """The hosts of a job: `await first()`; then, unless they are fixed, `await follow(on_hosts)`.
+
+    takes_others  whether hosts may be other machines
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        hosts: tuple[HostSlots, ...] | HostDiscovery | None,
+        takes_others: bool,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._config, self._takes_others, self._on_event = config, takes_others, on_event
+        self._discovery = None if hosts is None or isinstance(hosts, tuple) else hosts
+        self.hosts: tuple[HostSlots, ...] = ()
+        """The current hosts, in the order of their ranks."""
+        if hosts is None:
+            self.hosts = (HostSlots("localhost", (config.max_np or config.num_proc) + config.spares),)
+        elif isinstance(hosts, tuple):
+            self.hosts = hosts
+        self.others: set[str] = set()
+        """The names of other machines that have been found so far."""
+        self._refused: set[str] = set()
+        self._last_failure = ""
+
+    @property
+    def are_fixed(self) -> bool:
+        """Return whether the hosts stay the same."""
+        return self._discovery is None
+
+    async def first(self) -> tuple[HostSlots, ...]:
+        """Return the hosts at the start; an empty list is allowed. Raises ConfigError when they cannot be determined,
+        or cannot be used: at the start the user is present to correct it."""
+        if self._discovery is not None:
+            try:
+                self.hosts = await self._discovery.find()
+            except DiscoveryFailed as error:
+                raise ConfigError(str(error)) from error
+        else:
+            slots = sum(each.slots for each in self.hosts)
+            if slots < self._config.num_proc and not self._config.takes_agents:
+                named = ", ".join(map(str, self.hosts)) or "no hosts"
+                raise ConfigError(f"-np {self._config.num_proc} is above the {slots} slots of {named}")
+        if others := await self._note_others(self.hosts):
+            raise ConfigError(_why_refused(", ".join(others)))
+        return self.hosts
+
+    async def follow(self, on_hosts: Callable[[tuple[HostSlots, ...]], None]) -> None:
+        """Call `on_hosts` with all hosts whenever they have changed; for ever. A failure is reported, and the discovery
+        repeated: a training job does not end because of it."""
+        assert self._discovery is not None
+        while True:
+            await asyncio.sleep(self._discovery.period_s)
+            try:
+                found = await self._discovery.find()
+            except DiscoveryFailed as error:
+                if str(error) != self._last_failure:
+                    self._last_failure = str(error)
+                    self._on_event(HostDiscoveryFailed(self._last_failure))
+                continue
+            self._last_failure = ""
+            refused = await self._note_others(found)
+            for name in refused - self._refused:
+                self._on_event(HostRefused(name, _why_refused(name)))
+            self._refused |= refused
+            hosts = tuple(host for host in found if host.name not in refused)
+            if set(hosts) != set(self.hosts):
+                self.hosts = hosts
+                on_hosts(hosts)
+
+    async def _note_others(self, hosts: Iterable[HostSlots]) -> set[str]:
+        """Note which hosts are other machines, and return those that cannot be used because of it."""
+        others = {each.name for each in hosts if not await asyncio.to_thread(is_this_machine, each.name)}
+        if self._takes_others:
+            self.others |= others
+            return set()
+        return others
+
+
+def _why_refused(name: str) -> str:
+    return (
+        f"host {name} is another machine, on which this command cannot start workers: start the job with --host "
+        "ADDRESS and --token-file FILE, and run on that machine: farandole agent --join ADDRESS:PORT --slots N "
+        "--token-file COPY"
+    )

@@ -1,0 +1,99 @@
+"""The engine of hosts that are reached by ssh, with the system's client: one connection for each host carries the
+agent's standard input and its report. All else travels over the agent's own connection to the coordinator.
+
+When the client or this process ends, sshd closes the agent's standard input, which ends the agent.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from farandole.engines.agent_process import AgentProcess, exit_of_agent
+from farandole.engines.engine_interface import AgentExit, AgentOrder
+from farandole.env import inherited_environment
+from farandole.events import AgentPrinted, Event
+
+_CONNECT_S = 10
+_ALIVE_EVERY_S, _ALIVE_TIMES = 5, 3  # the coordinator detects a silent host sooner; this ends the client
+_SSH_FAILED = 255  # ssh(1), EXIT STATUS
+_NOT_FOUND = (126, 127)  # of the remote shell
+# What the client prints when a connection that worked has ended (OpenSSH 9.2: clientloop.c, packet.c).
+_ENDED = ("closed by remote host", "Broken pipe", "Connection reset", "not responding")
+
+
+@dataclass(frozen=True)
+class SshSettings:
+    """How ssh reaches the hosts. The user's ssh_config applies, too.
+
+    port           None: that of ssh_config
+    identity_file  of the private key; empty: those of ssh_config
+    python         the interpreter on the hosts; empty: the path of this one
+    program        the client
+    """
+
+    port: int | None = None
+    identity_file: str = ""
+    python: str = ""
+    program: str = "ssh"
+
+
+class SshEngine:
+    """Starts agents by ssh. `on_event` gets the lines that they print."""
+
+    def __init__(self, settings: SshSettings, on_event: Callable[[Event], None]) -> None:
+        self._settings, self._on_event = settings, on_event
+
+    async def start(self, order: AgentOrder) -> AgentProcess:
+        """Start the agent on the host of this name, or raise StartFailed."""
+
+        def on_line(line: str) -> None:
+            self._on_event(AgentPrinted(order.host, line))
+
+        def judge(code: int, last_lines: str) -> AgentExit:
+            return exit_of_ssh(code, last_lines, self._python, order.host)
+
+        return await AgentProcess.start(self.command(order), order, on_line, judge)
+
+    async def close(self) -> None:
+        """Do nothing: the agents are closed already."""
+
+    def command(self, order: AgentOrder) -> list[str]:
+        """Return the command that runs the agent; it contains no secret."""
+        settings = self._settings
+        remote = ["exec", "env", f"PYTHONPATH={self._search_path}"] if self._search_path else ["exec"]
+        remote += [self._python, "-m", "farandole", *order.arguments()]
+        return [
+            *(settings.program, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}"),
+            *("-o", f"ServerAliveInterval={_ALIVE_EVERY_S}", "-o", f"ServerAliveCountMax={_ALIVE_TIMES}"),
+            *(("-p", str(settings.port)) if settings.port is not None else ()),
+            *(("-i", settings.identity_file) if settings.identity_file else ()),
+            *("--", order.host, shlex.join(remote)),
+        ]
+
+    @property
+    def _python(self) -> str:
+        return self._settings.python or sys.executable
+
+    @property
+    def _search_path(self) -> str:
+        """PYTHONPATH of this process, for a Farandole that is not installed."""
+        return inherited_environment().get("PYTHONPATH", "")
+
+
+def exit_of_ssh(code: int, last_lines: str, python: str, host: str) -> AgentExit:
+    """Return what the exit code of the client and the last lines of its output mean."""
+    if code == _SSH_FAILED:
+        has_ended = any(text in last_lines for text in _ENDED)
+        hint = "" if has_ended else f"; `ssh {host} true` must work without a password"
+        reason = f"ssh: {last_lines or 'the connection failed'}{hint}"
+        return AgentExit(reason, is_final=not has_ended, are_workers_gone=False)
+    if code in _NOT_FOUND:
+        return AgentExit(f"{python} cannot be run there ({last_lines}): give --remote-python PATH", is_final=True)
+    if "No module named farandole" in last_lines or "No module named 'farandole'" in last_lines:
+        return AgentExit(
+            f"Farandole is not installed for {python} there: install it, or give --remote-python PATH", is_final=True
+        )
+    return exit_of_agent(code, last_lines)
