@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -19,8 +21,10 @@ from farandole.wire.authentication import Role, new_token
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
+    AgentDied,
     AgentHello,
     CoordinatorHeartbeat,
+    GuardHello,
     Heartbeat,
     Message,
     OutputMessage,
@@ -184,6 +188,92 @@ def test_datagrams_alone_keep_an_agent_and_forged_ones_do_not() -> None:
             finally:
                 for each in (real, forged):
                     each.close()
+
+    run(test())
+
+
+async def dial_as_guard(served: Served, process: str) -> tuple[Channel[ToAgent], socket.socket, bytes]:
+    """A guard's connection: the agent's end, the guard's copy of it, and the bytes that it would send."""
+    address = served.coordinator.address
+    channel = await connect(address.host, address.port, TOKEN, None, TO_AGENT)
+    channel.send(GuardHello("b", process, PROTOCOL_VERSION))
+    descriptor, data = channel.hand_over(AgentDied())
+    return channel, socket.socket(fileno=os.dup(descriptor)), data
+
+
+def test_the_death_of_an_agent_that_its_guard_reports_counts_at_once() -> None:
+    async def test() -> None:
+        async with serving(budget_s=30.0) as served:
+            agent = await served.dial()
+            await agent.hear(Spawn)
+            channel, sock, data = await dial_as_guard(served, process="p")
+            lost = asyncio.create_task(served.events.next(AgentWasLost))
+            agent.channel.abort()
+            channel.abort()  # the agent's end, with its process; the connection is open in the guard
+            with sock:
+                sock.setblocking(True)
+                sock.sendall(data)
+                assert "its guard has killed its workers" in (await asyncio.wait_for(lost, DEADLINE_S)).reason
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["an older process", "without a message", "a forged message"])
+def test_a_guard_s_connection_says_nothing_about_a_living_agent(how: str) -> None:
+    async def test() -> None:
+        async with serving(budget_s=30.0) as served:
+            agent = await served.dial()
+            await agent.hear(Spawn)
+            channel, sock, data = await dial_as_guard(served, process="o" if how == "an older process" else "p")
+            channel.abort()
+            with sock:
+                sock.setblocking(True)
+                if how == "an older process":
+                    sock.sendall(data)
+                elif how == "a forged message":
+                    sock.sendall(data[:-1] + bytes([data[-1] ^ 1]))
+            await asyncio.sleep(0.2)
+            assert served.events.of(AgentWasLost) == []
+            agent.channel.send(Heartbeat(1, 0))
+            await agent.hear(CoordinatorHeartbeat)
+
+    run(test())
+
+
+def test_an_agent_with_other_versions_is_refused_with_both() -> None:
+    async def test() -> None:
+        async with serving() as served:
+            address = served.coordinator.address
+            channel = await connect(address.host, address.port, TOKEN, None, TO_AGENT)
+            channel.send(AgentHello("b", "b", 1, PROTOCOL_VERSION, is_apart=True, software={"torch": "1.0"}))
+            refused = await asyncio.wait_for(channel.receive(), DEADLINE_S)
+            channel.abort()
+            assert isinstance(refused, Refused)
+            assert refused.is_final
+            assert refused.reason.startswith("it has torch 1.0, and this job runs with torch 2.")
+
+    run(test())
+
+
+def test_agents_may_come_by_any_of_several_addresses() -> None:
+    async def test() -> None:
+        async with serving(budget_s=0.3) as served:
+            await served.coordinator.listen(["127.0.0.2", "127.0.0.3"])
+            addresses = served.coordinator.addresses
+            assert [each.host for each in addresses] == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+            assert len({each.port for each in addresses}) == 1
+            channel = await connect("127.0.0.3", addresses[2].port, TOKEN, None, TO_AGENT)
+            channel.send(AgentHello("b", "b", 1, PROTOCOL_VERSION, process="p", is_apart=True))
+            agent = Apart(channel)
+            served.agents.append(agent)
+            welcome = await agent.hear(Welcome)
+            acknowledged: list[int] = []
+            datagrams = HeartbeatSocket(TOKEN, welcome.heartbeat_id, lambda number, _: acknowledged.append(number))
+            await datagrams.open(Address("127.0.0.3", welcome.heartbeat_port))
+            while not acknowledged:
+                datagrams.send(1, 0)
+                await asyncio.sleep(0.01)
+            datagrams.close()
 
     run(test())
 

@@ -16,7 +16,7 @@ from farandole.engines.fleet import Fleet
 from farandole.engines.host_list import HostSlots
 from farandole.engines.local_engine import LocalEngine
 from farandole.errors import ConfigError
-from farandole.events import AgentJoined, AgentNotStarted, Event, HostDrained
+from farandole.events import AgentJoined, AgentNotStarted, Event, HostDrained, HostUndrained
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.membership import Address
 from farandole.wire.authentication import new_token
@@ -126,7 +126,8 @@ def test_a_drained_host_gets_no_other_agent_before_it_has_been_gone() -> None:
         token, events = new_token(), EventLog()
 
         def on_event(event: Event) -> None:
-            fleet.on_decision(event)
+            if isinstance(event, HostDrained | HostUndrained):
+                fleet.on_decision(event)
             events(event)
 
         coordinator = Coordinator(JobConfig(num_proc=1), token, job_id="job", on_event=on_event)

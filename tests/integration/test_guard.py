@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -87,7 +88,7 @@ def test_nothing_that_a_terminal_or_a_batch_system_sends_ends_the_guard_early(
     sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", guard_process.__file__, str(tmp_path)], stdin=subprocess.PIPE
+        [sys.executable, "-I", "-S", guard_process.__file__, str(tmp_path), "0"], stdin=subprocess.PIPE
     ) as guard:
         assert guard.stdin is not None
         guard.stdin.write(b"watch %d\n" % sleeper.pid)
@@ -128,6 +129,29 @@ def test_a_guard_that_was_killed_is_replaced_and_its_groups_are_watched_again(
     second.stdin.close()  # as if this process had ended
     assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
     second.wait(DEADLINE_S)
+
+
+def test_when_the_agent_is_gone_its_last_message_is_sent_and_after_a_stop_it_is_not(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    for is_clean in (True, False):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            guard = Guard(tmp_path, last_message=(theirs.fileno(), b"\0the agent has died"))
+            guard.start()
+            theirs.close()
+            process = guard._process
+            assert process is not None
+            assert process.stdin is not None
+            guard.watch(sleeper.pid)
+            if is_clean:
+                guard.stop()
+            else:
+                process.stdin.close()  # as if this process had ended
+            ours.settimeout(DEADLINE_S)
+            assert ours.recv(100) == (b"" if is_clean else b"\0the agent has died")
+            process.wait(DEADLINE_S)
+    assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
 
 
 def test_workers_do_not_inherit_the_guards_pipe(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ def test_scripts_find_horovod_under_horovodrun_and_only_with_our_option_elsewher
 
 
 def test_what_has_no_effect_is_said_once_and_the_job_runs() -> None:
-    done = horovodrun("-np", "2", "--gloo", "--cycle-time-ms", "3", "-p", "22", "-q", "sh", "-c", "true")
+    done = horovodrun("-np", "2", "--gloo", "--cycle-time-ms", "3", "--mpi", "-q", "sh", "-c", "true")
     assert done.returncode == 0
     notes = [line for line in done.stderr.splitlines() if "no effect" in line]
-    assert [note.split()[1] for note in notes] == ["--ssh-port", "--cycle-time-ms"]
+    assert [note.split()[1] for note in notes] == ["--mpi", "--cycle-time-ms"]
 
 
 def test_a_job_with_a_discovery_script_is_elastic(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def test_what_is_no_function() -> None:
 
 
 def test_options_of_other_launchers_are_warned_of_and_change_nothing() -> None:
-    asked = {"ssh_port": 22, "use_mpi": True, "mpi_args": "-x", "network_interfaces": ["lo"], "disable_cache": True}
+    asked = {"use_mpi": True, "mpi_args": "-x", "disable_cache": True}
     with pytest.warns(UserWarning, match="has no effect") as said:
         assert fd.run(rank, **asked) == [0]  # type: ignore[arg-type]
     assert {str(each.message).split()[1] for each in said} == asked.keys()

@@ -85,6 +85,8 @@ class AgentConfig:
     store_port          of the job's store, at the address of the coordinator; 0: there is none
     max_restarts        how often all workers may be started again, for scripts that read it
     error_folder        the folder for the workers' error files, which stay after the job; empty: they are removed
+    data_host           the address of this machine for the other workers; empty: that from which this agent reaches the
+                        coordinator
     process             the identifier of this process in AgentHello; it matters for an agent apart only
     """
 
@@ -106,6 +108,7 @@ class AgentConfig:
     store_port: int = 0
     max_restarts: int = 0
     error_folder: str = ""
+    data_host: str = ""
     process: str = ""
 
 
@@ -266,8 +269,8 @@ class Agent:
                 worker=order.worker,
                 secret=self._server.expect(order.worker),
                 slot=order.slot,
-                # Other workers reach this machine at the address at which the coordinator reaches it.
-                data_host=self._channel.own_host,
+                # Without a choice: other workers reach this machine where the coordinator does.
+                data_host=self._config.data_host or self._channel.own_host,
                 scratch_folder=str(self._processes.scratch),
                 detection_budget_s=self._config.detection_budget_s,
                 status_page=self._pages.add(order.worker),

@@ -14,6 +14,7 @@ from typing import Literal, Protocol, cast
 
 from farandole.agent.agent import Agent, AgentConfig, EndOfService, Service
 from farandole.agent.host_resources import share_cores
+from farandole.agent.network_addresses import own_addresses
 from farandole.env import inherited_environment
 from farandole.errors import AuthenticationError, ConfigError, FarandoleError, ProtocolError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits, Event
@@ -49,6 +50,7 @@ class JoinOptions:
     retry_s       seconds for which it tries to join, at the beginning and after it was lost
     folder        the workers' working directory; None: the job's
     grace_s       seconds from the request to end until workers are killed; None: the job's
+    interfaces    the network interfaces for tensors; empty: the one that leads to the coordinator
     """
 
     coordinators: tuple[Address, ...]
@@ -58,6 +60,7 @@ class JoinOptions:
     retry_s: float
     folder: str | None = None
     grace_s: float | None = None
+    interfaces: tuple[str, ...] = ()
 
 
 class JoiningAgent:
@@ -238,6 +241,7 @@ class JoiningAgent:
             fork_server=welcome.fork_server,
             store_port=welcome.store_port,
             max_restarts=welcome.max_restarts,
+            data_host=own_addresses(options.interfaces)[0] if options.interfaces else "",
             process=self._process,
         )
 

@@ -184,7 +184,8 @@ class RingBuilder:
             missing = self._start.next
             detail = (
                 f"no connection to worker {missing.worker} at {missing.address} within "
-                f"{self._timeout_s:g} s: {dialer.failure}"
+                f"{self._timeout_s:g} s: {dialer.failure}; the hosts must reach each other at every port: see the "
+                "firewall, or choose a network with --network-interfaces"
             )
         if self._on_broken is not None:
             self._on_broken(missing.worker, "connect", detail)

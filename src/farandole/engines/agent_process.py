@@ -31,6 +31,7 @@ class AgentProcess:
     ) -> None:
         self._process, self._on_line, self._judge = process, on_line, judge
         self._last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._kill_timer: asyncio.TimerHandle | None = None
         self._life = asyncio.create_task(self._live())
 
     @classmethod
@@ -74,15 +75,19 @@ class AgentProcess:
         """End the agent and its workers at once."""
         if self._process.stdin is not None:
             self._process.stdin.close()
+        if self._kill_timer is None:  # a client of a host that is gone does not end by itself
+            self._kill_timer = asyncio.get_running_loop().call_later(_END_S, self._kill)
 
     async def close(self) -> None:
         """End the process."""
         self.kill_workers()
-        await asyncio.wait([self._life], timeout=_END_S)
-        if not self._life.done():
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._life
+        await self._life
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def _live(self) -> None:
         stream = self._process.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Iterable
 
@@ -56,11 +57,11 @@ class Fleet:
         self._drained &= self._wanted.keys()
         self._start_missing()
 
-    def on_decision(self, event: Event) -> None:
-        """Follow an event of the coordinator: a drained host gets no agent, until it is undrained."""
+    def on_decision(self, event: HostDrained | HostUndrained) -> None:
+        """Follow a decision of the coordinator: a drained host gets no agent, until it is undrained."""
         if isinstance(event, HostDrained):
             self._drained.add(event.host)
-        elif isinstance(event, HostUndrained):
+        else:
             self._drained.discard(event.host)
             self._start_missing()
 
@@ -73,12 +74,15 @@ class Fleet:
         for agent in self._agents.values():
             agent.kill_workers()
 
-    async def gone(self) -> None:
-        """Wait, when the job is over, until all agents have ended, which they do when they are told."""
-        while self._lives:
-            await asyncio.wait([self.broken, *self._lives.values()], return_when=asyncio.FIRST_COMPLETED)
-            if self.broken.done():
-                self.broken.result()
+    async def gone(self, within_s: float | None = None) -> None:
+        """Wait, when the job is over, until all agents have ended, which they do when they are told. An agent that could
+        not be told, because its host is gone, is not waited for any longer than `within_s`; None: for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._lives:
+                    await asyncio.wait([self.broken, *self._lives.values()], return_when=asyncio.FIRST_COMPLETED)
+                    if self.broken.done():
+                        self.broken.result()
 
     async def close(self) -> None:
         """End all agents; none is left when this returns."""

@@ -1,4 +1,4 @@
-"""Hosts and their slots, as written by users. Used by the command line, host discovery and job_runner.py."""
+"""Hosts and their slots, as written by users, and how ssh reaches them. It loads no asyncio, for a quick `--help`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ class HostSlots:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class SshSettings:
+    """How ssh reaches the hosts. The user's ssh_config applies, too.
+
+    port           None: that of ssh_config
+    identity_file  of the private key; empty: those of ssh_config
+    python         the interpreter on the hosts; empty: the path of this one
+    program        the client
+    """
+
+    port: int | None = None
+    identity_file: str = ""
+    python: str = ""
+    program: str = "ssh"
 
 
 def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:

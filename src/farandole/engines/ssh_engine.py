@@ -6,13 +6,14 @@ When the client or this process ends, sshd closes the agent's standard input, wh
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from farandole.engines.agent_process import AgentProcess, exit_of_agent
-from farandole.engines.engine_interface import AgentExit, AgentOrder
+from farandole.engines.engine_interface import AgentExit, AgentOrder, StartFailed
+from farandole.engines.host_list import SshSettings
 from farandole.env import inherited_environment
 from farandole.events import AgentPrinted, Event
 
@@ -24,22 +25,6 @@ _NOT_FOUND = (126, 127)  # of the remote shell
 _ENDED = ("closed by remote host", "Broken pipe", "Connection reset", "not responding")
 
 
-@dataclass(frozen=True)
-class SshSettings:
-    """How ssh reaches the hosts. The user's ssh_config applies, too.
-
-    port           None: that of ssh_config
-    identity_file  of the private key; empty: those of ssh_config
-    python         the interpreter on the hosts; empty: the path of this one
-    program        the client
-    """
-
-    port: int | None = None
-    identity_file: str = ""
-    python: str = ""
-    program: str = "ssh"
-
-
 class SshEngine:
     """Starts agents by ssh. `on_event` gets the lines that they print."""
 
@@ -48,6 +33,9 @@ class SshEngine:
 
     async def start(self, order: AgentOrder) -> AgentProcess:
         """Start the agent on the host of this name, or raise StartFailed."""
+        key = self._settings.identity_file
+        if key and not os.path.isfile(key):  # otherwise ssh tries without it
+            raise StartFailed(f"--ssh-identity-file {key}: no such file", is_final=True)
 
         def on_line(line: str) -> None:
             self._on_event(AgentPrinted(order.host, line))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from farandole.agent.host_resources import reserve_descriptors
+from farandole.agent.network_addresses import own_addresses
 from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.engines.host_list import HostSlots
 from farandole.env import read_token
@@ -90,6 +91,11 @@ def agent_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds that workers have to leave after SIGTERM (default: the value of the job)",
     )
+    add(
+        "--network-interfaces",
+        metavar="NAME,...",
+        help="network interfaces for the tensors of the workers (default: the one that leads to the coordinator)",
+    )
     loudness = parser.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
     loudness.add_argument(
@@ -123,7 +129,10 @@ def _options(given: argparse.Namespace) -> JoinOptions:
         raise ConfigError(
             f"--folder {given.folder}: the folder does not exist on this machine, or it cannot be entered"
         )
-    return JoinOptions(addresses, token, host.name, host.slots, given.retry, folder, given.grace)
+    interfaces = tuple(name for name in (given.network_interfaces or "").split(",") if name)
+    if interfaces:
+        own_addresses(interfaces)  # detected before the job counts on this agent
+    return JoinOptions(addresses, token, host.name, host.slots, given.retry, folder, given.grace, interfaces)
 
 
 def _read_line(descriptor: int) -> bytes:

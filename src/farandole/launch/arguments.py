@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.config import ForkServerUse, JobConfig
-from farandole.engines.host_list import HostSlots, parse_hostfile, parse_hosts
-from farandole.engines.ssh_engine import SshSettings
+from farandole.engines.host_list import HostSlots, SshSettings, parse_hostfile, parse_hosts
 from farandole.env import CheckpointEnv, JobEnv, environment_of, read_start_timeout_s, read_transport
 from farandole.errors import ConfigError
 from farandole.launch.command import alias_environment, checked
@@ -111,7 +110,8 @@ def split_command(arguments: Sequence[str], value_counts: Mapping[str, int]) -> 
 def _run_options(options: argparse.Namespace, command: Sequence[str], program: Program) -> RunOptions:
     hosts = _hosts(options)
     config = _job_config(options, program, hosts)
-    check_address(options.host, options.port, takes_agents=options.token_file is not None)
+    has_hosts = hosts is not None or options.host_discovery_script is not None
+    check_address(options.host, options.port, takes_agents=has_hosts or options.token_file is not None)
     settings, notes = _settings(options)
     if program.is_horovodrun and options.max_num_proc is not None and not _asks_for_elasticity(options):
         notes.append(
@@ -159,8 +159,6 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
 def _ssh(options: argparse.Namespace) -> SshSettings:
     if options.ssh_port is not None and not 0 < options.ssh_port <= 65535:
         raise ConfigError(f"--ssh-port must be between 1 and 65535, got {options.ssh_port}")
-    if options.ssh_identity_file is not None and not Path(options.ssh_identity_file).is_file():
-        raise ConfigError(f"--ssh-identity-file {options.ssh_identity_file}: no such file")
     return SshSettings(options.ssh_port, options.ssh_identity_file or "", options.remote_python or "")
 
 

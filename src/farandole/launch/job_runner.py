@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from farandole.agent.agent import Agent, AgentConfig
 from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
+from farandole.agent.network_addresses import addresses_for, own_addresses
 from farandole.agent.remote_agent import RemoteOutput
 from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.store import LocalStore
@@ -23,10 +24,18 @@ from farandole.engines.engine_interface import AgentOrder, Engine
 from farandole.engines.fleet import Fleet
 from farandole.engines.host_list import HostSlots
 from farandole.engines.local_engine import HostsEngine, LocalEngine
-from farandole.engines.network_addresses import addresses_for
 from farandole.env import CheckpointEnv, carried_environment, environment_of, inherited_environment
 from farandole.errors import ConfigError
-from farandole.events import AgentsAwaited, Event, GenerationStarted, JobNotAnnounced, StateLost, StopAsked
+from farandole.events import (
+    AgentsAwaited,
+    Event,
+    GenerationStarted,
+    HostDrained,
+    HostUndrained,
+    JobNotAnnounced,
+    StateLost,
+    StopAsked,
+)
 from farandole.launch.ending_signals import ending_signals
 from farandole.launch.job_files import announced
 from farandole.launch.joining import Joining
@@ -89,8 +98,9 @@ async def run_job(
     job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
 
     def on_decision(event: Event) -> None:
-        fleet.on_decision(event)
-        if isinstance(event, GenerationStarted):
+        if isinstance(event, HostDrained | HostUndrained):
+            fleet.on_decision(event)
+        elif isinstance(event, GenerationStarted) and event.bootstrap:
             fleet.training_begins()
         on_event(event)
 
@@ -99,7 +109,7 @@ async def run_job(
 
     sink = OutputSink(output) if sink is None else sink
     forks: ForkServerUse = fork_server if config.may_start_workers_again else "off"
-    is_open = joining is not None or engine is not None
+    is_open = joining is not None or bool(hosts_source.others) or not hosts_source.are_fixed
     try:
         listen_on = (host,) if host else await own_addresses_for(hosts_source.others) if hosts_source.others else ()
         coordinator = Coordinator(
@@ -150,6 +160,7 @@ async def run_job(
             store_port=coordinator.store_port,
             max_restarts=config.max_restarts or 0,
             error_folder=error_folder,
+            data_host=own_addresses(interfaces)[0] if interfaces else "",
         )
         return Agent(agent_config, sink, on_event)
 
@@ -175,7 +186,7 @@ async def run_job(
                 on_event(JobNotAnnounced(problem))
             if order_of_hosts is not None:
                 coordinator.offer(order_of_hosts, may_change=False)
-            return await _run_all(coordinator, fleet, hosts_source, config.takes_agents)
+            return await _run_all(coordinator, fleet, hosts_source, config)
     finally:
         sink.close()
 
@@ -203,9 +214,12 @@ def _welcome(
     )
 
 
-async def _run_all(coordinator: Coordinator, fleet: Fleet, source: HostsSource, takes_agents: bool) -> Outcome:
+_FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
+
+
+async def _run_all(coordinator: Coordinator, fleet: Fleet, source: HostsSource, config: JobConfig) -> Outcome:
     def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
-        if not takes_agents:  # else the job uses all slots that its agents offer
+        if not config.takes_agents:  # else the job uses all slots that its agents offer
             coordinator.offer({each.name: each.slots for each in hosts}, may_change=not source.are_fixed)
         fleet.follow(hosts)
 
@@ -216,12 +230,12 @@ async def _run_all(coordinator: Coordinator, fleet: Fleet, source: HostsSource, 
         done, _ = await asyncio.wait({*tasks, fleet.broken}, return_when=asyncio.FIRST_COMPLETED)
         for each in done:
             each.result()
-        await fleet.gone()
+        await fleet.gone(config.grace_s + _FAREWELL_S)
         return serving.result()
     except asyncio.CancelledError:
         # Announced to all, as after a signal: an agent that loses its coordinator has to treat that as a fault.
         coordinator.request_stop(now=False, reason="the launcher was interrupted")
-        await fleet.gone()
+        await fleet.gone(config.grace_s + _FAREWELL_S)
         raise
     finally:
         for task in tasks:

@@ -63,8 +63,8 @@ def check_address(host: str, port: int, takes_agents: bool) -> None:
         raise ConfigError(f"--host {host}: give the address at which other machines reach this one")
     if address is not None and not address.is_loopback and not takes_agents:
         raise ConfigError(
-            f"--host {host}: only a loopback address such as 127.0.0.1 is possible without --token-file FILE, "
-            "which lets agents of other machines join"
+            f"--host {host}: only a loopback address such as 127.0.0.1 is possible without hosts (--hosts) and "
+            "without --token-file FILE, which lets agents of other machines join"
         )
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")

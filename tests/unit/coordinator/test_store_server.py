@@ -328,6 +328,6 @@ def test_a_port_that_is_taken_is_an_error_with_advice() -> None:
             with pytest.raises(
                 ConfigError, match=r"the store of torch.distributed cannot listen on 127.0.0.1 port \d+"
             ):
-                await other.open("127.0.0.1", here.store.address.port)
+                await other.open("127.0.0.1", port=here.store.address.port)
 
     run(test())

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from farandole import __version__
 from farandole.config import JobConfig
+from farandole.engines.host_list import SshSettings
 from farandole.env import CheckpointEnv
 from farandole.launch.arguments import parse_run, split_command
 from farandole.launch.cli import main
@@ -54,7 +55,7 @@ def test_every_option_arrives() -> None:
 def test_the_defaults_are_those_of_the_job(flag: str) -> None:
     options = parse_run([flag, "2", "sh"])
     assert options.config == JobConfig(num_proc=2)
-    assert (options.host, options.port, options.output_directory) == ("127.0.0.1", 0, None)
+    assert (options.host, options.port, options.output_directory) == ("", 0, None)
 
 
 @pytest.mark.parametrize(
@@ -178,3 +179,18 @@ def test_a_slip_of_the_fingers_is_answered_by_what_was_meant(
     with pytest.raises(SystemExit):
         main(words)
     assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_the_way_to_other_hosts() -> None:
+    words = (
+        "-np 2 -H a:1,b:1 -p 2222 -i key --remote-python /py --remote-folder /data --network-interfaces eth0,eth1 sh"
+    )
+    options = parse_run([*words.split(), "sh"])
+    assert options.ssh == SshSettings(2222, "key", "/py")
+    assert (options.remote_folder, options.interfaces) == ("/data", ("eth0", "eth1"))
+
+
+def test_a_port_of_ssh_that_is_none_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_run(["-np", "2", "-H", "a:1,b:1", "-p", "0", "sh"])
+    assert "--ssh-port must be between 1 and 65535, got 0" in capsys.readouterr().err

@@ -159,8 +159,6 @@ def test_marks_without_a_timeline_are_not_told_to_the_workers_but_spoken_of() ->
 def test_what_has_no_effect_is_spoken_of_once_with_the_reason() -> None:
     text = "-np 2 --cycle-time-ms 1 -p 22 -i key --mpi --autotune --autotune-log-file a --fusion-threshold-mb 1 sh"
     assert parse_run(text.split()).notes == (
-        "--ssh-port, --ssh-identity-file have no effect: other machines join with 'farandole agent --join'; ssh is "
-        "not used",
         "--mpi has no effect: Farandole does not use MPI",
         "--cycle-time-ms has no effect: operations start as soon as all ranks have submitted them",
         "--autotune, --autotune-log-file have no effect: only the size of buckets is tuned, in the first steps, "
