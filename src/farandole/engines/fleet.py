@@ -75,7 +75,7 @@ class Fleet:
             agent.kill_workers()
 
     async def gone(self, within_s: float | None = None) -> None:
-        """Wait, when the job is over, until all agents have ended, which they do when they are told. An agent that could
+        """Wait, when the job is over, until all agents have ended, which they do when they are told. One that could
         not be told, because its host is gone, is not waited for any longer than `within_s`; None: for ever."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
