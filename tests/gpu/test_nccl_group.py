@@ -11,7 +11,7 @@ import torch
 
 from farandole.collectives import nccl_transport
 from farandole.collectives.connection_pair import DTYPES
-from farandole.collectives.nccl_transport import NcclGroup, own_nccl_problem
+from farandole.collectives.nccl_transport import NcclGroup, new_group, own_nccl_problem
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.torch_group import _WIDER
 from farandole.collectives.transport import Reduction
@@ -32,7 +32,7 @@ def group() -> Iterator[NcclGroup]:
 def make_group() -> tuple[NcclGroup, ExchangedStore]:
     assert prepare_for_nccl() == ""
     store = ExchangedStore(5.0)
-    made = NcclGroup(store, 0, 1, torch.device("cuda", 0))
+    made = NcclGroup(new_group(store, 0, 1), store, torch.device("cuda", 0))
     made.connect()
     return made, store
 
