@@ -118,7 +118,7 @@ def build(
     check: Callable[[], None] | None = None,
     choice: str = "tcp",
     on_hosts: dict[int, list[int]] | None = None,
-    kept: list[KeptGroup] | None = None,
+    kept: Sequence[KeptGroup | None] | None = None,
 ) -> Ring:
     """A ring of one rank for each listener, or the transport of this choice upon it; for a hierarchical one, `on_hosts`
     says where each rank is, for each size. `kept` holds each rank's process group between generations."""
@@ -154,7 +154,7 @@ def build(
             return hierarchical
         if choice in ("device", "cuda", "nccl"):
             return with_devices(built, choice)
-        return choose(built, hosts, choice, among, kept=kept and kept[rank])[0]
+        return choose(built, hosts, choice, among, kept=kept[rank] if kept else None)[0]
 
     return Ring(in_threads(size, connect), hints)
 
