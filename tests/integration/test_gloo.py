@@ -162,7 +162,9 @@ def test_groups_that_live_through_the_generations_take_leave_and_newcomers() -> 
         for number, members in enumerate([[0, 1, 2], [0, 1], [1, 0], [2, 0, 1]], start=1):
             if number == 4:
                 kept[2] = KeptGroup()
-            world = rings.build([opened[each] for each in members], number, None, "gloo", None, [kept[each] for each in members])
+            world = rings.build(
+                [opened[each] for each in members], number, None, "gloo", None, [kept[each] for each in members]
+            )
             assert all(each.is_lasting for each in world.transports if isinstance(each, GlooTransport))
             of_each.append(dict(zip(members, groups(world), strict=True)))
             assert sum_of(world) == [float(len(members))] * len(members)

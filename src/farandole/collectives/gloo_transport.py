@@ -108,8 +108,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of one rank to the others: its offer, then the address at which it listens; or the reason why it has no
-    Gloo."""
+    """The answer of one rank to the others: its offer, then its address; or the reason why it has no Gloo."""
 
     listening: ListeningAddress | None = None
     problem: str = ""
@@ -336,9 +335,7 @@ def _has_ended(work: dist.Work | None, limit_s: float, repeat: Callable[[], None
     return True
 
 
-def _release_in_background(
-    group: dist.ProcessGroupGloo, work: dist.Work | None, repeat: Callable[[], None]
-) -> None:
+def _release_in_background(group: dist.ProcessGroupGloo, work: dist.Work | None, repeat: Callable[[], None]) -> None:
     # Not a daemon, for the reason given in torch_group.py (Construction).
     threading.Thread(target=_release, args=(group, work, repeat), name="farandole-gloo-release").start()
 

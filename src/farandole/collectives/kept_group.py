@@ -119,7 +119,7 @@ class KeptGroup:
 
 
 def make_reconfigurable(make: Callable[[dist.Store], Any]) -> ReconfigurableGroup | None:  # type: ignore[name-defined]
-    """Return a new group; None where torch's group cannot be reconfigured: it says so itself, or its constructor does."""
+    """Return a new group; None where torch's group says that it cannot be reconfigured, or its constructor does."""
     try:
         made = ReconfigurableGroup(make)
     except (AttributeError, RuntimeError):  # no such option, or not for this backend (pytorch#186298)

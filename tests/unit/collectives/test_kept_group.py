@@ -27,9 +27,7 @@ def test_the_members_have_the_number_of_rank_0_and_the_handles_of_all() -> None:
     assert agreed_members([Offer("a", 5), Offer("b", 6)]) == Members(5, ["a", "b"])
 
 
-@pytest.mark.parametrize(
-    "offers", [[Offer("a", 5), Offer()], [Offer(), Offer("b", 6)], [Offer("a", 5), Offer("a", 6)]]
-)
+@pytest.mark.parametrize("offers", [[Offer("a", 5), Offer()], [Offer(), Offer("b", 6)], [Offer("a", 5), Offer("a", 6)]])
 def test_there_are_no_members_if_a_rank_has_no_group_or_two_could_not_be_told_apart(offers: list[Offer]) -> None:
     assert agreed_members(offers) is None
 
