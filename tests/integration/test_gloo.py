@@ -199,10 +199,10 @@ def test_a_group_whose_operation_does_not_end_is_replaced(monkeypatch: pytest.Mo
     kept = [KeptGroup(), KeptGroup()]
     with stuck(kept) as (transport, _, tensor, outcome), listeners(2) as opened:
         inner = transport._group
-        group, own, others = inner._group, inner._own, inner._others
+        group, connections = inner._group, inner._connections
         with monkeypatch.context() as patch:
             patch.setattr(gloo_transport, "_HAND_OVER_S", 0.05)
-            patch.setattr(gloo_transport, "shut_down_connections", lambda own, others: None)
+            patch.setattr(gloo_transport, "shut_down_connections", lambda connections: None)
             transport.abort("worker w1 was lost")
             with pytest.raises(GenerationEnded, match="w1 was lost"):
                 outcome.result(DEADLINE_S)
@@ -210,7 +210,7 @@ def test_a_group_whose_operation_does_not_end_is_replaced(monkeypatch: pytest.Mo
         assert groups(world)[0] is not group
         assert sum_of(world) == [2.0, 2.0]
         close(world)
-        shut_down_connections(own, others)
+        shut_down_connections(connections)
     assert tensor.eq(7.0).all()
 
 

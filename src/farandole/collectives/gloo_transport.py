@@ -193,7 +193,7 @@ def _connected(
         ring, _Answer(own, "" if own else f"rank {ring.rank} cannot determine which sockets belong to Gloo")
     )
     addresses = [each.listening for each in answers if each.listening]
-    return GlooGroup(group, addresses[ring.rank], addresses, lasting)
+    return GlooGroup(group, find_connections(addresses[ring.rank], addresses), lasting)
 
 
 def _gloo_device(host: str) -> tuple[object, str]:
@@ -229,8 +229,7 @@ class GlooGroup:
 
     Args:
         group: torch's group.
-        own: The address at which this rank listens.
-        others: The addresses of all its ranks.
+        connections: Its connections to the other ranks.
         lasting: The same group, if the next generation may have it.
     """
 
@@ -240,17 +239,14 @@ class GlooGroup:
     def __init__(
         self,
         group: dist.ProcessGroupGloo,
-        own: ListeningAddress,
-        others: Collection[ListeningAddress],
+        connections: Collection[Connection],
         lasting: ReconfigurableGroup | None = None,
     ) -> None:
         self._group: Any = group  # torch's stubs lack its operations
-        self._own, self._others = own, set(others)
-        self._lasting = lasting
+        self._connections, self._lasting = connections, lasting
         self._work: dist.Work | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        # An abort from another thread must not meet the connections of the next generation, which has the same ports.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of shut_down(), which other threads call
 
     @property
     def is_lasting(self) -> bool:
@@ -278,8 +274,8 @@ class GlooGroup:
 
     def shut_down(self) -> None:
         with self._lock:
-            if self._group is not None:  # another socket may have its ports once it is gone
-                shut_down_connections(self._own, self._others)
+            if self._group is not None:  # other sockets may have its ports once it is gone
+                shut_down_connections(self._connections)
 
     def hand_over(self) -> ReconfigurableGroup | None:
         """End the running operation, and return the group for the next generation; None if that cannot have it.
@@ -290,10 +286,9 @@ class GlooGroup:
         lasting, self._lasting = self._lasting, None
         if group is None or lasting is None:
             return None
-        if _has_ended(work, _HAND_OVER_S, lambda: shut_down_connections(self._own, self._others)):
+        if _has_ended(work, _HAND_OVER_S, self._connections):
             return lasting
-        # Its connections are shut down. That is not repeated: those of the next generation may have the same ports.
-        _release_in_background(group, work, lambda: None)
+        _release_in_background(group, work, self._connections)
         return None
 
     def release(self) -> None:
@@ -301,7 +296,7 @@ class GlooGroup:
         group, work = self._leave()
         self._lasting = None
         if group is not None:
-            _release_in_background(group, work, lambda: shut_down_connections(self._own, self._others))
+            _release_in_background(group, work, self._connections)
 
     def _present(self) -> Any:
         if self._group is None:
@@ -320,29 +315,31 @@ class GlooGroup:
             group, work = self._group, self._work
             self._group = self._work = None
             if group is not None:
-                shut_down_connections(self._own, self._others)
+                shut_down_connections(self._connections)
         return group, work
 
 
-def _has_ended(work: dist.Work | None, limit_s: float, repeat: Callable[[], None]) -> bool:
-    """Return whether an operation, whose connections are shut down, ends in time. `repeat` shuts them down again."""
+def _has_ended(work: dist.Work | None, limit_s: float, connections: Collection[Connection]) -> bool:
+    """Return whether an operation ends in time, because its connections are shut down."""
     deadline_s, pause = now_s() + limit_s, threading.Event()
     while work is not None and not work.is_completed():
         if now_s() >= deadline_s:
             return False
         pause.wait(_REPEAT_S)
-        repeat()
+        shut_down_connections(connections)
     return True
 
 
-def _release_in_background(group: dist.ProcessGroupGloo, work: dist.Work | None, repeat: Callable[[], None]) -> None:
+def _release_in_background(
+    group: dist.ProcessGroupGloo, work: dist.Work | None, connections: Collection[Connection]
+) -> None:
     # Not a daemon, for the reason given in torch_group.py (Construction).
-    threading.Thread(target=_release, args=(group, work, repeat), name="farandole-gloo-release").start()
+    threading.Thread(target=_release, args=(group, work, connections), name="farandole-gloo-release").start()
 
 
-def _release(group: dist.ProcessGroupGloo, work: dist.Work | None, repeat: Callable[[], None]) -> None:
+def _release(group: dist.ProcessGroupGloo, work: dist.Work | None, connections: Collection[Connection]) -> None:
     """Return when the group is gone. Its destructor waits for the running operation, so that must end first."""
-    if not _has_ended(work, _RELEASE_S, repeat):
+    if not _has_ended(work, _RELEASE_S, connections):
         logger.warning("an operation of Gloo has not ended within %g s; its memory is not released", _RELEASE_S)
         _stuck.append(group)
 
@@ -354,6 +351,9 @@ def _release(group: dist.ProcessGroupGloo, work: dist.Work | None, repeat: Calla
 
 ListeningAddress = tuple[str, int]
 """(host, port)"""
+
+Connection = tuple[ListeningAddress, ListeningAddress]
+"""The addresses of its own end and of the other one."""
 
 
 def find_listening_address(message: bytes) -> ListeningAddress | None:
@@ -369,13 +369,28 @@ def find_listening_address(message: bytes) -> ListeningAddress | None:
     return None
 
 
-def shut_down_connections(own: ListeningAddress, others: Collection[ListeningAddress]) -> None:
-    """End all connections of a group, at both ends. Callable from any thread. `own` is where this rank listens."""
+def find_connections(own: ListeningAddress, others: Collection[ListeningAddress]) -> frozenset[Connection]:
+    """Return the connections from and to the addresses at which a group's ranks listen, this one at `own`.
+
+    They are known by both their ends: a group that lives through the generations listens at the same addresses in the
+    next one, whose connections must not end with those of this one.
+    """
+    found = []
+    for sock in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            local, peer = _ends(sock)
+            if not _is_listening(sock) and (local == own or peer in others):
+                found.append((local, peer))
+    return frozenset(found)
+
+
+def shut_down_connections(connections: Collection[Connection]) -> None:
+    """End these connections. Callable from any thread."""
     for sock in _sockets():
         with contextlib.suppress(OSError):  # not connected
             # Never the listening socket itself: Gloo ends the process when accept() fails (GLOO_ENFORCE in
             # gloo/transport/tcp/listener.cc, Listener::handleEvents(), on the thread of its loop).
-            if not _is_listening(sock) and (sock.getsockname()[:2] == own or sock.getpeername()[:2] in others):
+            if not _is_listening(sock) and _ends(sock) in connections:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -401,6 +416,10 @@ def _sockets() -> Iterator[socket.socket]:
         with sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 yield sock
+
+
+def _ends(sock: socket.socket) -> Connection:
+    return sock.getsockname()[:2], sock.getpeername()[:2]
 
 
 def _is_listening(sock: socket.socket) -> bool:
