@@ -217,8 +217,9 @@ def _exchange_answers(ring: RingTransport, mine: _Answer) -> list[_Answer]:
 
 _NO_LIMIT = timedelta(seconds=NO_LIMIT_S)
 _RELEASE_S = 5.0
-_HAND_OVER_S = 0.5
+_HAND_OVER_S = 0.05  # about the time that a new group takes
 _REPEAT_S = 0.01
+_REPEAT_IN_A_REGROUP_S = 0.002
 
 _stuck: list[dist.ProcessGroupGloo] = []
 """Groups that cannot be released."""
@@ -280,13 +281,15 @@ class GlooGroup:
     def hand_over(self) -> ReconfigurableGroup | None:
         """End the running operation, and return the group for the next generation; None if that cannot have it.
 
-        The operation has to end first: it would be the only one that the group's thread ever runs.
+        The operation has to end first, since the group has one thread. It may not end: an operation of which a part is
+        on its way does not learn that its connection is gone (torch 2.15: it waits in UnboundBuffer::waitSend() or
+        waitRecv() of Gloo, for ever).
         """
         group, work = self._leave()
         lasting, self._lasting = self._lasting, None
         if group is None or lasting is None:
             return None
-        if _has_ended(work, _HAND_OVER_S, self._connections):
+        if _has_ended(work, _HAND_OVER_S, self._connections, _REPEAT_IN_A_REGROUP_S):
             return lasting
         _release_in_background(group, work, self._connections)
         return None
@@ -319,13 +322,15 @@ class GlooGroup:
         return group, work
 
 
-def _has_ended(work: dist.Work | None, limit_s: float, connections: Collection[Connection]) -> bool:
+def _has_ended(
+    work: dist.Work | None, limit_s: float, connections: Collection[Connection], repeat_s: float = _REPEAT_S
+) -> bool:
     """Return whether an operation ends in time, because its connections are shut down."""
     deadline_s, pause = now_s() + limit_s, threading.Event()
     while work is not None and not work.is_completed():
         if now_s() >= deadline_s:
             return False
-        pause.wait(_REPEAT_S)
+        pause.wait(repeat_s)
         shut_down_connections(connections)
     return True
 
