@@ -11,11 +11,13 @@ import torch
 
 from farandole.collectives import nccl_transport
 from farandole.collectives.connection_pair import DTYPES
-from farandole.collectives.nccl_transport import NcclGroup, own_nccl_problem
+from farandole.collectives.kept_group import agreed_members, make_reconfigurable
+from farandole.collectives.nccl_transport import NcclGroup, new_group, new_reconfigurable_group, own_nccl_problem
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.torch_group import _WIDER
 from farandole.collectives.transport import Reduction
 from farandole.env import prepare_for_nccl
+from farandole.process_group.torch_versions import can_reconfigure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(own_nccl_problem()), reason=own_nccl_problem())]
 
@@ -32,7 +34,7 @@ def group() -> Iterator[NcclGroup]:
 def make_group() -> tuple[NcclGroup, ExchangedStore]:
     assert prepare_for_nccl() == ""
     store = ExchangedStore(5.0)
-    made = NcclGroup(store, 0, 1, torch.device("cuda", 0))
+    made = NcclGroup(new_group(store, 0, 1), store, torch.device("cuda", 0))
     made.connect()
     return made, store
 
@@ -106,3 +108,20 @@ def test_groups_leave_no_memory_behind() -> None:
         free.append(torch.cuda.mem_get_info(0)[0])
     print(f"free after each group, in MB: {[each >> 20 for each in free]}")
     assert free[-1] >= free[2] - (32 << 20)
+
+
+@pytest.mark.skipif(not can_reconfigure(), reason=f"torch {torch.__version__} cannot exchange the members of groups")
+def test_a_group_gets_members_again_after_an_abort() -> None:
+    lasting = make_reconfigurable(lambda store: new_reconfigurable_group(store, 0, 1))
+    assert lasting is not None
+    store = ExchangedStore(5.0)
+    for _ in range(3):
+        members = agreed_members([lasting.offer()])
+        assert members is not None
+        lasting.reconfigure(store, members, DEADLINE_S)
+        made = NcclGroup(lasting.group, store, torch.device("cuda", 0), lasting)
+        made.connect()
+        flat = torch.arange(1000, device="cuda:0")
+        assert torch.equal(reduced(made, flat, Reduction.SUM), flat)
+        assert made.hand_over() is lasting
+    end(made, store)

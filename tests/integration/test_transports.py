@@ -19,7 +19,7 @@ from farandole.collectives.host_layout import layout
 from farandole.collectives.transport import Reduction, Transport
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from tests.support import rings
-from tests.support.rings import DEADLINE_S, HOSTS, Ring, listeners
+from tests.support.rings import DEADLINE_S, HOSTS, LASTING_GLOO, Ring, listeners, needs_reconfigure
 
 SIZES = [1, 2, 3, 4]
 Call = Callable[[Transport], object]
@@ -32,7 +32,9 @@ class Kind:
 
 
 KINDS = [
-    *("tcp", "shm", "hierarchical", "gloo"),
+    *("tcp", "shm", "hierarchical"),
+    pytest.param("gloo", marks=pytest.mark.core),
+    pytest.param(LASTING_GLOO, id="lasting-gloo", marks=[pytest.mark.core, needs_reconfigure]),
     "device",  # what tensors on devices take, in the host's memory: see rings.with_devices()
     *(pytest.param(each, marks=pytest.mark.gpu) for each in ("cuda", "nccl")),
 ]

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import pytest
 import torch
 
 from farandole.collectives.device_transport import DeviceTransport, StagedTransport
 from farandole.collectives.gloo_transport import GlooGroup, connect_gloo
 from farandole.collectives.hierarchical_transport import share_memory_within_hosts
 from farandole.collectives.host_layout import layout
+from farandole.collectives.kept_group import KeptGroup
 from farandole.collectives.nccl_transport import NcclGroups
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import DataListener, RingBuilder
@@ -23,6 +25,7 @@ from farandole.collectives.shared_memory_transport import share_memory
 from farandole.collectives.transport import Reduction, Transport
 from farandole.collectives.transport_choice import choose
 from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.process_group.torch_versions import can_reconfigure
 from farandole.wire.messages import Start
 
 DEADLINE_S = 20.0
@@ -30,6 +33,13 @@ KEY = secrets.token_bytes(32)
 
 HOSTS = {1: [0], 2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1]}
 """For a hierarchical transport: where each rank is, for each size."""
+
+LASTING_GLOO = "gloo, one process group for all generations"
+"""A choice for ring(): torch 2.14 and newer."""
+
+needs_reconfigure = pytest.mark.skipif(
+    not can_reconfigure(), reason=f"torch {torch.__version__} cannot exchange the members of process groups"
+)
 
 T = TypeVar("T")
 
@@ -108,9 +118,12 @@ def build(
     check: Callable[[], None] | None = None,
     choice: str = "tcp",
     on_hosts: dict[int, list[int]] | None = None,
+    kept: Sequence[KeptGroup | None] | None = None,
 ) -> Ring:
     """A ring of one rank for each listener, or the transport of this choice upon it; for a hierarchical one, `on_hosts`
-    says where each rank is, for each size."""
+    says where each rank is, for each size. `kept` holds each rank's process group between generations."""
+    if choice == LASTING_GLOO:
+        return second_generation(opened, number, check)
     size = len(opened)
     addresses = [listener.address for listener in opened]
     peers = [Peer(f"w{rank}", rank, address) for rank, address in enumerate(addresses)]
@@ -141,7 +154,7 @@ def build(
             return hierarchical
         if choice in ("device", "cuda", "nccl"):
             return with_devices(built, choice)
-        return choose(built, hosts, choice, among)[0]
+        return choose(built, hosts, choice, among, kept=kept[rank] if kept else None)[0]
 
     return Ring(in_threads(size, connect), hints)
 
@@ -155,6 +168,17 @@ def ring(size: int, check: Callable[[], None] | None = None, choice: str = "tcp"
         finally:
             for transport in built.transports:
                 transport.close()
+
+
+def second_generation(opened: list[DataListener], number: int, check: Callable[[], None] | None) -> Ring:
+    """Transports through Gloo whose process groups were used by a generation before."""
+    kept = [KeptGroup() for _ in opened]
+    first = build(opened, number - 1, choice="gloo", kept=kept)
+    first.run(lambda transport: transport.all_reduce(torch.ones(10)))
+    second = build(opened, number, check, "gloo", kept=kept)
+    for transport in first.transports:
+        transport.close()
+    return second
 
 
 # Tensors on devices ------------------------------------------------------------------------------------------

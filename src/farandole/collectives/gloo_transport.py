@@ -1,7 +1,7 @@
 """Run all collectives with tensors through torch's Gloo, as a reference. Bytes go around the ring.
 
 The file has the transport, its construction from a ring, the process group of Gloo, and the group's connections, which
-have to be found and closed because Gloo's own abort() does nothing (torch 2.13,
+have to be found and closed because Gloo's own abort() does nothing (torch 2.13 and 2.15,
 torch/csrc/distributed/c10d: Backend::abort() in Backend.hpp, which ProcessGroupGloo does not override).
 """
 
@@ -16,6 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,6 +24,14 @@ import torch
 import torch.distributed as dist
 
 from farandole.collectives.connection_pair import Broken, combiner, flat_view
+from farandole.collectives.kept_group import (
+    KeptGroup,
+    Members,
+    Offer,
+    ReconfigurableGroup,
+    agreed_members,
+    make_reconfigurable,
+)
 from farandole.collectives.ring import Header, RingTransport, TransportOperation
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.torch_group import NO_LIMIT_S, OPS, Construction, GroupOperations
@@ -52,6 +61,11 @@ class GlooTransport:
     @property
     def size(self) -> int:
         return self._ring.size
+
+    @property
+    def is_lasting(self) -> bool:
+        """True if the next generation may have the group."""
+        return self._group.is_lasting
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat = flat_view(tensor)
@@ -94,33 +108,81 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of one rank to the others: the address at which it listens, or the reason why it has no Gloo."""
+    """The answer of one rank to the others: its offer, then its address; or the reason why it has no Gloo."""
 
     listening: ListeningAddress | None = None
     problem: str = ""
+    offer: Offer = Offer()
 
 
-def use_gloo(ring: RingTransport) -> GlooTransport:
+def use_gloo(ring: RingTransport, kept: KeptGroup | None = None) -> GlooTransport:
     """Return the transport, which closes the ring when it is closed. All ranks of the ring call it at once.
+
+    Args:
+        kept: Holds the group from one generation to the next, where torch can exchange its members. None: it is made
+            anew.
 
     Raises PeerLost and GenerationEnded, and ConfigError, on all ranks alike, when one of them has no Gloo.
     """
-    return GlooTransport(ring, connect_gloo(ring))
+    return GlooTransport(ring, connect_gloo(ring, kept))
 
 
-def connect_gloo(ring: RingTransport) -> GlooGroup:
-    """Return the group of all ranks. Raises as use_gloo() does."""
+def connect_gloo(ring: RingTransport, kept: KeptGroup | None = None) -> GlooGroup:
+    """Return the group of all ranks. Arguments and errors are those of use_gloo()."""
+    lasting, device, problem = _own_part(ring, kept)
+    answers = _exchange_answers(ring, _Answer(problem=problem, offer=Offer() if lasting is None else lasting.offer()))
+    offers = [each.offer for each in answers]
+    members = agreed_members(offers)
+    if kept is not None and lasting is not None and members is not None:
+        group = _connected(ring, partial(_reconfigure, lasting, members), lasting)
+        kept.is_used_by(group)
+        return group
+    if any(each.handle for each in offers):  # a rank that has made an offer may have no device for a new group
+        device, problem = _gloo_device(ring.host)
+        _exchange_answers(ring, _Answer(problem=problem))
+    return _connected(ring, lambda store: dist.ProcessGroupGloo(store, ring.rank, ring.size, _options(device)))
+
+
+def _own_part(ring: RingTransport, kept: KeptGroup | None) -> tuple[ReconfigurableGroup | None, object, str]:
+    """Return this rank's group that lives through the generations, if there is one; a device for a new group, and the
+    problem with it, if any."""
+    lasting = None if kept is None else kept.take()
+    if lasting is not None:
+        return lasting, None, ""
     device, problem = _gloo_device(ring.host)
-    _exchange_answers(ring, _Answer(problem=problem))
+    if kept is None or problem:
+        return None, device, problem
 
-    def make(store: ExchangedStore) -> dist.ProcessGroupGloo:
-        # Private: the public constructor takes neither a device nor a number of threads (torch 2.13,
-        # torch/_C/_distributed_c10d.pyi, ProcessGroupGloo).
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._threads = [device], 1
-        options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+    def make(store: dist.Store) -> dist.ProcessGroupGloo:  # type: ignore[name-defined]
+        options = _options(device)
+        options.enable_reconfigure = True
+        # Until the group has members, its handle contains this rank: so the handles of new groups differ.
         return dist.ProcessGroupGloo(store, ring.rank, ring.size, options)
 
+    return make_reconfigurable(make), device, ""
+
+
+def _reconfigure(lasting: ReconfigurableGroup, members: Members, store: ExchangedStore) -> dist.ProcessGroupGloo:
+    lasting.reconfigure(store, members, _CONNECT_TIMEOUT_S)
+    group: dist.ProcessGroupGloo = lasting.group
+    return group
+
+
+def _options(device: object) -> Any:
+    # Private: the public constructor takes neither a device nor a number of threads (torch 2.13,
+    # torch/_C/_distributed_c10d.pyi, ProcessGroupGloo).
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._threads = [device], 1
+    options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+    return options
+
+
+def _connected(
+    ring: RingTransport,
+    make: Callable[[ExchangedStore], dist.ProcessGroupGloo],
+    lasting: ReconfigurableGroup | None = None,
+) -> GlooGroup:
+    """Return the group that `make` connects, when it can be used on all ranks."""
     construction = Construction(ring, make, lambda _: None, lambda _: None, _CONNECT_TIMEOUT_S, "gloo")
     group = construction.finish()
     if isinstance(group, str):
@@ -131,7 +193,7 @@ def connect_gloo(ring: RingTransport) -> GlooGroup:
         ring, _Answer(own, "" if own else f"rank {ring.rank} cannot determine which sockets belong to Gloo")
     )
     addresses = [each.listening for each in answers if each.listening]
-    return GlooGroup(group, addresses[ring.rank], addresses)
+    return GlooGroup(group, find_connections(addresses[ring.rank], addresses), lasting)
 
 
 def _gloo_device(host: str) -> tuple[object, str]:
@@ -155,30 +217,41 @@ def _exchange_answers(ring: RingTransport, mine: _Answer) -> list[_Answer]:
 
 _NO_LIMIT = timedelta(seconds=NO_LIMIT_S)
 _RELEASE_S = 5.0
+_HAND_OVER_S = 0.05  # about the time that a new group takes
 _REPEAT_S = 0.01
+_REPEAT_IN_A_REGROUP_S = 0.002
 
 _stuck: list[dist.ProcessGroupGloo] = []
 """Groups that cannot be released."""
 
 
 class GlooGroup:
-    """A process group of Gloo.
+    """A process group of Gloo in one generation.
 
-    Attributes:
-        own: The address at which this rank listens.
-        others: The addresses of all its ranks.
+    Args:
+        group: torch's group.
+        connections: Its connections to the other ranks.
+        lasting: The same group, if the next generation may have it.
     """
 
     name = "Gloo"
     look_every_s = 0.002
 
     def __init__(
-        self, group: dist.ProcessGroupGloo, own: ListeningAddress, others: Collection[ListeningAddress]
+        self,
+        group: dist.ProcessGroupGloo,
+        connections: Collection[Connection],
+        lasting: ReconfigurableGroup | None = None,
     ) -> None:
         self._group: Any = group  # torch's stubs lack its operations
-        self._own, self._others = own, set(others)
+        self._connections, self._lasting = connections, lasting
         self._work: dist.Work | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()  # of shut_down(), which other threads call
+
+    @property
+    def is_lasting(self) -> bool:
+        return self._lasting is not None
 
     def take(self, flat: torch.Tensor, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
         nbytes = flat.numel() * dtype.itemsize
@@ -190,28 +263,48 @@ class GlooGroup:
     def all_reduce(self, copy: torch.Tensor, op: Reduction, when_done: Callable[[], None]) -> dist.Work:
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = OPS[op], _NO_LIMIT  # type: ignore[assignment]
-        return self._begun(self._group.allreduce([copy], options), when_done)
+        return self._begun(self._present().allreduce([copy], options), when_done)
 
     def broadcast(self, copy: torch.Tensor, source: int, when_done: Callable[[], None]) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, _NO_LIMIT
-        return self._begun(self._group.broadcast([copy], options), when_done)
+        return self._begun(self._present().broadcast([copy], options), when_done)
 
     def give(self, copy: torch.Tensor, flat: torch.Tensor) -> None:
         flat.copy_(copy)
 
     def shut_down(self) -> None:
-        if self._group is not None:  # another socket may have its ports once it is gone
-            shut_down_connections(self._own, self._others)
+        with self._lock:
+            if self._group is not None:  # other sockets may have its ports once it is gone
+                shut_down_connections(self._connections)
+
+    def hand_over(self) -> ReconfigurableGroup | None:
+        """End the running operation, and return the group for the next generation; None if that cannot have it.
+
+        The operation has to end first, since the group has one thread. It may not end: an operation of which a part is
+        on its way does not learn that its connection is gone (torch 2.15: it waits in UnboundBuffer::waitSend() or
+        waitRecv() of Gloo, for ever).
+        """
+        group, work = self._leave()
+        lasting, self._lasting = self._lasting, None
+        if group is None or lasting is None:
+            return None
+        if _has_ended(work, _HAND_OVER_S, self._connections, _REPEAT_IN_A_REGROUP_S):
+            return lasting
+        _release_in_background(group, work, self._connections)
+        return None
 
     def release(self) -> None:
         """Release the group in the background, since Gloo takes its time."""
-        group, work = self._group, self._work
-        self._group = self._work = None
+        group, work = self._leave()
+        self._lasting = None
         if group is not None:
-            shut_down_connections(self._own, self._others)
-            # Not a daemon, for the reason given in torch_group.py (Construction).
-            threading.Thread(target=self._release, args=(group, work), name="farandole-gloo-release").start()
+            _release_in_background(group, work, self._connections)
+
+    def _present(self) -> Any:
+        if self._group is None:
+            raise dist.DistError("the group belongs to another generation, or was released")
+        return self._group
 
     def _begun(self, work: dist.Work, when_done: Callable[[], None]) -> dist.Work:
         """Call `when_done` in a thread of Gloo when the operation has ended."""
@@ -219,16 +312,41 @@ class GlooGroup:
         work.get_future().add_done_callback(lambda _: when_done())
         return work
 
-    def _release(self, group: dist.ProcessGroupGloo, work: dist.Work | None) -> None:
-        """Return when the group is gone. Its destructor waits for the running operation, so that must end first."""
-        deadline_s, pause = now_s() + _RELEASE_S, threading.Event()
-        while work is not None and not work.is_completed():
-            if now_s() >= deadline_s:
-                logger.warning("an operation of Gloo has not ended within %g s; its memory is not released", _RELEASE_S)
-                _stuck.append(group)
-                return
-            shut_down_connections(self._own, self._others)
-            pause.wait(_REPEAT_S)
+    def _leave(self) -> tuple[dist.ProcessGroupGloo | None, dist.Work | None]:
+        """End the connections, and return the group and its last operation, which this object no longer uses."""
+        with self._lock:
+            group, work = self._group, self._work
+            self._group = self._work = None
+            if group is not None:
+                shut_down_connections(self._connections)
+        return group, work
+
+
+def _has_ended(
+    work: dist.Work | None, limit_s: float, connections: Collection[Connection], repeat_s: float = _REPEAT_S
+) -> bool:
+    """Return whether an operation ends in time, because its connections are shut down."""
+    deadline_s, pause = now_s() + limit_s, threading.Event()
+    while work is not None and not work.is_completed():
+        if now_s() >= deadline_s:
+            return False
+        pause.wait(repeat_s)
+        shut_down_connections(connections)
+    return True
+
+
+def _release_in_background(
+    group: dist.ProcessGroupGloo, work: dist.Work | None, connections: Collection[Connection]
+) -> None:
+    # Not a daemon, for the reason given in torch_group.py (Construction).
+    threading.Thread(target=_release, args=(group, work, connections), name="farandole-gloo-release").start()
+
+
+def _release(group: dist.ProcessGroupGloo, work: dist.Work | None, connections: Collection[Connection]) -> None:
+    """Return when the group is gone. Its destructor waits for the running operation, so that must end first."""
+    if not _has_ended(work, _RELEASE_S, connections):
+        logger.warning("an operation of Gloo has not ended within %g s; its memory is not released", _RELEASE_S)
+        _stuck.append(group)
 
 
 # The connections of a group -------------------------------------------------------------------------------------------
@@ -238,6 +356,9 @@ class GlooGroup:
 
 ListeningAddress = tuple[str, int]
 """(host, port)"""
+
+Connection = tuple[ListeningAddress, ListeningAddress]
+"""The addresses of its own end and of the other one."""
 
 
 def find_listening_address(message: bytes) -> ListeningAddress | None:
@@ -253,13 +374,28 @@ def find_listening_address(message: bytes) -> ListeningAddress | None:
     return None
 
 
-def shut_down_connections(own: ListeningAddress, others: Collection[ListeningAddress]) -> None:
-    """End all connections of a group, at both ends. Callable from any thread. `own` is where this rank listens."""
+def find_connections(own: ListeningAddress, others: Collection[ListeningAddress]) -> frozenset[Connection]:
+    """Return the connections from and to the addresses at which a group's ranks listen, this one at `own`.
+
+    They are known by both their ends: a group that lives through the generations listens at the same addresses in the
+    next one, whose connections must not end with those of this one.
+    """
+    found = []
+    for sock in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            local, peer = _ends(sock)
+            if not _is_listening(sock) and (local == own or peer in others):
+                found.append((local, peer))
+    return frozenset(found)
+
+
+def shut_down_connections(connections: Collection[Connection]) -> None:
+    """End these connections. Callable from any thread."""
     for sock in _sockets():
         with contextlib.suppress(OSError):  # not connected
             # Never the listening socket itself: Gloo ends the process when accept() fails (GLOO_ENFORCE in
             # gloo/transport/tcp/listener.cc, Listener::handleEvents(), on the thread of its loop).
-            if not _is_listening(sock) and (sock.getsockname()[:2] == own or sock.getpeername()[:2] in others):
+            if not _is_listening(sock) and _ends(sock) in connections:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -285,6 +421,10 @@ def _sockets() -> Iterator[socket.socket]:
         with sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 yield sock
+
+
+def _ends(sock: socket.socket) -> Connection:
+    return sock.getsockname()[:2], sock.getpeername()[:2]
 
 
 def _is_listening(sock: socket.socket) -> bool:

@@ -18,9 +18,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from farandole.collectives.kept_group import (
+    KeptGroup,
+    Offer,
+    ReconfigurableGroup,
+    agreed_members,
+    make_reconfigurable,
+)
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.torch_group import NO_LIMIT_S, OPS, Construction
@@ -33,9 +42,20 @@ _CONNECT_TIMEOUT_S = 60.0
 
 
 class NcclGroups:
-    """The DeviceGroups (device_transport.py) of CUDA devices."""
+    """The DeviceGroups (device_transport.py) of CUDA devices.
+
+    Args:
+        kept: Holds the group from one generation to the next, where torch can exchange its members. None: it is made
+            anew. It is taken at once, since the generation before is closed before the first tensor of this one.
+    """
 
     name = "NCCL"
+
+    def __init__(self, kept: KeptGroup | None = None) -> None:
+        self._kept = kept
+        self._lasting = None if kept is None else kept.take()
+        if kept is not None:
+            kept.is_used_by(self)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
@@ -45,41 +65,101 @@ class NcclGroups:
 
     def connect(self, ring: RingTransport, device: torch.device) -> NcclGroup | str:
         wrong = prepare_for_nccl()
+        lasting = None if wrong else self._own_lasting_group(ring)
+        offer = Offer() if lasting is None else lasting.offer()
+        packed = ring.all_gather(msgspec.msgpack.encode(offer))
+        members = agreed_members([msgspec.msgpack.decode(each, type=Offer) for each in packed])
+        self._lasting = None  # not before: if a rank is lost until here, the next generation has it
 
         def make(store: ExchangedStore) -> NcclGroup:
             if wrong:
                 raise RuntimeError(wrong)
-            return NcclGroup(store, ring.rank, ring.size, device)
+            if lasting is None or members is None:
+                return NcclGroup(new_group(store, ring.rank, ring.size), store, device)
+            group = NcclGroup(lasting.group, store, device, lasting)
+            try:
+                with torch.cuda.device(device):
+                    lasting.reconfigure(store, members, _CONNECT_TIMEOUT_S)
+            except BaseException:
+                group.release()
+                raise
+            return group
 
-        return Construction(ring, make, NcclGroup.connect, NcclGroup.release, _CONNECT_TIMEOUT_S, "nccl").finish()
+        made = Construction(ring, make, NcclGroup.connect, NcclGroup.release, _CONNECT_TIMEOUT_S, "nccl").finish()
+        if isinstance(made, NcclGroup) and self._kept is not None:
+            self._kept.is_used_by(made)
+        return made
+
+    def hand_over(self) -> ReconfigurableGroup | None:
+        """Return the group of the generation before, if no tensor of this one has needed it."""
+        lasting, self._lasting = self._lasting, None
+        return lasting
+
+    def _own_lasting_group(self, ring: RingTransport) -> ReconfigurableGroup | None:
+        """Return this rank's group that lives through the generations; None if there is none."""
+        if self._kept is not None and self._lasting is None:
+            self._lasting = make_reconfigurable(lambda store: new_reconfigurable_group(store, ring.rank, ring.size))
+        return self._lasting
 
 
 # One process group, a TorchGroup (torch_group.py) ---------------------------------------------------------------------
 
 _ABORT_S = 30.0
+_HAND_OVER_S = 1.0
 _stuck: list[tuple[Any, ...]] = []
 """Groups whose abort has not ended, with the memory that they may still use."""
 
 
+def new_group(store: dist.Store, rank: int, size: int) -> Any:  # type: ignore[name-defined]
+    """Return torch's process group of NCCL, which is connected in its first operation."""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in every torch
+    return nccl(store, rank, size, _options())
+
+
+def new_reconfigurable_group(store: dist.Store, rank: int, size: int) -> Any:  # type: ignore[name-defined]
+    """Return torch's process group of NCCL whose members can be exchanged; it has none yet.
+
+    Raises RuntimeError if torch has none: it is called nccl2 (torch 2.15, pytorch#189359).
+    """
+    nccl: Any = getattr(distributed_c10d, "ProcessGroupNCCL2", None)
+    if nccl is None:
+        raise RuntimeError(f"torch {torch.__version__} has no process group of NCCL whose members can be exchanged")
+    options = _options()
+    options.enable_reconfigure = True
+    # Without a device: with one, it would be connected here. reconfigure() takes the current one.
+    return nccl(store, rank, size, options)
+
+
+def _options() -> Any:
+    options: Any = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009
+    options._timeout = timedelta(seconds=NO_LIMIT_S)
+    # So that a rank which waits for others to connect can be aborted: a communicator that does not block, as in
+    # the documentation of ncclCommInitRankConfig() and of ncclConfig_t.blocking.
+    options.config.blocking = 0
+    return options
+
+
 class NcclGroup:
-    """A process group of NCCL.
+    """A process group of NCCL in one generation.
 
     Args:
+        group: torch's group.
         store: The store through which the ranks find each other; kept, since torch may read it later.
         device: The device of all tensors.
+        lasting: The same group, if the next generation may have it.
     """
 
     name = "NCCL"
     look_every_s = 0.0001  # there is no callback when an operation has ended
 
-    def __init__(self, store: ExchangedStore, rank: int, size: int, device: torch.device) -> None:
-        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in every torch
-        options = nccl.Options()
-        options._timeout = timedelta(seconds=NO_LIMIT_S)
-        # So that a rank which waits for others to connect can be aborted: a communicator that does not block, as in
-        # the documentation of ncclCommInitRankConfig() and of ncclConfig_t.blocking.
-        options.config.blocking = 0
-        self._group = nccl(store, rank, size, options)
+    def __init__(
+        self,
+        group: Any,
+        store: ExchangedStore,
+        device: torch.device,
+        lasting: ReconfigurableGroup | None = None,
+    ) -> None:
+        self._group, self._lasting = group, lasting
         self._store, self._device = store, device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
@@ -131,11 +211,30 @@ class NcclGroup:
                 self._aborting = threading.Thread(target=self._group.abort, name="farandole-nccl-abort", daemon=True)
                 self._aborting.start()
 
+    def hand_over(self) -> ReconfigurableGroup | None:
+        """End the running operation, and return the group for the next generation; None if that cannot have it.
+
+        The abort of a group whose members can be exchanged ends its operations, and nothing else (pytorch#189359).
+        """
+        self.shut_down()
+        lasting, aborting = self._lasting, self._aborting
+        if lasting is None or aborting is None:
+            return None
+        aborting.join(_HAND_OVER_S)
+        if aborting.is_alive():
+            self.release()
+            return None
+        with self._lock:
+            self._group = self._lasting = None
+        lasting.held.append(self._memory)
+        return lasting
+
     def release(self) -> None:
         """Release the group in the background: memory that NCCL may still use is kept until its abort has ended."""
         self.shut_down()
         with self._lock:
-            kept, self._group = (self._group, self._store, self._memory), None
+            kept, self._group = (self._group, self._store, self._memory, self._lasting), None
+            self._lasting = None
         if kept[0] is not None and self._aborting is not None:
             # Not a daemon, for the reason given in torch_group.py (Construction).
             threading.Thread(target=_release, args=(kept, self._aborting), name="farandole-nccl-release").start()

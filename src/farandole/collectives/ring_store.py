@@ -122,6 +122,16 @@ class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
         with self._changed:
             return all(key in self._all for key in keys)
 
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """Set a value if it is the expected one so far, or if none is there and none is expected. Return the value.
+
+        Not atomic among ranks: for keys that one rank sets.
+        """
+        with self._changed:
+            if self._all.get(key, b"") == _as_bytes(expected):
+                self.set(key, desired)
+            return self._all.get(key, b"")
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Do nothing: the store has its own timeout."""
 

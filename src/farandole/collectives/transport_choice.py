@@ -18,6 +18,7 @@ import torch
 from farandole.collectives.device_transport import StagedTransport
 from farandole.collectives.hierarchical_transport import ConnectRing, share_memory_within_hosts
 from farandole.collectives.host_layout import layout
+from farandole.collectives.kept_group import KeptGroup
 from farandole.collectives.nccl_transport import own_nccl_problem
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory_transport import ControlBlocks, share_memory
@@ -39,6 +40,7 @@ class Way(enum.Enum):
     SHARED_MEMORY = "shared memory"
     HIERARCHICAL = "shared memory on each host, TCP between the hosts"
     GLOO = "torch's Gloo"
+    LASTING_GLOO = "torch's Gloo, one process group for all generations"
 
 
 def decide(hosts: Sequence[Hashable], choice: str) -> Way:
@@ -78,6 +80,7 @@ def choose(
     choice: str,
     connect: ConnectRing,
     control_blocks: ControlBlocks | str | None = None,
+    kept: KeptGroup | None = None,
 ) -> tuple[Transport, Way]:
     """Return `ring` itself, or a transport that owns it, and the way that it moves tensors.
 
@@ -87,6 +90,7 @@ def choose(
     Args:
         connect: Builds the rings of some of its ranks.
         control_blocks: Those of this rank's host, if they were shared before, or why they could not be.
+        kept: Holds Gloo's process group from one generation to the next; None: each has its own.
 
     Raises:
         ConfigError: Memory cannot be shared although `choice` requires it, or as decide() does. Errors of building the
@@ -98,7 +102,8 @@ def choose(
     if way is Way.GLOO:
         from farandole.collectives.gloo_transport import use_gloo  # loaded only if it is chosen
 
-        return use_gloo(ring), way
+        transport = use_gloo(ring, kept)
+        return transport, Way.LASTING_GLOO if transport.is_lasting else way
     if isinstance(control_blocks, str):
         built: Transport | str = control_blocks
     elif way is Way.SHARED_MEMORY:
@@ -172,12 +177,18 @@ def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str
 
 
 def for_devices(
-    host: Transport, ring: Transport, way: Way, hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str
+    host: Transport,
+    ring: Transport,
+    way: Way,
+    hosts: Sequence[Hashable],
+    devices: Sequence[Devices],
+    choice: str,
+    kept: KeptGroup | None = None,
 ) -> tuple[Transport, str]:
     """Return `host` itself, or a transport that owns it and also takes tensors on devices; and a name for logs.
 
     `host` is the result of choose() for `ring`, and moves tensors in this `way`. Raises ConfigError as uses_nccl()
-    does.
+    does. `kept` holds NCCL's process group from one generation to the next; None: each has its own.
     """
     through_nccl = uses_nccl(hosts, devices, choice)
     if not isinstance(ring, RingTransport) or not torch.accelerator.is_available():
@@ -188,7 +199,7 @@ def for_devices(
     from farandole.collectives.device_transport import DeviceTransport  # loaded only if it is needed
     from farandole.collectives.nccl_transport import NcclGroups
 
-    transport = DeviceTransport(staged, ring, NcclGroups(), is_required=choice == "nccl")
+    transport = DeviceTransport(staged, ring, NcclGroups(kept), is_required=choice == "nccl")
     return transport, f"{way.value}; torch's NCCL for CUDA tensors, if each worker has its own device"
 
 

@@ -31,6 +31,7 @@ from farandole.env.inheritance import (
     inherited_environment,
     prepare_for_nccl,
     read_bucket_mb,
+    read_reconfigure,
     read_runtime_folder,
     replace_environment,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "read_horovod_settings",
     "read_job_env",
     "read_rank_and_size",
+    "read_reconfigure",
     "read_runtime_folder",
     "read_start_timeout_s",
     "read_token",

@@ -7,19 +7,27 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from farandole.env.agent_env import EXIT_NOTICE, HorovodPlace, TorchrunPlace
+from farandole.env.agent_env import EXIT_NOTICE, HorovodPlace, Switch, TorchrunPlace, read_value
 
 # Variables for tuning -------------------------------------------------------------------------------------------------
 #
-# Variables by which a user tunes a process: gradients, memory allocation and NCCL; and the folder of running jobs.
+# Variables by which a user tunes a process: gradients, process groups, memory allocation and NCCL; and the folder of
+# running jobs.
 
 BUCKET_MB = "FARANDOLE_BUCKET_MB"
+RECONFIGURE = "FARANDOLE_RECONFIGURE"
 
 
 def read_bucket_mb(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the least size of a bucket of gradients, in megabytes, as it was written; None: it is chosen
     automatically."""
     return environ.get(BUCKET_MB) or None
+
+
+def read_reconfigure(default: bool, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether process groups of torch live through the generations, by FARANDOLE_RECONFIGURE. Raises ConfigError
+    for another value than 0 or 1."""
+    return bool(read_value(environ, RECONFIGURE, Switch, default))
 
 
 # Memory allocation ----------------------------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ _OF_AN_OUTER_JOB = (_PREFIX, "TORCHELASTIC_")
 _FOR_ONE = (_PREFIX, "HOROVOD_", "TORCHELASTIC_")
 
 # Variables for workers from a user, not from an outer job.
-_FOR_WORKERS = frozenset({BUCKET_MB, EXIT_NOTICE})
+_FOR_WORKERS = frozenset({BUCKET_MB, EXIT_NOTICE, RECONFIGURE})
 
 # The place of a process in one job, of Horovod or torchrun; not for the workers of another one.
 _PLACES = frozenset((*HorovodPlace.__struct_encode_fields__, *TorchrunPlace.__struct_encode_fields__)) | {

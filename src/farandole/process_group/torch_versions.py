@@ -26,6 +26,14 @@ def ended_work(tensors: Sequence[torch.Tensor]) -> Work:
     return work
 
 
+def can_reconfigure() -> bool:
+    """Return whether the members of a process group can be exchanged: since torch 2.14 (pytorch#186298).
+
+    Whether a backend does it, its groups say themselves (`supports_reconfigure`).
+    """
+    return hasattr(distributed_c10d, "_supports_reconfigure")
+
+
 def have_shutdown_called() -> None:
     """Have destroy_process_group() call `shutdown()` of each group, as torch 2.9 does. To be called once.
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import torch
 
 from farandole.collectives.hierarchical_transport import RINGS_PER_RANK
+from farandole.collectives.kept_group import KeptGroup
 from farandole.collectives.named import process_sets
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.negotiation import NamedSettings
@@ -21,8 +23,10 @@ from farandole.collectives.shared_memory_transport import ControlBlockRefs, Cont
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import Devices, Way, choose, decide, for_devices, own_devices
 from farandole.collectives.world import World
-from farandole.env import read_transport
+from farandole.env import read_reconfigure, read_transport
+from farandole.errors import ConfigError
 from farandole.membership import Address, Peer, Placement
+from farandole.process_group import torch_versions
 from farandole.wire.messages import Start
 from farandole.worker.worker_recovery import Abortable, AbortRegistry
 
@@ -34,6 +38,10 @@ _CHANNELS_PER_SESSION = 1 << 20
 _CHANNELS_PER_TRANSPORT = 1 + RINGS_PER_RANK
 _STEPS, _NAMED, _FIRST_PROCESS_SET = 0, 1, 2
 _TRANSPORTS = 2  # of every world: for the steps, and for the named collectives
+_DEVICES = -1  # the number of the process group of devices; others have that of their channel
+
+KEEPS_GLOO = True
+"""Whether a process group of Gloo lives through the generations unless FARANDOLE_RECONFIGURE says otherwise."""
 
 SUBSET_TIMEOUT_S = 5.0
 """Seconds for the members of a process set to connect, once all have agreed on it."""
@@ -87,6 +95,7 @@ class WorldBuilder:
         self._on_way = on_way
         self._last_way = ""
         self._on_broken, self._check, self._aborts = on_broken, check, aborts
+        self._kept: dict[int, KeptGroup] = {}
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
         """Build the world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
@@ -116,7 +125,13 @@ class WorldBuilder:
     ) -> Built:
         host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, control_blocks[_STEPS])
         steps, description = for_devices(
-            host, ring, way, [each.host for each in directory], [each.devices for each in directory], read_transport()
+            host,
+            ring,
+            way,
+            [each.host for each in directory],
+            [each.devices for each in directory],
+            read_transport(),
+            self._kept_group(_DEVICES, is_default=False) if read_transport() in ("auto", "nccl") else None,
         )
         if steps is not host:
             self._register(start, steps)
@@ -176,10 +191,28 @@ class WorldBuilder:
             assert isinstance(connected, RingTransport), "there are at least two ranks"
             return connected
 
-        transport, way = choose(ring, [member.host for member in members], read_transport(), connect, control_blocks)
+        kept = None
+        if read_transport() == "gloo":
+            kept = self._kept_group(channel % _CHANNELS_PER_SESSION, is_default=KEEPS_GLOO)
+        hosts = [member.host for member in members]
+        transport, way = choose(ring, hosts, read_transport(), connect, control_blocks, kept)
         if transport is not ring:
             self._register(start, transport)
         return transport, way
+
+    def _kept_group(self, number: int, is_default: bool) -> KeptGroup | None:
+        """Return the process group with this number, which lives through the generations; None: each has its own.
+
+        Raises ConfigError if FARANDOLE_RECONFIGURE requires what this torch does not have.
+        """
+        if torch_versions.can_reconfigure():
+            return self._kept.setdefault(number, KeptGroup()) if read_reconfigure(is_default) else None
+        if read_reconfigure(False) and read_transport() in ("gloo", "nccl"):
+            raise ConfigError(
+                f"FARANDOLE_RECONFIGURE=1 needs torch 2.14 or newer, this is {torch.__version__}: unset it, and each "
+                f"generation has a process group of its own"
+            )
+        return None
 
     def _register(
         self, start: Start, abortable: Abortable, is_builder: bool = False, replaces: Abortable | None = None

@@ -66,3 +66,10 @@ def test_who_asks_does_not_wait_for_ever() -> None:
         store.get("0/1")
     store.close()
     store.set("later", b"is no error")
+
+
+def test_a_value_is_replaced_only_where_it_is_the_expected_one(store: ExchangedStore) -> None:
+    assert store.compare_set("claimed", "", "mine") == b"mine"
+    assert store.compare_set("claimed", b"", b"another's") == b"mine"
+    assert store.compare_set("claimed", b"mine", b"next") == b"next"
+    assert store.take_unsent() == {"claimed": b"next"}

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from farandole import env
+from farandole.errors import ConfigError
 from farandole.membership import Address, Placement
 
 
@@ -114,3 +115,13 @@ def test_children_hear_what_the_user_says_of_gives_exit_notice() -> None:
         *[True] * 2,
     ]
     assert env.read_exit_notice({})
+
+
+def test_children_hear_whether_process_groups_live_through_the_generations() -> None:
+    assert env.inherited_environment({"FARANDOLE_RECONFIGURE": "0"}) == {"FARANDOLE_RECONFIGURE": "0"}
+    for default in (False, True):
+        assert env.read_reconfigure(default, {"FARANDOLE_RECONFIGURE": "1"})
+        assert not env.read_reconfigure(default, {"FARANDOLE_RECONFIGURE": "0"})
+        assert env.read_reconfigure(default, {}) is default
+    with pytest.raises(ConfigError, match="FARANDOLE_RECONFIGURE must be 0 or 1, got 'maybe'"):
+        env.read_reconfigure(True, {"FARANDOLE_RECONFIGURE": "maybe"})
