@@ -153,6 +153,7 @@ def _note_constructions(registry: Registry) -> None:
     _note(DistributedDataParallel, registry.parallel)
     _note(AveragedModel, registry.averages)
     _note(torch.optim.Optimizer, registry.optimizers)
+    _note(DataLoader, registry.loaders)
     for kind in (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler):
         _note(kind, registry.others)
     register_optimizer_step_pre_hook(_before_step)
