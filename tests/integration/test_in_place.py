@@ -189,10 +189,16 @@ def without(logs: Logs, killed: int) -> list[list[Entry]]:
 
 
 def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturbed: Path) -> None:
-    with in_place(tmp_path / "job", 3, *WORDS, "--pause", "0.3") as job:
+    hold, events = tmp_path / "hold", tmp_path / "events.jsonl"
+    words = ("--pause", "0.05", "--hold", str(hold))
+    with in_place(tmp_path / "job", 3, *WORDS, *words, flags=f"--events {events}") as job:
         logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
         killed = sorted(logs)[1]
         os.kill(killed, signal.SIGKILL)
+        job.wait_until(lambda _: "Recovered" in events.read_text())
+        hold.touch()
+        job.wait_until(lambda _: "w3 joins" in events.read_text())
+        hold.unlink()
         logs = job.wait()
         output = job.output()
     newcomer = max(logs)
@@ -379,3 +385,26 @@ def test_loops_that_end_with_their_batches_stay_elastic(tmp_path: Path, loop: st
         output = job.output()
     check_disturbed(tmp_path / "job", logs, tmp_path / "undisturbed", logs.keys() - {killed})
     assert "static" not in output
+
+
+def test_a_spare_takes_the_place_of_a_killed_worker_so_that_not_a_bit_changes(tmp_path: Path) -> None:
+    """With as many workers as before, BatchNorm's statistics are those of the same local batches."""
+    words = ("--samples", "312", "--epochs", "4", "--norm")
+    with in_place(tmp_path / "undisturbed", 3, *words) as job:
+        digests = {end["digest"] for end in ends(job.wait()).values()}
+    hold, events = tmp_path / "hold", tmp_path / "events.jsonl"
+    hold.touch()
+    flags = f"--spares 1 --restarts 0 --events {events}"
+    with in_place(tmp_path / "job", 3, *words, "--hold", str(hold), "--pause", "0.05", flags=flags) as job:
+        job.wait_until(lambda _: events.exists() and "SpareWaits" in events.read_text())
+        logs = job.wait_until(lambda logs: sum(bool(entries(log, "batch")) for log in logs.values()) >= 3)
+        killed = next(pid for pid, log in logs.items() if log and log[0]["rank"] == 1)
+        hold.unlink()
+        job.wait_until(lambda logs: len(logs[killed]) > 3)
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+    assert {end["digest"] for end in ends(logs).values()} == digests
+    assert {end["size"] for end in ends(logs).values()} == {3}
+    assert len(ends(logs)) == 3
+    assert {each["size"] for log in logs.values() for each in log if "size" in each} == {3}
+    check_ledger(tmp_path / "job")
