@@ -74,6 +74,8 @@ def _become_static(transition: Transition, generation: Generation, reason: str) 
         losses=(),
         links=LinkTrouble(),
     )
+    for name in generation.members:
+        transition.change_worker(name, finished=0)
     for worker in transition.job.newcomers():
         capacity.let_go(transition, worker, "the job is static from now on")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.control_requests import judge
+from farandole.coordinator.control_requests import judge, status_of
 from farandole.events import AllWorkersRestart, JobBecameStatic
 from farandole.wire.control import AskScale, Declined
 from farandole.wire.messages import Kill
@@ -80,8 +80,9 @@ def test_a_loss_before_all_have_left_is_survived() -> None:
     assert told.spawned() == {}
 
 
-def test_its_size_is_fixed_from_then_on() -> None:
+def test_its_size_is_fixed_from_then_on_and_its_workers_train() -> None:
     told = static(ToldJob(2).training(), "w0", "w1")
+    assert {worker.state for worker in status_of(told.job, told.now_s).members} == {"trains"}
     declined, change = judge(told.job, AskScale(1))
     assert change is None
     assert isinstance(declined, Declined)
