@@ -190,15 +190,16 @@ def without(logs: Logs, killed: int) -> list[list[Entry]]:
 
 def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturbed: Path) -> None:
     hold, events = tmp_path / "hold", tmp_path / "events.jsonl"
+    hold.touch()
     words = ("--pause", "0.05", "--hold", str(hold))
     with in_place(tmp_path / "job", 3, *WORDS, *words, flags=f"--events {events}") as job:
         logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
         killed = sorted(logs)[1]
         os.kill(killed, signal.SIGKILL)
         job.wait_until(lambda _: "Recovered" in events.read_text())
-        hold.touch()
+        hold.write_text(" ".join(map(str, logs.keys() - {killed})))
         job.wait_until(lambda _: "w3 joins" in events.read_text())
-        hold.unlink()
+        hold.write_text("")
         logs = job.wait()
         output = job.output()
     newcomer = max(logs)
@@ -396,11 +397,13 @@ def test_a_spare_takes_the_place_of_a_killed_worker_so_that_not_a_bit_changes(tm
     hold.touch()
     flags = f"--spares 1 --restarts 0 --events {events}"
     with in_place(tmp_path / "job", 3, *words, "--hold", str(hold), "--pause", "0.05", flags=flags) as job:
-        job.wait_until(lambda _: events.exists() and "SpareWaits" in events.read_text())
-        logs = job.wait_until(lambda logs: sum(bool(entries(log, "batch")) for log in logs.values()) >= 3)
+        logs = job.wait_until(lambda logs: sum(bool(entries(log, "batch")) for log in logs.values()) == 3)
         killed = next(pid for pid, log in logs.items() if log and log[0]["rank"] == 1)
-        hold.unlink()
-        job.wait_until(lambda logs: len(logs[killed]) > 3)
+        hold.write_text(" ".join(map(str, logs)))
+        job.wait_until(lambda _: "SpareWaits" in events.read_text())
+        begun = len(job.logs()[killed])
+        hold.write_text("")
+        job.wait_until(lambda logs: len(logs[killed]) > begun + 1)
         os.kill(killed, signal.SIGKILL)
         logs = job.wait()
     assert {end["digest"] for end in ends(logs).values()} == digests
